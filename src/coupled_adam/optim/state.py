@@ -1,0 +1,243 @@
+"""The state of a coupled parameter: its layout, its checks, and the way from and to Adam's layout.
+
+A group's options and its parameters come as torch's param group, ``{"params": [...], "lr": ..., ...}``.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import (
+    _device_dtype_check_for_fused,
+    _get_capturable_supported_devices,
+    _get_scalar_dtype,
+)
+
+OPTIONS = ("coupled", "second_moment_scale", "vocab_dim")
+"""Options of a param group that torch.optim.Adam does not have."""
+
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+"""The states that are [V, H] in Adam and one vector [H] for all rows in Coupled Adam."""
+
+Group = dict[str, Any]
+
+
+def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
+    """The state before the first step: zeros, the second moments [H] in float32 or wider."""
+    if group["fused"]:
+        _device_dtype_check_for_fused(p)
+    on_device = group["capturable"] or group["fused"]
+    state = {
+        "step": torch.zeros(
+            (),
+            dtype=_get_scalar_dtype(is_fused=group["fused"]),
+            device=p.device if on_device else "cpu",
+        ),
+        "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+    }
+    for name in SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]:
+        state[name] = torch.zeros(_moment_shape(group, p), dtype=_moment_dtype(p), device=p.device)
+    return state
+
+
+def check_group(group: Group) -> None:
+    """Raise ValueError for coupling options out of range, or parameters that cannot be coupled."""
+    if not isinstance(group["coupled"], bool):
+        raise ValueError(f"Invalid coupled value: {group['coupled']!r} (True or False)")
+    if not 0.0 < group["second_moment_scale"] < math.inf:
+        raise ValueError(
+            f"Invalid second_moment_scale: {group['second_moment_scale']} (finite and above 0)"
+        )
+    if group["vocab_dim"] not in (0, 1):
+        raise ValueError(
+            f"Invalid vocab_dim: {group['vocab_dim']!r} (0 for matrices [V, H], 1 for [H, V])"
+        )
+    if not group["coupled"]:
+        return
+    # torch checks these for the constructor's arguments, not for a group's own.
+    if not 0.0 <= group["lr"]:
+        raise ValueError(f"Invalid learning rate: {group['lr']}")
+    if not 0.0 <= group["eps"]:
+        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    if not 0.0 <= group["weight_decay"]:
+        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    for index, beta in enumerate(group["betas"]):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    for index in range(len(group["params"])):
+        _check_matrix(group, index)
+
+
+def check_parameter(group: Group, index: int) -> None:
+    """Raise if this parameter cannot be updated as it is now (wrappers replace parameters)."""
+    p = group["params"][index]
+    _check_matrix(group, index)
+    if hasattr(p, "placements"):
+        raise NotImplementedError(
+            f"cannot couple {_describe(group, index)}: it is a DTensor, and averaging over rows "
+            "that lie on several ranks is not implemented. Leave the embeddings unsharded"
+        )
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise RuntimeError(
+            f"cannot couple {_describe(group, index)}: its gradient is sparse, and the average is "
+            "over all rows. Construct the embedding with sparse=False"
+        )
+    if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
+        raise RuntimeError(
+            f"capturable=True needs a device of {_get_capturable_supported_devices()}, "
+            f"but {_describe(group, index)} is on {p.device}. Construct with capturable=False"
+        )
+
+
+def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
+    """Raise RuntimeError if an existing state does not fit its parameter."""
+    p = group["params"][index]
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    if exp_avg.device != p.device or exp_avg_sq.device != p.device:
+        raise RuntimeError(
+            f"{_describe(group, index)} is on {p.device}, its optimizer state on {exp_avg.device}: "
+            "optimizer.load_state_dict(optimizer.state_dict()) moves it"
+        )
+    if exp_avg.shape != p.shape or exp_avg_sq.shape != _moment_shape(group, p):
+        raise RuntimeError(
+            f"the state of {_describe(group, index)} has exp_avg {list(exp_avg.shape)} and "
+            f"exp_avg_sq {list(exp_avg_sq.shape)} where {list(p.shape)} and "
+            f"{list(_moment_shape(group, p))} belong. If the group was coupled after its first "
+            "step, optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+        )
+
+
+def from_adam(
+    param_groups: list[Group], state_dict: dict[str, Any]
+) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
+    """Fit a state dict, of Adam or of any Coupled Adam, to an optimizer's param groups.
+
+    Options that the saved groups do not have are taken from the optimizer's own; second moments
+    [V, H] of coupled parameters become their mean over the vocabulary.
+
+    Returns:
+        The fitted state dict, and the second moments [H] of each coupled parameter, on its device
+        and in their own dtype. Nothing is changed in place.
+
+    Raises:
+        ValueError: a state that does not fit its parameter.
+    """
+    saved_groups = [dict(group) for group in state_dict["param_groups"]]
+    if [len(g["params"]) for g in param_groups] != [len(g["params"]) for g in saved_groups]:
+        return state_dict, {}  # torch says what is wrong
+    state = dict(state_dict["state"])
+    moments: dict[Tensor, dict[str, Tensor]] = {}
+    for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
+        for name in OPTIONS:
+            saved.setdefault(name, group[name])
+        if saved["coupled"] != group["coupled"]:
+            warnings.warn(
+                f"param group {number} was constructed with coupled={group['coupled']}, but the "
+                f"checkpoint says coupled={saved['coupled']}, which replaces it like every option. "
+                "To keep your own, delete 'coupled' from the checkpoint's group before loading",
+                stacklevel=5,
+            )
+        fitted = {**group, **saved, "params": group["params"]}
+        check_group(fitted)
+        for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
+            if not state.get(key):
+                continue
+            if saved["coupled"]:
+                moments[p] = {
+                    name: _average(fitted, index, name, state[key][name])
+                    for name in SECOND_MOMENTS
+                    if name in state[key]
+                }
+                state[key] = {**state[key], **moments[p]}
+            shapes = {name: value.shape for name, value in state[key].items() if name != "step"}
+            _check_shapes(fitted, index, shapes)
+    return {**state_dict, "state": state, "param_groups": saved_groups}, moments
+
+
+def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite the state dict of a Coupled Adam as one that ``torch.optim.Adam(W)`` loads.
+
+    The shared second moment [H] becomes the second moment of each of the V rows, in the dtype of
+    ``exp_avg``, and the coupling options are left out of the groups. A ``second_moment_scale`` other
+    than 1 is not carried over: it belongs to the update, the moment does not contain it.
+
+    Args:
+        state_dict: from ``CoupledAdam(W).state_dict()``; it is not changed.
+
+    Returns:
+        A new state dict. Tensors of uncoupled parameters are shared with the given one.
+    """
+    state = dict(state_dict["state"])
+    groups = []
+    for group in state_dict["param_groups"]:
+        for key in group["params"]:
+            if group.get("coupled") and state.get(key):
+                exp_avg = state[key]["exp_avg"]
+                rows = {
+                    name: value.to(exp_avg.dtype)
+                    .unsqueeze(group["vocab_dim"])
+                    .expand_as(exp_avg)
+                    .contiguous()
+                    for name, value in state[key].items()
+                    if name in SECOND_MOMENTS
+                }
+                state[key] = {**state[key], **rows}
+        groups.append({name: value for name, value in group.items() if name not in OPTIONS})
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _moment_dtype(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)
+
+
+def _moment_shape(group: Group, p: Tensor) -> torch.Size:
+    return p.shape[1:] if group["vocab_dim"] == 0 else p.shape[:1]
+
+
+def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
+    """A loaded second moment as the vector [H], on the parameter's device, in its own dtype."""
+    p = group["params"][index]
+    if value.shape == p.shape:
+        value = value.mean(group["vocab_dim"], dtype=_moment_dtype(p))
+    return value.to(p.device, _moment_dtype(p))
+
+
+def _describe(group: Group, index: int) -> str:
+    """Name a parameter of a group, with its shape, in an error message."""
+    shape = list(group["params"][index].shape)
+    if "param_names" in group:
+        return f"{group['param_names'][index]!r} {shape}"
+    return f"parameter {index} {shape} of its group"
+
+
+def _check_matrix(group: Group, index: int) -> None:
+    p = group["params"][index]
+    if p.dim() == 2 and p.numel() > 0 and p.is_floating_point():
+        return
+    if p.dim() == 1:
+        problem = (
+            "an embedding matrix is [V, H]. Move it to a group without coupled=True; or, if a "
+            "wrapper has flattened a matrix into it (FSDP1, ZeRO), use one that does not (FSDP2)"
+        )
+    elif p.dim() != 2:
+        problem = "an embedding matrix is [V, H]. Move it to a group without coupled=True"
+    elif p.numel() == 0:
+        problem = "it is empty. Move it to a group without coupled=True"
+    else:
+        problem = f"its dtype is {p.dtype}, and coupling needs a real floating-point one"
+    raise ValueError(f"cannot couple {_describe(group, index)}: {problem}")
+
+
+def _check_shapes(group: Group, index: int, shapes: dict[str, torch.Size]) -> None:
+    p = group["params"][index]
+    for name, shape in shapes.items():
+        shared = group["coupled"] and name in SECOND_MOMENTS
+        expected = _moment_shape(group, p) if shared else p.shape
+        if shape != expected:
+            raise ValueError(
+                f"cannot load the state of {_describe(group, index)}: its {name} is {list(shape)} "
+                f"and must be {list(expected)} where coupled={group['coupled']}. "
+                "Does the checkpoint belong to this model, with the same order of parameters?"
+            )

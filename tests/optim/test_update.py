@@ -1,0 +1,294 @@
+"""The update of a coupled matrix: against the float64 oracle, and what must hold whatever the data."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import CoupledAdamOracle
+
+from coupled_adam import CoupledAdam, CoupledAdamW
+
+
+def gradients(shape, steps, seed, scale=1.0):
+    """Gradients with the uneven rows of a vocabulary: some rare tokens, some columns that are larger."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.rand(shape[0], 1, generator=generator, dtype=torch.float64) ** 4
+    for _ in range(steps):
+        yield scale * rows * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def run(param, grads, cls=CoupledAdamW, **options):
+    """Take a step for each gradient; return the parameter and the optimizer."""
+    p = torch.nn.Parameter(param.clone())
+    optimizer = cls([p], coupled=True, **options)
+    for g in grads:
+        p.grad = g.to(p.dtype)
+        optimizer.step()
+    return p.detach(), optimizer
+
+
+def initial(shape, seed, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.0},
+    {"amsgrad": True},
+    {"maximize": True},
+    {"maximize": True, "weight_decay": 0.1},
+    {"second_moment_scale": 2.0**-5},
+    {"second_moment_scale": 2.0**5, "amsgrad": True},
+    {"betas": (0.0, 0.95)},
+    {"betas": (0.9, 0.0)},
+    {"eps": 1e-2},
+    {"lr": 0.0},
+    {"lr": torch.tensor(3e-3, dtype=torch.float64)},
+    {"lr": torch.tensor([3e-3], dtype=torch.float64)},
+    {
+        "betas": (
+            torch.tensor(0.8, dtype=torch.float64),
+            torch.tensor(0.95, dtype=torch.float64),
+        )
+    },
+    {"foreach": True},
+    {"foreach": False},
+    {"fused": True},
+    {"differentiable": True},
+]
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-12), (torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)],
+    ids=["float64", "float32", "bfloat16", "float16"],
+)
+def test_oracle(cls, options, dtype, tolerance):
+    """60 steps equal Algorithm 1, checked at every step.
+
+    The tolerance is relative to the distance that the parameter moves. In half precision rounding
+    errors of the parameter add up to more than that over 60 steps, in any implementation, so there
+    each step starts from what the last one stored.
+    """
+    half = dtype.itemsize == 2
+    p = initial((23, 7), 0).to(dtype).requires_grad_()
+    if options.get("differentiable"):
+        p = p.clone()
+    optimizer = cls([p], **{"lr": 1e-2, "coupled": True, **options})
+
+    numbers = {k: v for k, v in options.items() if k not in ("foreach", "fused", "differentiable")}
+    beta1, beta2 = (float(b) for b in numbers.pop("betas", (0.9, 0.999)))
+    oracle = CoupledAdamOracle(
+        p.detach().double().numpy(),
+        beta1=beta1,
+        beta2=beta2,
+        decoupled_weight_decay=cls is CoupledAdamW,
+        **{
+            "weight_decay": 1e-2 if cls is CoupledAdamW else 0.0,
+            **numbers,
+            "lr": float(options.get("lr", 1e-2)),
+        },
+    )
+    # Of the parameter, whose entries are up to about 3; over many steps a random walk of roundings.
+    resolution = 3.0 * torch.finfo(dtype).eps * (1 if half else 60**0.5)
+    start = oracle.embeddings.copy()
+    for g in gradients((23, 7), 60, seed=1):
+        if half and oracle.t:
+            start = p.detach().double().numpy()
+            oracle.embeddings = start.copy()
+            oracle.m = optimizer.state[p]["exp_avg"].detach().double().numpy()
+        p.grad = g.to(dtype)
+        oracle.step(p.grad.double().numpy())
+        optimizer.step()
+        moved = np.abs(oracle.embeddings - start).max()
+        error = np.abs(p.detach().double().numpy() - oracle.embeddings).max()
+        assert error <= tolerance * moved + resolution, f"step {oracle.t}"
+    assert optimizer.state[p]["step"].item() == 60
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 12),
+    transposed=st.booleans(),
+    strided=st.booleans(),
+    scale=st.floats(1e-6, 1e6),
+    second_moment_scale=st.floats(2.0**-5, 2.0**5),
+    lr=st.floats(0, 1),
+    beta1=st.floats(0, 0.99),
+    beta2=st.floats(0, 0.999),
+    weight_decay=st.floats(0, 0.5),
+    amsgrad=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_oracle_any_shape(
+    rows,
+    columns,
+    transposed,
+    strided,
+    scale,
+    second_moment_scale,
+    lr,
+    beta1,
+    beta2,
+    weight_decay,
+    amsgrad,
+    seed,
+):
+    start = initial((rows, columns), seed)
+    grads = list(gradients((rows, columns), 5, seed, scale))
+    oracle = CoupledAdamOracle(
+        start.numpy(),
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        amsgrad=amsgrad,
+        second_moment_scale=second_moment_scale,
+    )
+    for g in grads:
+        oracle.step(g.numpy())
+
+    def layout(matrix):
+        matrix = matrix.T if transposed else matrix
+        return matrix.repeat(2, 2)[: matrix.shape[0], : matrix.shape[1]] if strided else matrix
+
+    p = torch.nn.Parameter(layout(start).clone(memory_format=torch.preserve_format))
+    optimizer = CoupledAdamW(
+        [p],
+        lr,
+        (beta1, beta2),
+        weight_decay=weight_decay,
+        amsgrad=amsgrad,
+        coupled=True,
+        second_moment_scale=second_moment_scale,
+        vocab_dim=int(transposed),
+    )
+    for g in grads:
+        p.grad = layout(g)
+        optimizer.step()
+    result = p.detach().T if transposed else p.detach()
+    np.testing.assert_allclose(result.numpy(), oracle.embeddings, rtol=1e-9, atol=1e-9)
+    assert optimizer.state[p]["exp_avg_sq"].shape == (columns,)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.integers(2, 50), columns=st.integers(1, 8), seed=st.integers(0, 2**16))
+def test_zero_sum_gradient_leaves_the_mean(rows, columns, seed):
+    """The paper's point: sum_i g_i = 0 keeps mu where it was. With torch's AdamW it drifts."""
+    start = initial((rows, columns), seed)
+    # As in a tied head: g_i = (p_i - [i is the true token]) h, zero-sum over the rows.
+    grads = [g - g.mean(0) for g in gradients((rows, columns), 20, seed)]
+    options = {"lr": 0.1, "weight_decay": 0.0}
+    result, _ = run(start, grads, **options)
+    torch.testing.assert_close(result.mean(0), start.mean(0), rtol=0, atol=1e-12)
+    assert not torch.equal(result, start)
+
+
+def test_zero_sum_gradient_moves_the_mean_of_adamw():
+    """The control of the test above: it would not hold for plain AdamW."""
+    start = initial((50, 4), 0)
+    p = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
+    for g in gradients((50, 4), 20, 0):
+        p.grad = g - g.mean(0)
+        optimizer.step()
+    assert (p.detach().mean(0) - start.mean(0)).abs().max() > 1e-3
+
+
+def test_every_row_has_the_same_effective_learning_rate():
+    """Update over first moment is one number for each column, the same for rare and frequent rows."""
+    start = torch.zeros(30, 5, dtype=torch.float64)
+    result, optimizer = run(start, gradients((30, 5), 1, 3), weight_decay=0.0)
+    (state,) = optimizer.state.values()
+    rates = result / state["exp_avg"]
+    torch.testing.assert_close(rates, rates[:1].expand_as(rates), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)],
+)
+def test_one_row_is_adam(ours, theirs, options):
+    """With V = 1 there is nothing to average: torch's own optimizer is a second oracle."""
+    start, grads = initial((1, 9), 0), list(gradients((1, 9), 50, 1))
+    result, _ = run(start, grads, ours, weight_decay=0.05, **options)
+    p = torch.nn.Parameter(start.clone())
+    optimizer = theirs([p], weight_decay=0.05, **options)
+    for g in grads:
+        p.grad = g
+        optimizer.step()
+    torch.testing.assert_close(result, p.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_permuted_rows():
+    """The order of the vocabulary does not matter."""
+    start, grads = initial((31, 6), 0), list(gradients((31, 6), 20, 1))
+    order = torch.randperm(31, generator=torch.Generator().manual_seed(2))
+    result, _ = run(start, grads)
+    permuted, _ = run(start[order], [g[order] for g in grads])
+    torch.testing.assert_close(permuted, result[order], rtol=1e-12, atol=1e-12)
+
+
+def test_scale_is_a_learning_rate():
+    """With eps = 0, multiplying the second moment by s divides every update by sqrt(s)."""
+    start, grads = torch.zeros(20, 4, dtype=torch.float64), list(gradients((20, 4), 10, 1))
+    scaled, _ = run(start, grads, eps=0.0, weight_decay=0.0, second_moment_scale=2.0**4)
+    plain, _ = run(start, grads, eps=0.0, weight_decay=0.0)
+    torch.testing.assert_close(scaled, plain / 4, rtol=1e-12, atol=0)
+
+
+def test_half_precision_gradients_are_averaged_in_float32():
+    """Squares that underflow or overflow in fp16 do not in the shared moment."""
+    p = torch.nn.Parameter(torch.zeros(1000, 2, dtype=torch.float16))
+    optimizer = CoupledAdamW([p], coupled=True)
+    p.grad = torch.full_like(p, 1e-4)
+    p.grad[:, 1] = 1e3
+    optimizer.step()
+    expected = 1e-3 * p.grad[0].double() ** 2
+    torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_non_finite_gradient_spreads_over_its_column_only():
+    """As documented: like AdamW, but the shared moment takes the whole column along."""
+    p = torch.nn.Parameter(torch.zeros(5, 3))
+    optimizer = CoupledAdamW([p], coupled=True)
+    p.grad = torch.ones(5, 3)
+    p.grad[2, 1] = float("nan")
+    optimizer.step()
+    assert p[:, 1].isnan().all()
+    assert p[:, [0, 2]].isfinite().all()
+
+
+def test_differentiable_passes_gradcheck():
+    """Autograd through three steps, to parameter, gradients and states."""
+
+    def steps(p, grad, exp_avg, exp_avg_sq, max_exp_avg_sq):
+        p = p.clone()
+        optimizer = CoupledAdamW([p], 0.1, coupled=True, differentiable=True, amsgrad=True)
+        optimizer.state[p] = {
+            "step": torch.tensor(3.0),
+            "exp_avg": exp_avg.clone(),
+            "exp_avg_sq": exp_avg_sq.clone(),
+            "max_exp_avg_sq": max_exp_avg_sq.clone(),
+        }
+        for factor in (1.0, -0.5, 2.0):
+            p.grad = factor * grad
+            optimizer.step()
+        return p
+
+    torch.manual_seed(0)
+    matrix = {"dtype": torch.float64, "requires_grad": True}
+    inputs = (
+        torch.randn(4, 3, **matrix),
+        torch.randn(4, 3, **matrix),
+        torch.randn(4, 3, **matrix),
+        (torch.rand(3, dtype=torch.float64) + 0.5).requires_grad_(),
+        (torch.rand(3, dtype=torch.float64) + 0.7).requires_grad_(),
+    )
+    assert torch.autograd.gradcheck(steps, inputs)

@@ -1,4 +1,4 @@
-"""The update of a coupled matrix: against the float64 oracle, and what must hold whatever the data."""
+"""The update of a coupled matrix: against the float64 oracle, and what holds for any data."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from coupled_adam import CoupledAdam, CoupledAdamW
 
 
 def gradients(shape, steps, seed, scale=1.0):
-    """Gradients with the uneven rows of a vocabulary: some rare tokens, some columns that are larger."""
+    """Gradients with the uneven rows of a vocabulary: many rare tokens, a few frequent ones."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.rand(shape[0], 1, generator=generator, dtype=torch.float64) ** 4
     for _ in range(steps):
@@ -201,7 +201,7 @@ def test_zero_sum_gradient_moves_the_mean_of_adamw():
 
 
 def test_every_row_has_the_same_effective_learning_rate():
-    """Update over first moment is one number for each column, the same for rare and frequent rows."""
+    """Update over first moment is one number for each column, for rare and frequent rows."""
     start = torch.zeros(30, 5, dtype=torch.float64)
     result, optimizer = run(start, gradients((30, 5), 1, 3), weight_decay=0.0)
     (state,) = optimizer.state.values()
@@ -251,7 +251,9 @@ def test_half_precision_gradients_are_averaged_in_float32():
     p.grad[:, 1] = 1e3
     optimizer.step()
     expected = 1e-3 * p.grad[0].double() ** 2
-    torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"].double(), expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        optimizer.state[p]["exp_avg_sq"].double(), expected, rtol=1e-5, atol=0
+    )
 
 
 def test_non_finite_gradient_spreads_over_its_column_only():

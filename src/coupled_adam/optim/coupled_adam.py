@@ -1,7 +1,8 @@
 """``CoupledAdam`` and ``CoupledAdamW``: options, state, step, checkpoints in and out."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.reference import coupled_adam_
 from coupled_adam.optim.state import OPTIONS
 
+_Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+
 
 class CoupledAdam(torch.optim.Adam):
     r"""Adam whose embedding matrices share one second moment over the vocabulary.
@@ -23,14 +26,14 @@ class CoupledAdam(torch.optim.Adam):
     groups run torch's own implementation, bit for bit. :func:`coupled_adam.param_groups` finds a
     model's embeddings and makes the groups.
 
-    The state of a coupled parameter [V, H] is ``exp_avg`` [V, H] in its dtype, ``exp_avg_sq`` [H] in
-    float32 or wider, and ``step``; with ``amsgrad`` also ``max_exp_avg_sq`` [H], the running maximum
-    of the average (averaging and maximum do not commute: this is not the average of AMSGrad's
-    maxima). It is created at the first step, or by :meth:`init_state`.
+    The state of a coupled parameter [V, H] is ``exp_avg`` [V, H] in its dtype, ``exp_avg_sq`` [H]
+    in float32 or wider, and ``step``; with ``amsgrad`` also ``max_exp_avg_sq`` [H], the running
+    maximum of the average (averaging and maximum do not commute: this is not the average of
+    AMSGrad's maxima). It is created at the first step, or by :meth:`init_state`.
 
-    A non-finite gradient does what it does in torch's Adam: it enters the moments and spoils what it
-    reaches. Through the shared second moment that is its whole column, for every row. Guard against
-    it as usual (``GradScaler``, ``clip_grad_norm_(error_if_nonfinite=True)``, skipping the step).
+    A non-finite gradient does what it does in torch's Adam: it enters the moments and spoils what
+    it reaches. Through the shared second moment that is its whole column, for every row. Guard
+    against it as usual: ``GradScaler``, ``clip_grad_norm_(error_if_nonfinite=True)``, skipping.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` mean for a coupled parameter what
     they mean in torch, and always couple. Embedding matrices are few and large, so they are updated
@@ -54,7 +57,7 @@ class CoupledAdam(torch.optim.Adam):
     """
 
     # Optimizer.__init__ adds the groups before our __init__ could complete self.defaults.
-    _coupling_defaults: dict[str, Any] = {}
+    _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # Its name in older releases of torch.
@@ -100,8 +103,8 @@ class CoupledAdam(torch.optim.Adam):
         )
         if not any(group["coupled"] for group in self.param_groups):
             warnings.warn(
-                f"no param group is coupled, so this {type(self).__name__} is torch's own optimizer: "
-                "pass coupled_adam.param_groups(model), or set 'coupled': True in the group that "
+                f"no param group is coupled: this {type(self).__name__} is torch's own optimizer. "
+                "Pass coupled_adam.param_groups(model), or set 'coupled': True in the group that "
                 "holds the embedding matrix (expected only where a pipeline rank holds none)",
                 stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
             )
@@ -142,11 +145,12 @@ class CoupledAdam(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Collect a group's tensors, creating missing states; torch.compile knows it by this name."""
+        """Collect a group's tensors; create missing states. torch.compile knows it by this name."""
         if not group["coupled"]:
-            return super()._init_group(
+            has_complex: bool = super()._init_group(  # type: ignore[no-untyped-call]
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
+            return has_complex
         for index, p in enumerate(group["params"]):
             if p.grad is None:
                 continue
@@ -180,7 +184,7 @@ class CoupledAdam(torch.optim.Adam):
         # All groups are collected, and so checked, before the first parameter changes.
         collected = []
         for group in self.param_groups:
-            tensors: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+            tensors: _Tensors = ([], [], [], [], [], [])
             has_complex = self._init_group(group, *tensors)
             collected.append((group, tensors, has_complex))
 
@@ -219,7 +223,7 @@ class CoupledAdam(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> None:
-        # GradScaler sets both on an optimizer with fused=True, and leaves unscaling and skipping to it.
+        # Set by GradScaler where fused=True: unscaling and skipping are then left to the step.
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and found_inf.item():
@@ -238,6 +242,7 @@ class CoupledAdam(torch.optim.Adam):
             # A number where that is free, a tensor where reading it would wait for the device,
             # cut the graph that is being compiled, or be frozen into one that is being captured:
             # in float64 (which MPS lacks), as 1 - beta^t loses five digits in float32.
+            step: float | Tensor
             if step_t.is_cpu and not (group["differentiable"] or torch.compiler.is_compiling()):
                 step = step_t.item()
             else:
@@ -262,13 +267,12 @@ class CoupledAdam(torch.optim.Adam):
                 differentiable=group["differentiable"],
             )
 
-    @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state written by this class, by ``torch.optim.Adam(W)``, or by any Coupled Adam.
 
         A second moment that was kept for every row, [V, H], becomes its column mean, which is the
-        exact state of Coupled Adam: an AdamW training can be continued between two steps. (AMSGrad's
-        maximum is not linear: its column mean is an upper bound of the maximum of the means.)
+        exact state of Coupled Adam: an AdamW training can be continued between two steps. (Not so
+        AMSGrad's maximum: its column mean is an upper bound of the maximum of the means.)
 
         As in torch, the options of the loaded groups replace the optimizer's own; options that the
         checkpoint does not have (``coupled``, ``second_moment_scale`` and ``vocab_dim`` in one of
@@ -290,7 +294,7 @@ class CoupledAdam(torch.optim.Adam):
             for p, found in moments.items():
                 self.state[p].update(found)
 
-        # As the last pre-hook and the first post-hook, both meet any hooks of the user's as torch would.
+        # The last pre-hook and the first post-hook: the user's own see what torch would show them.
         hooks = (
             self.register_load_state_dict_pre_hook(adapt),
             self.register_load_state_dict_post_hook(widen, prepend=True),
@@ -305,16 +309,16 @@ class CoupledAdam(torch.optim.Adam):
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     r"""AdamW whose embedding matrices share one second moment over the vocabulary.
 
-    A drop-in for :class:`torch.optim.AdamW`: the decoupled weight decay of AdamW, everything else as
-    in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
+    A drop-in for :class:`torch.optim.AdamW`: the decoupled weight decay of AdamW, everything else
+    as in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
 
     Example:
         >>> from coupled_adam import CoupledAdamW, param_groups
-        >>> optimizer = CoupledAdamW(param_groups(model, weight_decay=0.1), lr=6e-4, betas=(0.9, 0.95))
+        >>> optimizer = CoupledAdamW(param_groups(model), lr=6e-4, betas=(0.9, 0.95))
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable,
-            fused: as in :class:`torch.optim.AdamW`, same defaults.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
+            differentiable, fused: as in :class:`torch.optim.AdamW`, same defaults.
         coupled, second_moment_scale, vocab_dim: as in :class:`CoupledAdam`.
     """
 

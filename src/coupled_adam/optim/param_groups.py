@@ -30,8 +30,8 @@ class ParamGroups(list[dict[str, Any]]):
         rows.append(("total", "", "", f"{total:,} B"))
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [
-            f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]:>{widths[3]}}"
-            for row in rows
+            f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {group:<{widths[2]}}  {saved:>{widths[3]}}"
+            for name, shape, group, saved in rows
         ]
         rule = "-" * sum((*widths, 6))
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
@@ -47,9 +47,9 @@ def param_groups(
 ) -> ParamGroups:
     """Param groups for :class:`coupled_adam.CoupledAdamW`, as in the paper's experiments.
 
-    Token embeddings are coupled. Matrices decay; biases, norms and embeddings (of tokens, positions,
-    token types) do not. Frozen parameters are left out. Which matrices embed tokens is told by
-    :func:`embedding_parameters`.
+    Token embeddings are coupled. Matrices decay; biases, norms and embeddings (of tokens,
+    positions, token types) do not. Frozen parameters are left out. Which matrices embed tokens is
+    told by :func:`embedding_parameters`.
 
     Args:
         model: any module; also on the meta device.
@@ -77,10 +77,12 @@ def param_groups(
     ):
         if not value >= 0:
             raise ValueError(f"Invalid {option} value: {value} (0 or more)")
-    coupled = {id(p) for p in embedding_parameters(model, couple=couple, embeddings=embeddings).values()}
+    coupled = {
+        id(p) for p in embedding_parameters(model, couple=couple, embeddings=embeddings).values()
+    }
     inputs, outputs = ([], []) if embeddings is not None else _find_embeddings(model)
     embedded = coupled | {id(p) for p in (*inputs, *outputs)}
-    undecayed = set()
+    undecayed: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             embedded.add(id(module.weight))
@@ -148,9 +150,7 @@ def embedding_parameters(
             "leave one of the two out"
         )
     ids = {id(p) for p in chosen}
-    return {
-        name: p for name, p in model.named_parameters() if id(p) in ids and p.requires_grad
-    }
+    return {name: p for name, p in model.named_parameters() if id(p) in ids and p.requires_grad}
 
 
 def _find_embeddings(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -31,8 +31,8 @@ def coupled_adam_(
 
     With g_i the gradient of row i of V, everything element-wise over the H columns::
 
-        m_i <- beta1 m_i + (1 - beta1) g_i                              (exp_avg, a row for each token)
-        nu  <- beta2 nu  + (1 - beta2) (1/V) sum_i g_i^2                (exp_avg_sq, one row for all)
+        m_i <- beta1 m_i + (1 - beta1) g_i                     (exp_avg: a row for each token)
+        nu  <- beta2 nu  + (1 - beta2) (1/V) sum_i g_i^2       (exp_avg_sq: one row for all)
         e_i <- e_i - lr (m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
 
     Averaging is linear, so nu is exactly the average over the rows of Adam's second moment: a

@@ -1,6 +1,6 @@
-"""The state of a coupled parameter: its layout, its checks, and the way from and to Adam's layout.
+"""The state of a coupled parameter: its layout, its checks, and Adam's layout converted.
 
-A group's options and its parameters come as torch's param group, ``{"params": [...], "lr": ..., ...}``.
+Parameters come with their options, in torch's param groups: ``{"params": [...], "lr": ..., ...}``.
 """
 
 import math
@@ -57,11 +57,11 @@ def check_group(group: Group) -> None:
     if not group["coupled"]:
         return
     # torch checks these for the constructor's arguments, not for a group's own.
-    if not 0.0 <= group["lr"]:
+    if not group["lr"] >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")
-    if not 0.0 <= group["eps"]:
+    if not group["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {group['eps']}")
-    if not 0.0 <= group["weight_decay"]:
+    if not group["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
     for index, beta in enumerate(group["betas"]):
         if not 0.0 <= beta < 1.0:
@@ -137,7 +137,7 @@ def from_adam(
                 f"param group {number} was constructed with coupled={group['coupled']}, but the "
                 f"checkpoint says coupled={saved['coupled']}, which replaces it like every option. "
                 "To keep your own, delete 'coupled' from the checkpoint's group before loading",
-                stacklevel=5,
+                stacklevel=2,
             )
         fitted = {**group, **saved, "params": group["params"]}
         check_group(fitted)
@@ -160,8 +160,8 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Rewrite the state dict of a Coupled Adam as one that ``torch.optim.Adam(W)`` loads.
 
     The shared second moment [H] becomes the second moment of each of the V rows, in the dtype of
-    ``exp_avg``, and the coupling options are left out of the groups. A ``second_moment_scale`` other
-    than 1 is not carried over: it belongs to the update, the moment does not contain it.
+    ``exp_avg``, and the coupling options are left out of the groups. A ``second_moment_scale``
+    other than 1 is not carried over: it belongs to the update, the moment does not contain it.
 
     Args:
         state_dict: from ``CoupledAdam(W).state_dict()``; it is not changed.

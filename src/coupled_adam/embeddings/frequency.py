@@ -1,0 +1,68 @@
+"""Embeddings against how often their tokens occur."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from coupled_adam.embeddings.geometry import Embeddings, row_norms
+
+
+def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
+    """How often each token id occurs, [vocab_size].
+
+    Args:
+        tokens: token ids, of any shape and integer dtype; may be a memory map.
+        vocab_size: V; ids are below it.
+
+    Raises:
+        ValueError: an id outside of 0 ... V - 1.
+    """
+    ids = np.asarray(tokens).reshape(-1)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        raise ValueError(
+            f"token ids run from {ids.min()} to {ids.max()}, outside of 0 ... {vocab_size - 1}: "
+            "is vocab_size the number of rows of the embeddings?"
+        )
+    return np.bincount(ids, minlength=vocab_size)
+
+
+def norm_frequency_correlation(
+    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any]
+) -> float:
+    """Rho, the Pearson correlation of ||e_i|| with log p_i, the unigram probability: -1 to 1.
+
+    Args:
+        embeddings: [V, H].
+        counts: [V], counts or probabilities (the correlation does not depend on the total).
+            Tokens with zero probability have no logarithm and are left out.
+
+    Returns:
+        rho; NaN where all norms, or all probabilities, are the same.
+
+    Raises:
+        ValueError: counts that are negative, not finite or not [V], or fewer than two positive.
+    """
+    norms = row_norms(embeddings)
+    p = seen(counts, len(norms))
+    used = p > 0
+    with np.errstate(all="ignore"):
+        if np.ptp(norms[used]) == 0 or np.ptp(p[used]) == 0:
+            return float("nan")
+    return float(stats.pearsonr(norms[used], np.log(p[used])).statistic)
+
+
+def seen(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:
+    """Check unigram counts against the number of embeddings; return them as float64 [V]."""
+    if isinstance(counts, torch.Tensor):
+        counts = counts.detach().cpu().numpy()
+    p = np.asarray(counts, dtype=np.float64)
+    if p.shape != (rows,):
+        raise ValueError(f"counts of shape {list(p.shape)}: one for each of the {rows} embeddings")
+    if not (np.isfinite(p) & (p >= 0)).all():
+        raise ValueError("counts: negative, NaN or infinite values")
+    if (p > 0).sum() < 2:
+        raise ValueError("counts: fewer than two tokens with a probability above zero")
+    return p

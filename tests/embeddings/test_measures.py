@@ -1,0 +1,225 @@
+"""The measures, against their definitions written out in numpy on small matrices."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coupled_adam import embeddings as measures
+from coupled_adam.embeddings import geometry
+
+
+def cloud(rows=50, columns=6, shift=0.3, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.normal(size=(rows, columns)) * generator.uniform(0.2, 2, columns) + shift
+
+
+def z(c, matrix):
+    return sum(np.exp(c @ e) for e in matrix)
+
+
+def test_isotropy_by_definition():
+    matrix = cloud()
+    _, vectors = np.linalg.eigh(matrix.T @ matrix)
+    signed = [z(c, matrix) for c in vectors.T]
+    both = signed + [z(-c, matrix) for c in vectors.T]
+    assert measures.isotropy(matrix) == pytest.approx(min(both) / max(both), rel=1e-12)
+    published = measures.isotropy(matrix, convention="published")
+    assert published == pytest.approx(min(signed) / max(signed), rel=1e-12)
+    assert measures.isotropy(matrix) <= published
+
+
+def test_isotropy_does_not_depend_on_signs(monkeypatch):
+    """An eigensolver that returns other signs changes the published value, not ours."""
+    matrix = cloud(shift=1.0)
+    before = measures.isotropy(matrix), measures.isotropy(matrix, convention="published")
+    eigh = np.linalg.eigh
+    flip = np.array([-1, 1, -1, 1, 1, -1])
+    monkeypatch.setattr(np.linalg, "eigh", lambda gram: (eigh(gram)[0], eigh(gram)[1] * flip))
+    assert measures.isotropy(matrix) == before[0]
+    assert measures.isotropy(matrix, convention="published") != pytest.approx(before[1])
+
+
+def test_isotropy_of_large_norms_does_not_overflow():
+    """exp(c . e) of these is beyond float64."""
+    matrix = cloud() * 1e4
+    _, vectors = np.linalg.eigh(matrix.T @ matrix)
+    exponents = np.concatenate([matrix @ vectors, -matrix @ vectors], axis=1)
+    log_z = np.logaddexp.reduce(exponents, axis=0)
+    assert measures.isotropy(matrix) == pytest.approx(np.exp(log_z.min() - log_z.max()))
+    assert np.isfinite(measures.isotropy(matrix))
+
+
+def test_norms_and_condition_by_definition():
+    matrix = cloud()
+    norms = [np.sqrt(sum(x * x for x in row)) for row in matrix]
+    mu = sum(matrix) / len(matrix)
+    np.testing.assert_allclose(measures.mean_embedding(matrix), mu)
+    np.testing.assert_allclose(measures.row_norms(matrix), norms)
+    assert measures.mean_norm(matrix) == pytest.approx(np.sqrt(mu @ mu))
+    assert measures.mean_norm_ratio(matrix) == pytest.approx(np.sqrt(mu @ mu) / np.mean(norms))
+    sigma = np.linalg.svd(matrix, compute_uv=False)
+    assert measures.condition(matrix) == pytest.approx(100 * sigma[-1] / sigma[0])
+
+
+def test_condition_of_a_wide_matrix_has_min_of_v_and_h_singular_values():
+    wide = cloud(3, 8)
+    sigma = np.linalg.svd(wide, compute_uv=False)
+    assert measures.condition(wide) == pytest.approx(100 * sigma[-1] / sigma[0], rel=1e-6)
+
+
+def test_rho_by_definition():
+    matrix = cloud()
+    counts = np.random.default_rng(1).integers(0, 5, 50)
+    assert (counts == 0).any()
+    x = np.array([np.linalg.norm(e) for e, n in zip(matrix, counts) if n])
+    y = np.array([np.log(n / counts.sum()) for n in counts if n])
+    expected = np.mean((x - x.mean()) * (y - y.mean())) / (x.std() * y.std())
+    assert measures.norm_frequency_correlation(matrix, counts) == pytest.approx(expected)
+    # Probabilities or counts: the total does not matter.
+    p = torch.from_numpy(counts / counts.sum())
+    assert measures.norm_frequency_correlation(matrix, p) == pytest.approx(expected)
+    # Where there is nothing to correlate, it is not a number.
+    assert np.isnan(measures.norm_frequency_correlation(np.ones((4, 2)), np.arange(4)))
+    assert np.isnan(measures.norm_frequency_correlation(matrix, np.ones(50)))
+
+
+def test_unigram_counts():
+    tokens = torch.tensor([[3, 1], [1, 0]], dtype=torch.int32)
+    assert measures.unigram_counts(tokens, 5).tolist() == [1, 2, 0, 1, 0]
+    assert measures.unigram_counts(np.array([], dtype=np.uint16), 3).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match=r"from 0 to 3, outside of 0 ... 2"):
+        measures.unigram_counts(tokens, 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 30),
+    columns=st.integers(1, 8),
+    seed=st.integers(0, 1000),
+    block_rows=st.integers(1, 31),
+)
+def test_blocks_rotations_and_bounds(rows, columns, seed, block_rows):
+    """Block sizes do not matter, nor does a rotation of space; each measure stays in its range."""
+    matrix = cloud(rows, columns, seed=seed)
+    whole = measures.analyze(matrix)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "_BLOCK_BYTES", 8 * columns * block_rows)
+        parts = measures.analyze(torch.from_numpy(matrix))
+    rotation = np.linalg.qr(np.random.default_rng(seed).normal(size=(columns, columns)))[0]
+    turned = measures.analyze(matrix @ rotation)
+    for name in ("isotropy", "mean_norm", "mean_norm_ratio", "condition"):
+        expected = pytest.approx(getattr(whole, name), rel=1e-6, abs=1e-9)
+        assert getattr(parts, name) == expected, name
+        # With fewer rows than columns, the eigenvectors of zero are arbitrary, but Z of them is V.
+        assert getattr(turned, name) == expected, name
+    assert 0 < whole.isotropy <= whole.isotropy_published <= 1
+    assert 0 <= whole.mean_norm_ratio <= 1 + 1e-12
+    assert 0 <= whole.condition <= 100 + 1e-9
+
+
+def test_centred_and_degenerate_clouds():
+    centred = cloud() - cloud().mean(0)
+    assert measures.mean_norm_ratio(centred) < 1e-12
+    assert measures.mean_norm_ratio(np.ones((5, 3))) == pytest.approx(1)
+    # All tokens in every direction alike: the corners of a cross-polytope.
+    cross = np.concatenate([np.eye(4), -np.eye(4)])
+    assert measures.isotropy(cross) == pytest.approx(1)
+    assert measures.condition(cross) == pytest.approx(100)
+
+
+def test_single_row():
+    """One token: the mean is the row itself, and Z is e^{+-||e||} along it, 1 across."""
+    report = measures.analyze(np.array([[3.0, 4.0]]))
+    assert report.mean_norm == pytest.approx(5)
+    assert report.mean_norm_ratio == pytest.approx(1)
+    assert report.condition == pytest.approx(100)
+    assert report.isotropy == pytest.approx(np.exp(-10))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_and_arrays(dtype):
+    """The values are those of the numbers as stored; parameters and strides do not matter."""
+    tensor = torch.from_numpy(cloud()).to(dtype)
+    parameter = torch.nn.Parameter(tensor.T.contiguous().T)
+    assert measures.analyze(parameter) == measures.analyze(tensor.to(torch.float64).numpy())
+
+
+BAD = [
+    (np.zeros((0, 4)), r"shape \[0, 4\]"),
+    (torch.zeros(4, 0), r"shape \[4, 0\]"),
+    (np.zeros(4), r"shape \[4\]"),
+    (np.zeros((2, 3, 4)), r"shape \[2, 3, 4\]"),
+    (np.array([[1.0, 2.0], [3.0, np.nan], [4.0, np.inf]]), "row 1 is not finite"),
+    (torch.tensor([[1.0, float("inf")]]), "row 0 is not finite"),
+    (np.ones((2, 2), dtype=complex), "complex128: real numbers"),
+    (torch.ones(2, 2, dtype=torch.complex64), "complex64: real numbers"),
+    (np.zeros((3, 4)), "every row is zero"),
+]
+
+
+@pytest.mark.parametrize(("matrix", "message"), BAD)
+def test_bad_embeddings(matrix, message):
+    with pytest.raises(ValueError, match=message):
+        measures.analyze(matrix)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (np.ones(3), r"counts of shape \[3\]: one for each of the 50"),
+        (np.full(50, -1.0), "negative"),
+        (np.full(50, np.nan), "negative, NaN or infinite"),
+        (np.zeros(50), "fewer than two"),
+        (np.eye(50)[0], "fewer than two"),
+    ],
+)
+def test_bad_counts(counts, message):
+    with pytest.raises(ValueError, match=message):
+        measures.analyze(cloud(), counts)
+
+
+def test_bad_convention():
+    with pytest.raises(ValueError, match="Invalid convention: 'authors'"):
+        measures.isotropy(cloud(), convention="authors")
+
+
+def test_report_prints_and_round_trips():
+    counts = np.arange(50)
+    report = measures.analyze(cloud(), counts)
+    assert report.unseen_tokens == 1
+    assert measures.EmbeddingReport(**json.loads(report.to_json())) == report
+    text = str(report)
+    assert f"{report.isotropy:.4f}" in text
+    assert "50 x 6" in text
+    assert len({len(line) for line in text.splitlines()}) == 1  # aligned
+    without = measures.analyze(cloud())
+    assert without.norm_frequency_correlation is None
+    assert "frequency" not in str(without)
+    constant = measures.analyze(np.ones((4, 2)), np.arange(4))
+    assert json.loads(constant.to_json())["norm_frequency_correlation"] is None
+
+
+@pytest.mark.slow
+def test_memory_is_bounded():
+    """A 256,000 x 1024 matrix in bf16 (0.5 GB) is measured with less extra memory than its size."""
+    script = """
+import resource, torch
+from coupled_adam.embeddings import analyze
+matrix = torch.empty(256_000, 1024, dtype=torch.bfloat16)
+for part in matrix.split(8192):
+    part.copy_(torch.randn(part.shape) * 0.02)
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+analyze(matrix[:64])  # load everything that is loaded once
+before = peak()
+report = analyze(matrix)
+assert 0.9 < report.isotropy <= 1, report
+assert peak() - before < matrix.nbytes, (peak() - before) / matrix.nbytes
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

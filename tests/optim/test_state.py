@@ -1,0 +1,468 @@
+"""State and checkpoints: shapes, dtypes, AdamW in and out, and every refusal."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from coupled_adam import CoupledAdam, CoupledAdamW, to_adam_state_dict
+
+V, H = 13, 5
+TO_ADAM = {CoupledAdam: torch.optim.Adam, CoupledAdamW: torch.optim.AdamW}
+
+
+def matrix(seed=0, shape=(V, H), dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+
+
+def take_steps(optimizer, seeds):
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for group in optimizer.param_groups:
+            for p in filter(lambda p: p.requires_grad, group["params"]):
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+
+
+def through_disk(state_dict):
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "moment"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_state_is_one_row(dtype, moment, fused, amsgrad):
+    """V x H + H elements and the step: half of AdamW's two matrices."""
+    p, head = matrix(dtype=dtype), matrix(shape=(H, V), dtype=dtype)
+    optimizer = CoupledAdamW(
+        [{"params": [p]}, {"params": [head], "vocab_dim": 1}],
+        coupled=True,
+        amsgrad=amsgrad,
+        fused=fused,
+    )
+    take_steps(optimizer, [0])
+    for q in (p, head):
+        state = optimizer.state[q]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"} | (
+            {"max_exp_avg_sq"} if amsgrad else set()
+        )
+        assert state["exp_avg"].shape == q.shape
+        assert state["exp_avg"].dtype == dtype
+        for name in ("exp_avg_sq", "max_exp_avg_sq")[: 1 + amsgrad]:
+            assert state[name].shape == (H,)
+            assert state[name].dtype == moment
+        assert state["step"].item() == 1
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_init_state_is_not_a_step(amsgrad):
+    """The layout of the state before the first step; then the run is as without."""
+    early, late, frozen = matrix(), matrix(), matrix().requires_grad_(False)
+    other, control = matrix(1, (H,)), matrix(1, (H,))
+    groups = [{"params": [early, frozen], "coupled": True}, {"params": [other]}]
+    optimizer = CoupledAdamW(groups, amsgrad=amsgrad)
+    before = early.detach().clone()
+    optimizer.init_state()
+    assert early.grad is None
+    assert other.grad is None
+    assert torch.equal(early, before)
+    assert set(optimizer.state) == {early, other}
+    assert all(state["step"].item() == 0 for state in optimizer.state.values())
+    assert optimizer.state[early]["exp_avg_sq"].shape == (H,)
+    assert optimizer.state[other]["exp_avg_sq"].shape == other.shape
+
+    groups = [{"params": [late], "coupled": True}, {"params": [control]}]
+    reference = CoupledAdamW(groups, amsgrad=amsgrad)
+    optimizer.param_groups[0]["params"].pop()  # the frozen one
+    for o in (optimizer, reference):
+        take_steps(o, range(3))
+    assert torch.equal(early, late)
+    assert torch.equal(other, control)
+
+    optimizer.init_state()  # nothing is reset by calling it again
+    assert optimizer.state[early]["step"].item() == 3
+
+
+def test_init_state_allocates_no_matrix_for_gradients():
+    """It works on the meta device, where nothing has storage, and keeps gradients that exist."""
+    p = nn.Parameter(torch.empty(V, H, device="meta"))
+    optimizer = CoupledAdamW([p], coupled=True)
+    optimizer.init_state()
+    assert optimizer.state[p]["exp_avg_sq"].device.type == "meta"
+    q = matrix()
+    q.grad = gradient = torch.ones_like(q)
+    CoupledAdamW([q], coupled=True).init_state()
+    assert q.grad is gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_round_trip_is_exact(dtype):
+    """Save to disk, load, continue: bit for bit, the float32 moments of bf16 matrices included."""
+    p, q = matrix(dtype=dtype), matrix(dtype=dtype)
+    optimizer = CoupledAdamW([p], coupled=True, amsgrad=True, second_moment_scale=0.25)
+    take_steps(optimizer, range(5))
+    with torch.no_grad():
+        q.copy_(p)
+    resumed = CoupledAdamW([q], coupled=True)
+    resumed.load_state_dict(through_disk(optimizer.state_dict()))
+    assert resumed.param_groups[0]["second_moment_scale"] == 0.25
+    for name, value in optimizer.state[p].items():
+        assert resumed.state[q][name].dtype == value.dtype, name
+        assert torch.equal(resumed.state[q][name], value), name
+    for o in (optimizer, resumed):
+        take_steps(o, range(5, 10))
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_adam_checkpoint_continues_as_if_averaged_by_hand(cls, vocab_dim, dtype):
+    """A running Adam(W) is switched over between two steps; options that it lacks stay ours."""
+    p, embedding = matrix(1, (H,), dtype), matrix(2, dtype=dtype)
+    adam = TO_ADAM[cls]([{"params": [p]}, {"params": [embedding]}], lr=0.02, betas=(0.8, 0.9))
+    take_steps(adam, range(6))
+
+    q, loaded = copy.deepcopy((p, embedding))
+    switched = cls(
+        [
+            {"params": [q]},
+            {
+                "params": [loaded],
+                "coupled": True,
+                "second_moment_scale": 0.5,
+                "vocab_dim": vocab_dim,
+            },
+        ]
+    )
+    switched.load_state_dict(through_disk(adam.state_dict()))
+    assert [g["coupled"] for g in switched.param_groups] == [False, True]
+    assert switched.param_groups[1]["second_moment_scale"] == 0.5
+    assert switched.param_groups[1]["vocab_dim"] == vocab_dim
+    assert switched.param_groups[1]["lr"] == 0.02
+    wide = torch.promote_types(dtype, torch.float32)
+    average = adam.state[embedding]["exp_avg_sq"].to(wide).mean(vocab_dim)
+    assert switched.state[loaded]["exp_avg_sq"].dtype == wide
+    torch.testing.assert_close(switched.state[loaded]["exp_avg_sq"], average)
+    assert switched.state[loaded]["step"].item() == 6
+
+    by_hand_p, by_hand = copy.deepcopy((p, embedding))
+    groups = [{"params": [by_hand_p]}, {**switched.param_groups[1], "params": [by_hand]}]
+    control = cls(groups, lr=0.02, betas=(0.8, 0.9))
+    control.state[by_hand_p] = copy.deepcopy(adam.state[p])
+    control.state[by_hand] = {**copy.deepcopy(adam.state[embedding]), "exp_avg_sq": average}
+    for o in (switched, control, adam):
+        take_steps(o, range(6, 9))
+    torch.testing.assert_close(loaded, by_hand)
+    assert torch.equal(q, p)  # the uncoupled parameter goes on as under torch's own optimizer
+
+
+def test_regrouping_an_adam_run():
+    """As in docs/switching.md: the AdamW run had other groups, so its state moves by parameter."""
+    embedding, weight, bias = matrix(0), matrix(1, (H, H)), matrix(2, (H,))
+    adam = torch.optim.AdamW(
+        [{"params": [weight, embedding]}, {"params": [bias], "weight_decay": 0.0}], lr=0.02
+    )
+    take_steps(adam, range(3))
+
+    groups = [{"params": [embedding], "coupled": True}, {"params": [weight, bias]}]
+    optimizer = CoupledAdamW(groups, lr=0.01)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {i: adam.state[p] for i, p in enumerate(params) if p in adam.state}
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    average = adam.state[embedding]["exp_avg_sq"].mean(0)
+    assert torch.equal(optimizer.state[embedding]["exp_avg_sq"], average)
+    assert torch.equal(optimizer.state[weight]["exp_avg_sq"], adam.state[weight]["exp_avg_sq"])
+
+
+def test_amsgrad_maximum_of_an_adam_checkpoint_is_an_upper_bound():
+    p = matrix()
+    adam = torch.optim.AdamW([p], amsgrad=True)
+    take_steps(adam, range(4))
+    optimizer = CoupledAdamW([p], coupled=True, amsgrad=True)
+    optimizer.load_state_dict(adam.state_dict())
+    state = optimizer.state[p]
+    assert torch.equal(state["max_exp_avg_sq"], adam.state[p]["max_exp_avg_sq"].mean(0))
+    assert (state["max_exp_avg_sq"] >= state["exp_avg_sq"]).all()
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_export_to_adam(cls, vocab_dim, amsgrad):
+    """torch loads the export and steps with it; loading it back gives what was exported."""
+    p, bias = matrix(), matrix(1, (H,))
+    groups = [{"params": [p], "coupled": True, "vocab_dim": vocab_dim}, {"params": [bias]}]
+    optimizer = cls(groups, amsgrad=amsgrad)
+    take_steps(optimizer, range(4))
+    saved = optimizer.state_dict()
+    moment = saved["state"][0]["exp_avg_sq"].clone()
+    exported = through_disk(to_adam_state_dict(saved))
+    assert saved["state"][0]["exp_avg_sq"].shape == moment.shape  # the given dict is not changed
+    assert "coupled" in saved["param_groups"][0]
+    assert not {"coupled", "second_moment_scale", "vocab_dim"} & set(exported["param_groups"][0])
+
+    q, other = copy.deepcopy((p, bias))
+    adam = TO_ADAM[cls]([{"params": [q]}, {"params": [other]}], amsgrad=amsgrad)
+    adam.load_state_dict(exported)
+    assert torch.equal(adam.state[q]["exp_avg_sq"], moment.unsqueeze(vocab_dim).expand(V, H))
+    take_steps(adam, [4])
+    take_steps(optimizer, [4])
+    assert torch.equal(bias, other)
+
+    back = cls(
+        [
+            {"params": [matrix(2)], "coupled": True, "vocab_dim": vocab_dim},
+            {"params": [matrix(3, (H,))]},
+        ]
+    )
+    back.load_state_dict(to_adam_state_dict(saved))
+    restored = back.state[back.param_groups[0]["params"][0]]["exp_avg_sq"]
+    torch.testing.assert_close(restored, saved["state"][0]["exp_avg_sq"])
+
+
+def test_export_of_a_fresh_optimizer():
+    exported = to_adam_state_dict(CoupledAdamW([matrix()], coupled=True).state_dict())
+    assert exported["state"] == {}
+
+
+def test_coupling_after_some_steps():
+    """Setting the flag by hand is refused until the state is converted, and then works."""
+    p = matrix()
+    with pytest.warns(UserWarning, match="no param group is coupled"):
+        optimizer = CoupledAdamW([p])
+    take_steps(optimizer, range(2))
+    average = optimizer.state[p]["exp_avg_sq"].mean(0)
+    optimizer.param_groups[0]["coupled"] = True
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=r"load_state_dict\(optimizer.state_dict\(\)\) converts"):
+        take_steps(optimizer, [2])
+    assert torch.equal(p, before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], average)
+    take_steps(optimizer, [2])
+
+
+def test_checkpoint_that_contradicts_the_flag_warns():
+    p = matrix()
+    with pytest.warns(UserWarning, match="no param group is coupled"):
+        control = CoupledAdamW([p])
+    take_steps(control, [0])
+    optimizer = CoupledAdamW([p], coupled=True)
+    with pytest.warns(UserWarning, match="group 0 was constructed with coupled=True"):
+        optimizer.load_state_dict(control.state_dict())
+    assert optimizer.param_groups[0]["coupled"] is False
+    take_steps(optimizer, [1])
+
+    checkpoint = control.state_dict()
+    for group in checkpoint["param_groups"]:
+        del group["coupled"]
+    again = CoupledAdamW([p], coupled=True)
+    again.load_state_dict(checkpoint)
+    assert again.state[p]["exp_avg_sq"].shape == (H,)
+
+
+def test_users_hooks_see_what_torch_shows_them():
+    """A pre-hook may still rewrite the checkpoint; a post-hook finds the finished state."""
+    p, seen = matrix(dtype=torch.bfloat16), []
+    adam = torch.optim.AdamW([p])
+    take_steps(adam, [0])
+    broken = adam.state_dict()
+    broken["state"] = {"renamed": broken["state"][0]}
+    optimizer = CoupledAdamW([p], coupled=True)
+
+    def rename(_, state_dict):
+        return {**state_dict, "state": {0: state_dict["state"]["renamed"]}}
+
+    optimizer.register_load_state_dict_pre_hook(rename)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[p]["exp_avg_sq"]))
+    optimizer.load_state_dict(broken)
+    assert seen[0].shape == (H,)
+    assert seen[0].dtype == torch.float32
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 1
+
+
+WRONG_STATES = {
+    "another vocabulary": {"exp_avg": torch.zeros(V + 1, H), "exp_avg_sq": torch.zeros(V + 1, H)},
+    "another width": {"exp_avg": torch.zeros(V, H), "exp_avg_sq": torch.zeros(H + 1)},
+    "a scalar": {"exp_avg": torch.zeros(V, H), "exp_avg_sq": torch.tensor(1.0)},
+    "transposed": {"exp_avg": torch.zeros(H, V), "exp_avg_sq": torch.zeros(H)},
+    "wrong maximum": {
+        "exp_avg": torch.zeros(V, H),
+        "exp_avg_sq": torch.zeros(H),
+        "max_exp_avg_sq": torch.zeros(V),
+    },
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STATES.values(), ids=WRONG_STATES)
+def test_state_of_the_wrong_shape_is_refused(wrong):
+    p = matrix()
+    optimizer = CoupledAdamW([{"params": [p], "param_names": ["wte.weight"]}], coupled=True)
+    take_steps(optimizer, [0])
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    checkpoint = optimizer.state_dict()
+    checkpoint["state"] = {0: {"step": torch.tensor(7.0), **wrong}}
+    checkpoint["param_groups"][0]["lr"] = 7.0
+    with pytest.raises(ValueError, match=r"'wte.weight' \[13, 5\]"):
+        optimizer.load_state_dict(checkpoint)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def test_coupled_state_in_an_uncoupled_group_is_refused():
+    """What torch would accept, and then fail on at the next step."""
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True)
+    take_steps(optimizer, [0])
+    checkpoint = optimizer.state_dict()
+    checkpoint["param_groups"][0]["coupled"] = False
+    with (
+        pytest.warns(UserWarning, match="coupled=False"),
+        pytest.raises(ValueError, match="where coupled=False"),
+    ):
+        optimizer.load_state_dict(checkpoint)
+
+
+def test_different_groups_are_torchs_own_error():
+    optimizer = CoupledAdamW([matrix()], coupled=True)
+    adam = torch.optim.AdamW([matrix(), matrix()])
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict(adam.state_dict())
+
+
+BAD_GROUPS = [
+    ({"lr": -1.0}, "Invalid learning rate: -1.0"),
+    ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
+    ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+    ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
+    ({"second_moment_scale": -1.0}, "Invalid second_moment_scale: -1.0"),
+    ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
+    ({"second_moment_scale": float("nan")}, "Invalid second_moment_scale: nan"),
+    ({"vocab_dim": 2}, "Invalid vocab_dim: 2"),
+    ({"coupled": "yes"}, "Invalid coupled value: 'yes'"),
+    ({"params": [nn.Parameter(torch.zeros(3))]}, r"\[3\].*flattened"),
+    ({"params": [nn.Parameter(torch.zeros(2, 3, 4))]}, r"\[2, 3, 4\].*\[V, H\]"),
+    ({"params": [nn.Parameter(torch.zeros(()))]}, r"parameter 0 \[\].*\[V, H\]"),
+    ({"params": [nn.Parameter(torch.zeros(0, 4))]}, r"\[0, 4\].*empty"),
+    ({"params": [nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))]}, "complex64"),
+    ({"params": [torch.zeros(2, 2, dtype=torch.int64)]}, "int64"),
+]
+
+
+@pytest.mark.parametrize(("group", "message"), BAD_GROUPS)
+def test_bad_group(group, message):
+    """Refused at construction and by add_param_group, which leaves the groups as they were."""
+    group = {"params": [matrix()], "coupled": True, **group}
+    with pytest.raises(ValueError, match=message):
+        CoupledAdamW([dict(group)])
+    optimizer = CoupledAdamW([matrix()], coupled=True)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(dict(group))
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_GROUPS[5:9])
+def test_bad_constructor_option(options, message):
+    with pytest.raises(ValueError, match=message):
+        CoupledAdamW([matrix()], **{"coupled": True, **options})
+
+
+def test_message_names_the_parameter():
+    linear = nn.Linear(3, 4)
+    with pytest.raises(ValueError, match=r"cannot couple 'bias' \[4\]"):
+        CoupledAdamW(linear.named_parameters(), coupled=True)
+
+
+def refused_step(message, error, p, options=None, prepare=lambda optimizer: None):
+    """A step that must raise before any parameter or state of any group has changed."""
+    first, last = matrix(7), matrix(8)
+    optimizer = CoupledAdamW(
+        [
+            {"params": [first], "coupled": True},
+            {"params": [last]},
+            {"params": [p], "coupled": True, **(options or {})},
+        ]
+        if options is not None
+        else [{"params": [first, p], "coupled": True}, {"params": [last]}]
+    )
+    for q in (first, last):
+        q.grad = torch.ones_like(q)
+    prepare(optimizer)
+    before = [q.detach().clone() for q in (first, last)]
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    for q, value in zip((first, last), before):
+        assert torch.equal(q, value)
+        assert q not in optimizer.state or optimizer.state[q]["step"].item() == 0
+
+
+def test_sparse_gradient_is_refused():
+    embedding = nn.Embedding(V, H, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    refused_step("gradient is sparse.*sparse=False", RuntimeError, embedding.weight)
+
+
+def test_capturable_without_a_device_that_can_is_refused():
+    p = matrix()
+    p.grad = torch.ones_like(p)
+    refused_step("capturable=True needs", RuntimeError, p, {"capturable": True})
+
+
+def test_state_on_another_device_is_refused():
+    p = matrix()
+    p.grad = torch.ones_like(p)
+
+    def prepare(optimizer):
+        optimizer.state[p] = {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.zeros(V, H, device="meta"),
+            "exp_avg_sq": torch.zeros(H, device="meta"),
+        }
+
+    refused_step("is on cpu, its optimizer state on meta", RuntimeError, p, {}, prepare)
+
+
+def test_flattened_parameter_is_refused_at_the_step():
+    """Wrappers replace parameters after construction (FSDP1, ZeRO)."""
+    flat = matrix(shape=(V * H,))
+    flat.grad = torch.ones_like(flat)
+
+    def prepare(optimizer):
+        optimizer.param_groups[-1]["params"][0] = flat
+
+    refused_step("flattened", ValueError, matrix(), {}, prepare)
+
+
+def test_dtensor_is_refused():
+    """A sharded matrix must not be updated with the average of one rank's rows."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        p = nn.Parameter(distribute_tensor(torch.ones(V, H), mesh, [Shard(0)]))
+        p.grad = distribute_tensor(torch.ones(V, H), mesh, [Shard(0)])
+        optimizer = CoupledAdamW([p], coupled=True)
+        with pytest.raises(NotImplementedError, match="DTensor"):
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()

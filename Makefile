@@ -1,0 +1,25 @@
+# The two commands of the README. Both make the virtual environment when there is none.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test
+
+# AdamW against Coupled Adam on real text; run it again to see the finished result again.
+demo: $(VENV)/installed
+	$(BIN)/coupled-adam compare --out runs/demo --resume
+
+# Every check: format, lint, types, all tests.
+test: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+# torch first and alone: its build for this machine is then kept by everything that needs torch.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip --constraint constraints.txt
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,55 @@
+"""What a run ran on, so that its numbers can be traced."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("coupled-adam", "torch", "lightning", "transformers", "tokenizers", "numpy", "scipy")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, machine, git commit of this package's checkout, command line, and time (UTC)."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "git_commit": _git_commit(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit that this file comes from, "-dirty" with changes; None outside of a checkout."""
+    here = Path(__file__).parent
+    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        tracked = subprocess.run(
+            ["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True
+        )
+        if tracked.returncode:  # installed into a folder of some other repository
+            return None
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()

@@ -64,7 +64,7 @@ def _parser() -> jsonargparse.ArgumentParser:
         help="continue what OUT holds: its recipe, text and seeds, from the last checkpoint",
     )
     parser = jsonargparse.ArgumentParser(
-        prog="coupled-adam", exit_on_error=False, version=f"coupled-adam {__version__}"
+        prog="coupled-adam", exit_on_error=False, version=__version__
     )
     subcommands = parser.add_subcommands(dest="command")
     subcommands.add_subcommand("compare", compare, help="AdamW against Coupled Adam on real text")
@@ -86,11 +86,11 @@ def _compare(options: jsonargparse.Namespace) -> None:
     if stored is not None:
         recipe, seeds = stored
     if options.steps is not None:
-        recipe = _replaced(recipe, "training", steps=options.steps)
+        recipe = _replaced(recipe, "training", steps=int(options.steps))
     if options.text is not None:
         recipe = _replaced(recipe, "data", text=str(Path(options.text).resolve()))
     if options.seeds is not None:
-        count, *more = options.seeds
+        count, *more = map(int, options.seeds)
         seeds = sorted({count, *more}) if more else list(range(1, count + 1))
 
     console.print(
@@ -131,3 +131,7 @@ def _hint(arguments: list[str], message: str) -> str:
         for match in difflib.get_close_matches(argument.partition("=")[0], known, n=1)
     ]
     return f"; did you mean {near[0]}?" if near else "; see coupled-adam compare --help"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

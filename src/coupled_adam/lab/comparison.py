@@ -45,12 +45,14 @@ def compare(
             used. A folder that was there before is unchanged.
     """
     torch_device = _device(device)
-    new = _claim(recipe, seeds, out, resume)
+    made = _claim(recipe, seeds, out, resume)
     try:
         corpus = prepare_corpus(recipe, out / "corpus")
     except UsageError:
-        if new:
-            shutil.rmtree(out)
+        if not resume:
+            (out / _FILE).unlink()
+        if made is not None:
+            shutil.rmtree(made)
         raise
     for seed in seeds:
         for arm in recipe.arms:
@@ -59,8 +61,8 @@ def compare(
             evaluate(run, corpus, recipe.training, torch_device)
 
 
-def _claim(recipe: Recipe, seeds: list[int], out: Path, resume: bool) -> bool:
-    """Make the folder, or see that it may be continued; return whether it is new."""
+def _claim(recipe: Recipe, seeds: list[int], out: Path, resume: bool) -> Path | None:
+    """Make the folder, or see that it may be continued; return the topmost folder made, if any."""
     found = stored(out) if resume else None
     if found is not None:
         if found[0] != recipe:
@@ -73,7 +75,7 @@ def _claim(recipe: Recipe, seeds: list[int], out: Path, resume: bool) -> bool:
         if resume:
             raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
         raise UsageError(f"--out {out} exists: continue it with --resume, or choose another folder")
-    new = not out.exists()
+    missing = [path for path in (*reversed(out.parents), out) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         content = {"seeds": seeds, "recipe": recipe.to_dict()}
@@ -83,7 +85,7 @@ def _claim(recipe: Recipe, seeds: list[int], out: Path, resume: bool) -> bool:
         raise UsageError(
             f"--out {out} cannot be written ({reason}): choose another folder"
         ) from None
-    return new
+    return missing[0] if missing else None
 
 
 def _difference(one: Recipe, other: Recipe) -> str:

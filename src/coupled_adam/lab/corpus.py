@@ -4,9 +4,11 @@ import ast
 import dataclasses
 import hashlib
 import json
+import lzma
 import shutil
 import sysconfig
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,7 +99,9 @@ def prepare_corpus(recipe: "Recipe", folder: Path) -> Corpus:
         ).save_pretrained(temporary / "tokenizer")
         dtype = "<u2" if vocab_size <= 2**16 else "<u4"
         tokens: dict[str, int] = {}
-        with tqdm(total=sum(map(len, splits.values())), desc="tokens", unit="passage") as bar:
+        with tqdm(
+            total=sum(map(len, splits.values())), desc="tokens", unit="passage", disable=None
+        ) as bar:
             for split in SPLITS:
                 tokens[split] = _write_tokens(
                     tokenizer, splits[split], temporary / f"{split}.bin", dtype, bar
@@ -167,7 +171,7 @@ def text_files(path: Path) -> Iterator[str]:
             raise UsageError(
                 f"--text {file}: not UTF-8 text (byte {error.start}); convert it first"
             ) from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"--text {file}: {reason}") from None
         for passage in passages(text):
@@ -187,10 +191,9 @@ def passages(text: str, length: int = 4000) -> Iterator[str]:
             lines.append(piece)
             size += len(piece)
             if size >= 4 * length or (size >= length and not line.strip()):
-                yield "".join(lines).strip()
+                yield from filter(None, ["".join(lines).strip()])
                 lines, size = [], 0
-    if rest := "".join(lines).strip():
-        yield rest
+    yield from filter(None, ["".join(lines).strip()])
 
 
 def _is_text(path: Path) -> bool:

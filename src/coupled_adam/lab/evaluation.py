@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import GPT2LMHeadModel
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.lab.corpus import Corpus
@@ -21,14 +21,15 @@ def evaluate(folder: Path, corpus: Corpus, training: Training, device: torch.dev
     path = folder / "evaluation.json"
     if path.exists():
         return
-    model = AutoModelForCausalLM.from_pretrained(folder / "model").to(device)
+    model = GPT2LMHeadModel.from_pretrained(folder / "model")
+    model.to(device)  # type: ignore[arg-type]
     total, tokens = 0.0, 0
     with torch.no_grad():
         for (blocks,) in held_out_batches(corpus.tokens("test"), training):
             predicted = blocks[:, 1:].numel()
             total += next_token_loss(model, blocks.to(device)).item() * predicted
             tokens += predicted
-    report = analyze(model.get_output_embeddings().weight, corpus.unigram_counts())
+    report = analyze(model.lm_head.weight, corpus.unigram_counts())
     result: dict[str, Any] = {
         "test_loss": total / tokens,
         "test_tokens": tokens,

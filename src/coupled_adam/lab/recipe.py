@@ -28,8 +28,8 @@ class Model:
 class Data:
     """The text; null for the documentation inside Python. ``held_out`` is a share of it, twice."""
 
-    text: str | None
     held_out: float
+    text: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def parse_recipe(text: str, source: str) -> Recipe:
     parser.add_class_arguments(Recipe)
     try:
         values = parser.parse_string(text, defaults=False)
-        recipe: Recipe = Recipe(**parser.instantiate_classes(values).as_dict())
+        recipe: Recipe = Recipe(**parser.instantiate(values).as_dict())
     except (jsonargparse.ArgumentError, yaml.YAMLError) as error:
         message = " ".join(str(error).split())
         raise UsageError(f"recipe {source!r}: {message}") from None

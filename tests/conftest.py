@@ -1,0 +1,40 @@
+"""A recipe of seconds, and real text to train it on."""
+
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+
+SMALL = """
+name: small
+model: {vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}
+data: {held_out: 0.1}
+training:
+  steps: 40
+  batch_size: 4
+  sequence_length: 16
+  lr: 1.0e-2
+  warmup_steps: 4
+  final_lr: 0.1
+  betas: [0.9, 0.95]
+  eps: 1.0e-8
+  weight_decay: 0.1
+  max_grad_norm: 1.0
+  evaluate_every: 5
+arms: [adamw, coupled_adam]
+"""
+
+
+@pytest.fixture
+def small_recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """A chapter of the language reference, about 60 kB."""
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
+    return path

@@ -1,0 +1,195 @@
+"""The command as a user runs it: real processes, real folders."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from coupled_adam.cli import main
+from coupled_adam.embeddings import analyze
+
+
+def run(*arguments, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "COLUMNS": "120"},
+    )
+
+
+def snapshot(folder: Path):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.slow
+def test_compare(small_recipe, text_file, tmp_path):
+    """Two seeds on a user's text: folder, table, pictures; then --resume adds a seed."""
+    out = tmp_path / "new" / "out"
+    common = ("compare", "--recipe", small_recipe, "--text", text_file, "--out", out)
+    result = run(*common, "--seeds", 2, "--steps", 10)
+    assert result.returncode == 0, result.stderr
+    assert "Standard" in result.stdout
+    assert "Coupled" in result.stdout
+    runs = [f"{arm}-seed-{seed}" for arm in ("adamw", "coupled_adam") for seed in (1, 2)]
+    assert sorted(path.name for path in out.iterdir()) == sorted(
+        [*runs, "comparison.yaml", "corpus", "report"]
+    )
+    for name in runs:
+        folder = out / name
+        assert {path.name for path in folder.iterdir()} == {
+            *("config.yaml", "environment.json", "metrics.jsonl", "evaluation.json"),
+            *("checkpoints", "model"),
+        }
+        environment = json.loads((folder / "environment.json").read_text())
+        assert environment["packages"]["torch"] == torch.__version__
+        assert environment["command"][1] == "compare"
+        # The model is one that Hugging Face loads, and the numbers are its numbers.
+        model = GPT2LMHeadModel.from_pretrained(folder / "model")
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        assert len(tokenizer) == model.config.vocab_size == 300
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        measured = analyze(model.transformer.wte.weight).to_dict()
+        for key in ("isotropy", "mean_norm", "mean_norm_ratio", "condition"):
+            assert evaluation["embeddings"][key] == measured[key]
+        assert evaluation["parameters"] == model.num_parameters()
+        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in metrics if "valid_loss" in line] == [5, 10]
+        assert metrics[0]["step"] == 0
+    # The arms start from the same weights and see the same batches.
+    first = [
+        json.loads((out / f"{arm}-seed-1" / "metrics.jsonl").read_text().splitlines()[0])
+        for arm in ("adamw", "coupled_adam")
+    ]
+    assert first[0] == first[1]
+
+    report = out / "report"
+    assert {path.name for path in report.iterdir()} == {
+        *("table.md", "results.json", "overview.png", "loss.png", "mean_norm.png"),
+        *("projection.png", "frequency.png"),
+    }
+    for picture in report.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    results = json.loads((report / "results.json").read_text())
+    assert [(r["arm"], r["seed"]) for r in results] == [
+        *(("adamw", 1), ("coupled_adam", 1), ("adamw", 2), ("coupled_adam", 2)),
+    ]
+    table = (report / "table.md").read_text()
+    assert table.splitlines()[0].startswith("| D | N | Adam | L ↓ | Iso ↑ |")
+    assert all("(" in line for line in table.splitlines()[2:])  # mean (deviation)
+
+    before = {name: (out / name / "evaluation.json").stat().st_mtime_ns for name in runs}
+    again = run("compare", "--out", out, "--resume", "--seeds", 3)
+    assert again.returncode == 0, again.stderr
+    assert (out / "adamw-seed-3" / "evaluation.json").exists()
+    assert before == {name: (out / name / "evaluation.json").stat().st_mtime_ns for name in runs}
+
+    other = run("compare", "--out", out, "--resume", "--steps", 20)
+    assert other.returncode == 2
+    assert "training.steps=10 there, 20 here" in other.stderr
+
+
+def errors(small_recipe, text_file, tmp_path):
+    """Arguments, and what the one line on standard error must say."""
+    empty, short, taken = (tmp_path / name for name in ("empty.txt", "short.txt", "taken"))
+    empty.write_text("")
+    short.write_text("Too short.")
+    taken.mkdir()
+    (taken / "precious").write_text("data")
+    new = tmp_path / "out"
+    recipe = ("--recipe", small_recipe)
+    return {
+        "missing text": (("--text", tmp_path / "missing.txt", *recipe), "No such file"),
+        "empty text": (("--text", empty, *recipe), "there is no text in it"),
+        "short text": (("--text", short, *recipe), "the text is too short"),
+        "folder of nothing": (("--text", taken, *recipe), "no file in it ends in .txt"),
+        "unwritable folder": (("--out", text_file / "sub", *recipe), "cannot be written"),
+        "unwritable place": (("--out", "/proc/sub", *recipe), "cannot be written"),
+        "existing folder": (("--out", taken, *recipe), "continue it with --resume"),
+        "existing file": (("--out", text_file, *recipe), "exists"),
+        "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
+        "unknown option": (("--stesp", 3), "did you mean --steps?"),
+        "unknown argument": (("tiny",), "unrecognized arguments: tiny"),
+        "bad steps": (("--steps", 0), "steps"),
+        "bad seeds": (("--seeds", "one"), "seeds"),
+        "bad device": (("--device", "tpu"), "device"),
+        "missing device": (("--device", "mps", "--out", new, *recipe), "is not available here"),
+        "unknown recipe": (("--recipe", "tinny"), "not one of ['tiny']"),
+    }
+
+
+def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
+    """One line with the fix, exit code 2, nothing made, nothing overwritten."""
+    cases = errors(small_recipe, text_file, tmp_path)
+    if torch.backends.mps.is_available():
+        del cases["missing device"]
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    for name, (arguments, message) in cases.items():
+        assert main(["compare", *map(str, arguments)]) == 2, name
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("coupled-adam: error: "), name
+        assert message in line, (name, line)
+        assert snapshot(tmp_path) == before, name
+
+
+def test_error_in_a_process(small_recipe, tmp_path):
+    """The same from outside: nothing but the line on standard error, not even from libraries."""
+    arguments = ("--recipe", small_recipe, "--text", tmp_path / "missing.txt")
+    result = run("compare", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("comapre",)])
+def test_no_command(arguments):
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert "compare" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_help_and_version():
+    from coupled_adam import __version__
+
+    assert run("--version").stdout.strip() == f"coupled-adam {__version__}"
+    result = run("compare", "--help")
+    assert result.returncode == 0
+    for option in ("--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"):
+        assert option in result.stdout
+
+
+def test_import_needs_torch_alone():
+    """The core loads nothing that torch does not load itself, apart from its own modules."""
+    script = """
+import sys, torch
+from torch.optim import adam  # what any use of torch.optim loads
+before = set(sys.modules)
+import coupled_adam
+more = {name.partition(".")[0] for name in set(sys.modules) - before}
+assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+def test_the_main_job_shows_the_effect(tmp_path):
+    """`coupled-adam compare` without arguments, as the README claims it."""
+    result = run("compare", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "runs" / "tiny" / "report" / "results.json").read_text())
+    standard, coupled = results
+    assert standard["arm"] == "adamw"
+    assert standard["embeddings"]["mean_norm_ratio"] > 0.5
+    assert coupled["embeddings"]["mean_norm_ratio"] < 0.05
+    assert standard["embeddings"]["isotropy"] < 0.6
+    assert coupled["embeddings"]["isotropy"] > 0.9
+    # Seeds differ by about 0.03; a defect in either optimizer costs far more than this.
+    assert abs(coupled["test_loss"] - standard["test_loss"]) < 0.1
+    assert standard["test_loss"] < 5.2

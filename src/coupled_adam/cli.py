@@ -72,12 +72,12 @@ def _parser() -> jsonargparse.ArgumentParser:
 
 
 def _compare(options: jsonargparse.Namespace) -> None:
-    _quiet_libraries()
     from rich.console import Console
 
     from coupled_adam.lab import comparison, reporting
     from coupled_adam.lab.recipe import load_recipe
 
+    _quiet_libraries()  # after their imports, which set the levels they like
     console = Console()
     recipe = load_recipe(options.recipe)
     out = Path(options.out or Path("runs") / recipe.name)

@@ -196,17 +196,18 @@ def plot_projection(ax: Axes, runs: list[Run]) -> None:
             mec="white",
             zorder=3,
         )
-    ax.plot(0, 0, marker="+", color="black", markersize=16, mew=2, linestyle="none", label="origin")
     ax.axhline(0, color="black", linewidth=0.5)
     ax.axvline(0, color="black", linewidth=0.5)
+    ax.plot(0, 0, "+", color="black", markersize=18, mew=2.5, zorder=4)
+    ax.annotate("origin", (0, 0), xytext=(-12, -20), textcoords="offset points", ha="right")
     ax.set(
-        title="Embeddings, seen from the side (X: their mean)",
+        title="Embeddings from the side (X: their mean)",
         xlabel="along the mean embedding",
         ylabel="largest spread across it",
         aspect="equal",
         adjustable="datalim",
     )
-    ax.legend(markerscale=1)
+    ax.legend(markerscale=3)
 
 
 def plot_frequency(ax: Axes, runs: list[Run], counts: NDArray[np.int64]) -> None:

@@ -1,0 +1,44 @@
+"""Which learning rate the ``tiny`` recipe should have: both arms, four rates, three seeds.
+
+    python benchmarks/tiny_learning_rate.py benchmarks/results/tiny_learning_rate.json
+
+Writes the validation loss at the end of each run, and the machine. Half an hour on two cores.
+"""
+
+import dataclasses
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.environment import environment
+from coupled_adam.lab.recipe import load_recipe
+from coupled_adam.lab.training import train, write_atomically
+
+RATES = (3e-3, 6e-3, 1e-2, 2e-2)
+SEEDS = (1, 2, 3)
+
+
+def main(target: Path) -> None:
+    recipe = load_recipe("tiny")
+    results = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = prepare_corpus(recipe, folder / "corpus")
+        for lr in RATES:
+            training = dataclasses.replace(recipe.training, lr=lr)
+            for seed in SEEDS:
+                for arm in recipe.arms:
+                    run = folder / f"{arm}-{lr}-{seed}"
+                    train(dataclasses.replace(recipe, training=training), arm, seed, corpus, run)
+                    lines = (run / "metrics.jsonl").read_text().splitlines()
+                    losses = [json.loads(line).get("valid_loss") for line in lines]
+                    (*_, last) = filter(None, losses)
+                    results.append({"lr": lr, "seed": seed, "arm": arm, "valid_loss": last})
+    content = {"environment": environment(), "recipe": recipe.to_dict(), "results": results}
+    write_atomically(target, json.dumps(content, indent=2))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

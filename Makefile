@@ -19,7 +19,6 @@ test: $(VENV)/installed
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip --constraint constraints.txt
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -145,7 +145,8 @@ def python_documentation() -> Iterator[str]:
         if {"site-packages", "dist-packages", "test", "tests"} & set(path.parts):
             continue
         try:
-            with warnings.catch_warnings(action="ignore"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 tree = ast.parse(path.read_bytes())
         except SyntaxError:  # lib2to3 keeps some files in older dialects
             continue

@@ -17,7 +17,7 @@ _PACKAGES = ("coupled-adam", "torch", "lightning", "transformers", "tokenizers",
 def environment() -> dict[str, Any]:
     """Versions, machine, git commit of this package's checkout, command line, and time (UTC)."""
     return {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "git_commit": _git_commit(),
         "python": platform.python_version(),

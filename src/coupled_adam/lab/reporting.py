@@ -12,6 +12,7 @@ import yaml
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from rich import box
 from rich.table import Table
 from safetensors import safe_open
 
@@ -138,11 +139,14 @@ def report(folder: Path) -> Table:
         _save(single, out / f"{name}.png")
     _save(overview, out / "overview.png")
 
-    shown = Table(title=runs[0].recipe.name)
-    for index, name in enumerate(header):
-        shown.add_column(name, justify="left" if index == 2 else "right")
+    # D and N go into the title, so that means with deviations fit into 80 characters.
+    tokens, parameters = rows[0][:2]
+    title = f"{runs[0].recipe.name}: D = {tokens} tokens, N = {parameters} parameters"
+    shown = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in header[2:]:
+        shown.add_column(name, justify="left" if name == "Adam" else "right")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*row[2:])
     return shown
 
 

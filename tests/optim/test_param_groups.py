@@ -234,6 +234,11 @@ def test_errors(options, message):
         param_groups(llama(), **options)
 
 
+def test_parameters_instead_of_a_model():
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, not generator"):
+        param_groups(llama().parameters())
+
+
 def test_frozen_parameters_are_left_out():
     model = llama()
     model.model.embed_tokens.weight.requires_grad_(False)

@@ -260,6 +260,20 @@ def test_coupling_after_some_steps():
     take_steps(optimizer, [2])
 
 
+def test_uncoupling_after_some_steps_is_refused():
+    """Before anything changes, in an earlier group neither."""
+    other, p = matrix(), matrix()
+    optimizer = CoupledAdamW([{"params": [other]}, {"params": [p], "coupled": True}])
+    for grad in (other, p):
+        grad.grad = torch.ones_like(grad)
+    optimizer.step()
+    optimizer.param_groups[1]["coupled"] = False
+    before = other.detach().clone()
+    with pytest.raises(RuntimeError, match=r"load coupled_adam\.to_adam_state_dict"):
+        optimizer.step()
+    assert torch.equal(other, before)
+
+
 def test_checkpoint_that_contradicts_the_flag_warns():
     p = matrix()
     with pytest.warns(UserWarning, match="no param group is coupled"):

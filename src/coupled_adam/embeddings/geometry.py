@@ -1,6 +1,7 @@
 """Where the cloud of embeddings lies: isotropy, mean norm, condition.
 
-All functions raise ValueError for what is not a non-empty matrix [V, H] of finite real numbers.
+All functions raise ValueError for what is not a non-empty matrix [V, H] of finite real numbers, and
+TypeError for what is neither a tensor nor an array.
 """
 
 from collections.abc import Iterator
@@ -120,7 +121,12 @@ def condition_of(eigenvalues: Array, rows: int) -> float:
 
 
 def check(embeddings: Embeddings) -> None:
-    """Raise ValueError for what is not a non-empty real matrix."""
+    """Raise TypeError or ValueError for what is not a non-empty real matrix."""
+    if not isinstance(embeddings, torch.Tensor | np.ndarray):
+        raise TypeError(
+            f"embeddings is a {type(embeddings).__name__}: a tensor or array [V, H] is needed, "
+            "such as model.lm_head.weight"
+        )
     shape = list(embeddings.shape)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"embeddings of shape {shape}: a non-empty matrix [V, H] is needed")

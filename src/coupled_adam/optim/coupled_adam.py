@@ -150,6 +150,13 @@ class CoupledAdam(torch.optim.Adam):
             has_complex: bool = super()._init_group(  # type: ignore[no-untyped-call]
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
+            for p, exp_avg_sq in zip(params_with_grad, exp_avg_sqs):
+                if exp_avg_sq.shape != p.shape:
+                    raise RuntimeError(
+                        f"a parameter {list(p.shape)} has a shared second moment, "
+                        f"{list(exp_avg_sq.shape)}, but its group is not coupled. To continue with "
+                        "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
+                    )
             return has_complex
         for index, p in enumerate(group["params"]):
             if p.grad is None:

@@ -64,7 +64,7 @@ def param_groups(
         bytes of optimizer state that coupling saves against AdamW.
 
     Raises:
-        ValueError: a negative weight decay, or as in :func:`embedding_parameters`.
+        TypeError, ValueError: a negative weight decay, or as in :func:`embedding_parameters`.
 
     Example:
         >>> groups = param_groups(model)
@@ -131,10 +131,13 @@ def embedding_parameters(
             ``"*.wte.weight"``; one or several.
 
     Raises:
+        TypeError: ``model`` is not a module.
         ValueError: an entry of ``embeddings`` that matches nothing in the model, or not a matrix;
             several ``nn.Embedding`` with as many rows as the head; ``couple`` not one of the three,
             or not ``"both"`` together with ``embeddings``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     if couple not in ("both", "input", "output"):
         raise ValueError(f"Invalid couple value: {couple!r} ('both', 'input' or 'output')")
     if embeddings is None:

@@ -463,20 +463,3 @@ def test_flattened_parameter_is_refused_at_the_step():
         optimizer.param_groups[-1]["params"][0] = flat
 
     refused_step("flattened", ValueError, matrix(), {}, prepare)
-
-
-def test_dtensor_is_refused():
-    """A sharded matrix must not be updated with the average of one rank's rows."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        p = nn.Parameter(distribute_tensor(torch.ones(V, H), mesh, [Shard(0)]))
-        p.grad = distribute_tensor(torch.ones(V, H), mesh, [Shard(0)])
-        optimizer = CoupledAdamW([p], coupled=True)
-        with pytest.raises(NotImplementedError, match="DTensor"):
-            optimizer.step()
-    finally:
-        dist.destroy_process_group()

@@ -7,6 +7,8 @@ arXiv 2502.08441), to be read beside it. Every faster implementation is tested a
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.sharded import mean
+
 
 def coupled_adam_(
     param: Tensor,
@@ -64,7 +66,7 @@ def coupled_adam_(
         weight = weight.to(exp_avg)
     exp_avg.lerp_(grad.to(exp_avg.dtype), weight)
 
-    mean_square = grad.to(exp_avg_sq.dtype).square().mean(vocab_dim)
+    mean_square = mean(grad.to(exp_avg_sq.dtype).square(), vocab_dim)
     nu = beta2 * exp_avg_sq + (1 - beta2) * mean_square
     exp_avg_sq.copy_(nu)
     if max_exp_avg_sq is not None:

@@ -15,6 +15,8 @@ from torch.optim.optimizer import (
     _get_scalar_dtype,
 )
 
+from coupled_adam.optim import sharded
+
 OPTIONS = ("coupled", "second_moment_scale", "vocab_dim")
 """Options of a param group that torch.optim.Adam does not have."""
 
@@ -38,7 +40,7 @@ def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
     }
     for name in SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]:
-        state[name] = torch.zeros(_moment_shape(group, p), dtype=_moment_dtype(p), device=p.device)
+        state[name] = sharded.zeros(p, group["vocab_dim"], _moment_dtype(p))
     return state
 
 
@@ -74,11 +76,6 @@ def check_parameter(group: Group, index: int) -> None:
     """Raise if this parameter cannot be updated as it is now (wrappers replace parameters)."""
     p = group["params"][index]
     _check_matrix(group, index)
-    if hasattr(p, "placements"):
-        raise NotImplementedError(
-            f"cannot couple {_describe(group, index)}: it is a DTensor, and averaging over rows "
-            "that lie on several ranks is not implemented. Leave the embeddings unsharded"
-        )
     if p.grad is not None and p.grad.layout != torch.strided:
         raise RuntimeError(
             f"cannot couple {_describe(group, index)}: its gradient is sparse, and the average is "
@@ -200,7 +197,7 @@ def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
     """A loaded second moment as the vector [H], on the parameter's device, in its own dtype."""
     p = group["params"][index]
     if value.shape == p.shape:
-        value = value.mean(group["vocab_dim"], dtype=_moment_dtype(p))
+        value = sharded.mean(value.to(_moment_dtype(p)), group["vocab_dim"])
     return value.to(p.device, _moment_dtype(p))
 
 

@@ -1,0 +1,127 @@
+"""Matrices whose rows or columns lie on several ranks: real processes, compared with one process.
+
+The same file is the program of each rank.
+"""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from coupled_adam import CoupledAdamW, param_groups
+
+V, H, STEPS = 7, 6, 8
+
+
+def matrix(dtype=torch.float64):
+    return torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(0))
+
+
+def gradient(step, dtype=torch.float64):
+    return torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(step + 1))
+
+
+def step_of_one_matrix(placement, options):
+    """A matrix split over all ranks against the same matrix whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = nn.Parameter(matrix())
+    split = nn.Parameter(distribute_tensor(matrix(), mesh, [placement]))
+    expected, actual = (CoupledAdamW([p], coupled=True, **options) for p in (whole, split))
+    for step in range(STEPS):
+        whole.grad = gradient(step)
+        split.grad = distribute_tensor(gradient(step), mesh, [placement])
+        expected.step()
+        actual.step()
+    moment = actual.state[split]["exp_avg_sq"]
+    assert isinstance(moment, DTensor)
+    assert moment.shape == (H,)
+    # Only the order of the summation differs.
+    torch.testing.assert_close(split.full_tensor(), whole.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moment.full_tensor(), expected.state[whole]["exp_avg_sq"])
+    if placement == Shard(0):  # replicated: the same bits on every rank
+        gathered = [torch.empty(H, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, moment.to_local())
+        assert all(torch.equal(gathered[0], other) for other in gathered)
+    # Saved and loaded as in one process.
+    again = CoupledAdamW([split], coupled=True, **options)
+    again.load_state_dict(copy.deepcopy(actual.state_dict()))
+    assert torch.equal(again.state[split]["exp_avg_sq"].full_tensor(), moment.full_tensor())
+
+
+def fsdp2():
+    """A tied model under fully_shard, every rank with its part of the batch."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(V, H)
+            self.block = nn.Linear(H, H)
+            self.head = nn.Linear(H, V, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.block(self.embed(ids))))
+
+    torch.manual_seed(0)
+    whole = Tied().double()
+    split = copy.deepcopy(whole)
+    fully_shard(split.block)
+    fully_shard(split)
+    optimizers = [CoupledAdamW(param_groups(model), lr=1e-2) for model in (whole, split)]
+    assert isinstance(split.embed.weight, DTensor)
+    assert split.head.weight is split.embed.weight
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(V, (2, 6 * ranks), generator=generator)
+        own = ids[:, rank * 6 : (rank + 1) * 6]
+        for model, (inputs, targets) in ((whole, ids), (split, own)):
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, expected), actual in zip(whole.named_parameters(), split.parameters()):
+        difference = actual.full_tensor() - expected
+        assert difference.abs().max() < 1e-12, name
+
+
+CASES = {
+    "rows": lambda: step_of_one_matrix(Shard(0), {}),
+    "rows, amsgrad": lambda: step_of_one_matrix(Shard(0), {"amsgrad": True}),
+    "rows, options": lambda: step_of_one_matrix(
+        Shard(0), {"second_moment_scale": 0.5, "maximize": True, "lr": torch.tensor(1e-2)}
+    ),
+    "columns": lambda: step_of_one_matrix(Shard(1), {}),
+    "fsdp2": fsdp2,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sharded(ranks):
+    """Heights 4 and 3 on two ranks; 2, 2, 2 and 1 on four; columns 2, 2, 2 and none on four."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(ranks), __file__],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    for name in CASES:
+        assert result.stdout.count(f"<{name}: passed>") == ranks
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, case in CASES.items():
+        case()
+        print(f"<{name}: passed>", flush=True)
+    dist.destroy_process_group()

@@ -7,21 +7,19 @@ import pytest
 
 SMALL = """
 name: small
-model: {vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}
+model: {architecture: gpt2, vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}
 data: {held_out: 0.1}
 training:
   steps: 40
   batch_size: 4
   sequence_length: 16
   lr: 1.0e-2
-  warmup_steps: 4
-  final_lr: 0.1
-  betas: [0.9, 0.95]
-  eps: 1.0e-8
-  weight_decay: 0.1
-  max_grad_norm: 1.0
+  warmup: 4
   evaluate_every: 5
-arms: [adamw, coupled_adam]
+arms:
+  adamw: {optimizer: adamw}
+  coupled_adam: {optimizer: coupled_adam}
+seeds: [1]
 """
 
 

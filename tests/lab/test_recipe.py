@@ -1,58 +1,282 @@
-"""Recipes: what is refused before any work, and with which words."""
+"""Recipes: what they say, what they build, and what is refused before any work."""
+
+import re
 
 import pytest
+import torch
+import yaml
+from torch import nn
 
-from conftest import SMALL
+from coupled_adam import CoupledAdamW, embedding_parameters
 from coupled_adam.lab import UsageError
-from coupled_adam.lab.recipe import load_recipe, parse_recipe
+from coupled_adam.lab.arms import OPTIMIZERS
+from coupled_adam.lab.models import build_model, count_parameters
+from coupled_adam.lab.recipe import (
+    load_recipe,
+    override,
+    parse_overrides,
+    parse_recipe,
+    recipe_names,
+)
+
+PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
+    "124M": (6.0e-4, 12, 12, 768, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
+    "350M": (3.0e-4, 16, 24, 1024, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
+    "760M": (2.5e-4, 16, 24, 1536, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
+    "1.3B": (2.0e-4, 32, 24, 2048, {"26B": 49_591}),
+    "2.6B": (1.6e-4, 32, 32, 2560, {"210B": 400_543}),
+}
 
 
-def test_tiny():
-    recipe = load_recipe("tiny")
-    assert recipe.name == "tiny"
-    assert recipe.arms == ["adamw", "coupled_adam"]
-    assert recipe.tokens == 600 * 32 * 64
+def number(text):
+    """124M -> 124e6."""
+    return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
 
 
-def test_file_and_round_trip(small_recipe):
-    import yaml
+@pytest.mark.parametrize("size", PAPER)
+def test_the_papers_recipes(size):
+    lr, heads, layers, width, steps = PAPER[size]
+    for tokens, count in steps.items():
+        recipe = load_recipe(f"{size}-{tokens}")
+        training, model = recipe.training, recipe.model
+        assert recipe.name == f"{size}-{tokens}"
+        assert recipe.steps == count
+        assert recipe.tokens == pytest.approx(number(tokens), rel=0.02)
+        assert (training.lr, training.betas, training.eps) == (lr, (0.9, 0.95), 1e-8)
+        assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
+        assert (training.schedule, training.final_lr) == ("cosine", 0.1)
+        assert training.precision == "bf16-mixed"
+        assert (model.n_head, model.n_layer, model.n_embd) == (heads, layers, width)
+        assert (model.vocab_size, model.tied) == (50304, True)
+        large = size in ("1.3B", "2.6B")
+        assert model.architecture == ("stablelm" if large else "gpt2")
+        assert training.sequence_length == (2048 if large else 1024)
+        assert training.batch_size == (256 if large else 96)
+        assert recipe.warmup_steps == (round(0.01 * count) if large else 100)
+        assert recipe.data.hub == (
+            "cerebras/SlimPajama-627B" if large else "Skylion007/openwebtext"
+        )
+        assert list(recipe.arms) == ["adamw", "coupled_adam"]
 
-    recipe = load_recipe(str(small_recipe))
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_builds_the_model_it_claims(name):
+    recipe = load_recipe(name)
+    with torch.device("meta"):
+        model = build_model(recipe)
+    claimed = re.match(r"[\d.]+[MB]", name)
+    size = number(claimed[0]) if claimed else 0.37e6
+    assert count_parameters(model) == pytest.approx(size, rel=0.07 if size < 50e6 else 0.03)
+    assert model.config.max_position_embeddings == recipe.training.sequence_length
+    for arm in recipe.arms:
+        recipe.arm(arm).optimizer(model, recipe.training)
     assert parse_recipe(yaml.safe_dump(recipe.to_dict()), "again") == recipe
 
 
+def test_stablelm_is_layernorm_swiglu_and_whole_rotation():
+    model = build_model(load_recipe("tiny-stablelm"))
+    layer = model.model.layers[0]
+    assert isinstance(layer.input_layernorm, nn.LayerNorm)
+    x = torch.linspace(-3, 3, 7)
+    assert torch.equal(layer.mlp.act_fn(x), nn.functional.silu(x))
+    assert all(m.bias is None for m in layer.modules() if isinstance(m, nn.Linear))
+    assert model.config.rope_parameters["partial_rotary_factor"] == 1.0
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_without_biases_is_without():
+    """Frozen at zero: the same function, whatever is trained."""
+    recipe = override(load_recipe("tiny"), {"model.bias": False})
+    model = build_model(recipe)
+    biases = {n: p for n, p in model.named_parameters() if n.endswith("bias")}
+    assert len(biases) == 2 * 6 + 1
+    ids = torch.arange(20).view(1, 20)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer = recipe.arm("coupled_adam").optimizer(model, recipe.training)
+    before = model.transformer.h[0].mlp.c_fc.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.transformer.h[0].mlp.c_fc.weight, before)
+    assert all((p == 0).all() and p.grad is None for p in biases.values())
+
+
+def test_scaled_and_sgd_arms():
+    scaled = load_recipe("124M-20B-scaled")
+    scales = [scaled.arms[f"coupled_adam_n{n}"]["second_moment_scale"] for n in range(-5, 6)]
+    assert scales == [2.0**-n for n in range(-5, 6)]
+    assert scaled.arm("coupled_adam_n3").label == "Coupled, n = 3"
+    assert scaled.arm("coupled_adam_n0").label == "Coupled"
+    sgd = load_recipe("124M-20B-sgd")
+    factors = [arm["lr_factor"] for arm in sgd.arms.values() if arm["optimizer"] == "sgd"]
+    assert factors == [100, 200, 300, 400, 500, 600]
+    assert sgd.arm("sgd_f300").label == "SGD, f = 300"
+
+
+@pytest.mark.parametrize("couple", ["input", "output"])
+def test_couple_one_side_of_an_untied_model(couple):
+    values = {"model.tied": False, "arms.coupled_adam.couple": couple}
+    recipe = override(load_recipe("tiny"), values)
+    model = build_model(recipe)
+    optimizer = recipe.arm("coupled_adam").optimizer(model, recipe.training)
+    assert isinstance(optimizer, CoupledAdamW)
+    coupled = [n for g in optimizer.param_groups if g["coupled"] for n in g["param_names"]]
+    assert coupled == list(embedding_parameters(model, couple=couple))
+    assert len(coupled) == 1
+
+
+def quadratic(kind, **options):
+    """Six steps of an arm's optimizer on a two-layer module with an embedding; its weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)).double()
+    recipe = load_recipe("tiny")
+    optimizer = OPTIMIZERS[kind](**options).optimizer(model, recipe.training)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    history = []
+    for step in range(6):
+        for i, p in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(10 * step + i)
+            p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+        history.append([p.grad for p in model.parameters()])
+        optimizer.step()
+        scheduler.step()
+    return [p.detach() for p in model.parameters()], history, optimizer
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    "options",
+    [{}, {"nesterov": True}, {"dampening": 0.5}, {"momentum": 0.0}],
+    ids=str,
+)
+def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options):
+    weights, history, optimizer = quadratic("sgd", lr_factor=300.0, **options)
+    standard, _, _ = quadratic("adamw")
+    recipe = load_recipe("tiny")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)).double()
+    embeddings = list(model.parameters())  # table and head: an untied pair
+    expected = torch.optim.SGD(
+        embeddings, lr=300 * recipe.training.lr, **{"momentum": 0.9, **options}
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(expected, lambda step: 1 / (step + 1))
+    for gradients in history:
+        for p, gradient in zip(embeddings, gradients):
+            p.grad = gradient
+        expected.step()
+        scheduler.step()
+    for actual, reference in zip(weights, embeddings):
+        torch.testing.assert_close(actual, reference.detach(), rtol=1e-12, atol=0)
+    assert not torch.allclose(weights[0], standard[0])
+    # A checkpoint holds the momentum, and loads.
+    state = optimizer.state_dict()
+    if options.get("momentum", 0.9):
+        assert all("momentum_buffer" in values for values in state["state"].values())
+    optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
     [
-        ("n_embd: 8", "n_embd: 9", "n_embd=9 must be a multiple of n_head=2"),
-        ("n_embd: 8", "n_emb: 8", "does not accept option 'n_emb'"),
-        ("n_layer: 1", "n_layer: 0", "n_layer=0 must be 1 or more"),
-        ("n_layer: 1, ", "", "model.n_layer"),
-        ("vocab_size: 300", "vocab_size: 100", "vocab_size=100 must be 257 or more"),
-        ("steps: 40", "steps: many", "training.steps.*many"),
-        ("steps: 40", "steps: -1", "steps=-1 must be 1 or more"),
-        ("lr: 1.0e-2", "lr: 0", "lr=0.0 must be above 0"),
-        ("held_out: 0.1", "held_out: 0.5", "held_out=0.5 must be between 0 and 0.5"),
-        ("adamw, coupled_adam", "adamw, adamw", "arms=.* each once"),
-        ("adamw, coupled_adam", "sgdd", r"arms=\['sgdd'\] must be some of \['adamw'"),
-        ("adamw, coupled_adam", "", "arms=.* must be some of"),
-        ("name: small", "nam: small", "'nam' is not accepted"),
-        ("name: small", "name: [", "recipe 'r'"),
+        (["model.n_layr=24"], "model has no key 'n_layr': did you mean n_layer?"),
+        (["modl.n_layer=24"], "has no key 'modl': did you mean model?"),
+        (["training.lr=fast"], "Parser key \"training.lr\": Expected a <class 'float'>"),
+        (["model.n_layer=2.5"], "Parser key \"model.n_layer\": Expected a <class 'int'>"),
+        (["model=3"], "the following arguments are required: model.architecture"),
+        (["model.architecture=rnn"], "Expected a typing.Literal['gpt2', 'stablelm']"),
+        (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
+        (["model.n_layer=0"], "model.n_layer=0 must be 1 or more"),
+        (["model.vocab_size=100"], "model.vocab_size=100 must be 257 or more"),
+        (
+            ["model.n_positions=32"],
+            "training.sequence_length=64 must not exceed model.n_positions=32",
+        ),
+        (["training.tokens=3"], "give one of training.steps and training.tokens"),
+        (
+            ["training.tokens=2047", "training.steps=null"],
+            "training.tokens=2047 is less than one batch of 32 x 64 tokens",
+        ),
+        (["training.warmup=1.5"], "training.warmup=1.5 must be a whole number of steps"),
+        (["training.warmup=-1"], "training.warmup=-1.0 must be 0 or more"),
+        (["training.betas=[0.9, 1.0]"], "training.betas=[0.9, 1.0] must be at least 0, below 1"),
+        (["training.lr=0"], "training.lr=0.0 must be above 0"),
+        (["training.final_lr=2"], "training.final_lr=2.0 must be from 0 to 1"),
+        (["training.decay=0"], "training.decay=0.0 must be above 0"),
+        (["training.max_grad_norm=0"], "training.max_grad_norm=0.0 must be above 0"),
+        (["training.weight_decay=-1"], "training.weight_decay=-1.0 must be 0 or more"),
+        (["training.schedule=linear"], "Expected a typing.Literal['cosine', 'constant', 'wsd']"),
+        (["data.held_out=0.5"], "data.held_out=0.5 must be between 0 and 0.5"),
+        (["data.text=a", "data.hub=b"], "data.text and data.hub exclude each other"),
+        (["arms.third.optimizer=adam"], "arms.third.optimizer='adam' must be one of adamw"),
+        (["arms.third={}"], "arms.third.optimizer=None must be one of"),
+        (["arms.third.optimizer=sgd"], "arms.third: the following arguments are required"),
+        (
+            ["arms.coupled_adam.second_moment_scal=2"],
+            "arms.coupled_adam has no key 'second_moment_scal': did you mean second_moment_scale?",
+        ),
+        (["arms.coupled_adam.second_moment_scale=0"], "second_moment_scale=0.0 must be above 0"),
+        (["arms.coupled_adam.couple=none"], "Expected a typing.Literal['both'"),
+        (["arms.x={optimizer: sgd, lr_factor: -1}"], "lr_factor=-1.0 must be above 0"),
+        (["arms.x={optimizer: sgd, lr_factor: 1, momentum: 1}"], "momentum=1.0 must be"),
+        (
+            ["arms.x={optimizer: sgd, lr_factor: 1, nesterov: true, momentum: 0}"],
+            "nesterov=true needs momentum",
+        ),
+        (["arms={}"], "arms must name at least one arm"),
+        (["arms={n=3: {optimizer: adamw}}"], "arms: 'n=3' must be letters"),
+        (["arms.a/b.optimizer=adamw"], "arms: 'a/b' must be letters"),
+        (["name=../evil"], "name='../evil' must be letters"),
+        (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
+        (["seeds=[]"], "seeds=[] must be different"),
+        (["model.n_layer"], "'model.n_layer': what is no option must be key=value"),
+        (["name.x=3"], "name has no keys of its own"),
+        (["model.n_layer=[1"], "is not YAML"),
     ],
 )
-def test_errors(old, new, message):
-    assert old in SMALL
-    with pytest.raises(UsageError, match=message) as raised:
-        parse_recipe(SMALL.replace(old, new), "r")
-    assert "\n" not in str(raised.value)
+def test_errors(arguments, message):
+    with pytest.raises(UsageError) as error:
+        override(load_recipe("tiny"), parse_overrides(arguments))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "- 1", "just words", "!!python/object:os.system {}"])
-def test_not_a_recipe(text):
-    with pytest.raises(UsageError, match="recipe 'r'"):
-        parse_recipe(text, "r")
+def test_stablelm_needs_even_heads():
+    with pytest.raises(UsageError, match="heads of odd width"):
+        override(load_recipe("tiny-stablelm"), {"model.n_embd": 66})
 
 
-def test_missing_file():
-    with pytest.raises(UsageError, match=r"'tinny': not one of \['tiny'\].*No such file"):
-        load_recipe("tinny")
+def test_overrides():
+    changed = override(
+        load_recipe("tiny"),
+        parse_overrides(
+            ["model.n_layer=24", "training.lr=1e-3", "training.betas=[0.8, 0.9]", "data.text=a=b"]
+        ),
+    )
+    assert changed.model.n_layer == 24
+    assert changed.training.lr == 1e-3
+    assert changed.training.betas == (0.8, 0.9)
+    assert changed.data.text == "a=b"
+
+
+def test_files_extend(tmp_path):
+    """Sections are merged, arms replaced; a circle and an unknown name are errors."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "extends: tiny\nname: mine\nmodel: {n_layer: 3}\narms: {only: {optimizer: adamw}}\n"
+    )
+    recipe, tiny = load_recipe(str(path)), load_recipe("tiny")
+    assert (recipe.model.n_layer, recipe.model.n_embd) == (3, tiny.model.n_embd)
+    assert recipe.training == tiny.training
+    assert list(recipe.arms) == ["only"]
+    path.write_text(f"extends: {path}\nname: circle\n")
+    with pytest.raises(UsageError, match="extends itself"):
+        load_recipe(str(path))
+    path.write_text("extends: tinny\n")
+    with pytest.raises(UsageError, match=r"recipe 'tinny': did you mean tiny\?"):
+        load_recipe(str(path))
+    path.write_text("- a list\n")
+    with pytest.raises(UsageError, match="keys and values are needed"):
+        load_recipe(str(path))
+    path.write_text("name: 5\nmodel: !!python/object:os.system {}\n")
+    with pytest.raises(UsageError, match="is not YAML"):
+        load_recipe(str(path))
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match=r"mine\.yaml"):
+        load_recipe(str(path))

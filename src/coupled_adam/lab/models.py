@@ -1,23 +1,71 @@
 """The architectures, from transformers' configurations."""
 
-from transformers import GPT2Config, GPT2LMHeadModel
+from typing import Any
 
-from coupled_adam.lab.recipe import Model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
+
+from coupled_adam.lab.recipe import Recipe
 
 
-def build_model(model: Model, sequence_length: int) -> GPT2LMHeadModel:
-    """A GPT-2 with newly initialised weights: no dropout, exact GELU, tied embeddings."""
-    config = GPT2Config(
-        vocab_size=model.vocab_size,
-        n_positions=sequence_length,
-        n_embd=model.n_embd,
-        n_layer=model.n_layer,
-        n_head=model.n_head,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,  # the end-of-text token, which the tokenizer has first
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+def build_model(recipe: Recipe) -> PreTrainedModel:
+    """A language model with newly initialised weights, without dropout.
+
+    ``gpt2`` is GPT-2 with the exact GELU. ``stablelm`` is a Llama with LayerNorm: SwiGLU, rotary
+    positions over the whole head, no biases in its linear layers.
+
+    With ``bias=False`` all biases are zero and frozen, so that the model has none in effect, and
+    any program that knows the architecture can still load it.
+    """
+    options = recipe.model
+    positions = options.n_positions or recipe.training.sequence_length
+    common: dict[str, Any] = {
+        "vocab_size": options.vocab_size,
+        "tie_word_embeddings": options.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    model: PreTrainedModel
+    if options.architecture == "gpt2":
+        gpt2 = GPT2Config(
+            n_positions=positions,
+            n_embd=options.n_embd,
+            n_layer=options.n_layer,
+            n_head=options.n_head,
+            n_inner=options.intermediate_size,
+            activation_function="gelu",
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **common,
+        )
+        model = GPT2LMHeadModel(gpt2)
+    else:
+        stablelm = StableLmConfig(
+            max_position_embeddings=positions,
+            hidden_size=options.n_embd,
+            intermediate_size=options.intermediate_size or 4 * options.n_embd,
+            num_hidden_layers=options.n_layer,
+            num_attention_heads=options.n_head,
+            num_key_value_heads=options.n_head,
+            use_qkv_bias=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            **{"partial_rotary_factor": 1.0, **common},
+        )
+        model = StableLmForCausalLM(stablelm)
+    if not options.bias:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.requires_grad_(False)
+    return model
+
+
+def count_parameters(model: PreTrainedModel) -> int:
+    """N: the trained parameters, a tied matrix once."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)

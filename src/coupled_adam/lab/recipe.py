@@ -1,90 +1,248 @@
-"""What to run: a recipe, typed and validated, from a YAML file."""
+"""What to run: a recipe, typed and validated, from YAML.
+
+A file may say ``extends: NAME`` and give only what differs from that recipe; on the command line
+``key=value`` does the same once more. Arms are replaced as a whole by a file that has some.
+"""
 
 import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import jsonargparse
 import yaml
 
 from coupled_adam.lab import UsageError
-from coupled_adam.lab.arms import ARMS
+from coupled_adam.lab.arms import OPTIMIZERS, Arm
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A GPT-2 with tied embeddings, without dropout; H = n_embd."""
+    """The architecture; H = n_embd.
 
+    ``n_positions`` null is the training's sequence length, ``intermediate_size`` null four times H.
+    ``tied``: one matrix embeds the input and gives the logits.
+    """
+
+    architecture: Literal["gpt2", "stablelm"]
     vocab_size: int
     n_layer: int
     n_head: int
     n_embd: int
+    n_positions: int | None = None
+    intermediate_size: int | None = None
+    bias: bool = True
+    tied: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The text; null for the documentation inside Python. ``held_out`` is a share of it, twice."""
+    """Where the text comes from: one of text, hub and tokens; without, Python's documentation.
 
-    held_out: float
+    text: a file or folder: .txt, .md, .rst; .jsonl, .json; .parquet; also compressed. ``separator``
+        lies between the documents of plain text; null cuts it into passages.
+    hub: id of a data set on the Hugging Face hub, or a folder in its format.
+    tokens: a folder of token files as nanoGPT and llm.c write them.
+    tokenizer: id or folder of a tokenizer; null trains a byte-level BPE on the training text.
+    held_out: the share of the documents for validation, and as much for the test, unless
+        ``valid_split`` and ``test_split`` name the data set's own.
+    max_tokens: stop after so many training tokens.
+    """
+
     text: str | None = None
+    separator: str | None = None
+    hub: str | None = None
+    hub_config: str | None = None
+    hub_revision: str | None = None
+    train_split: str = "train"
+    valid_split: str | None = None
+    test_split: str | None = None
+    shuffle_seed: int | None = None
+    column: str = "text"
+    tokens: str | None = None
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    tokenizer: str | None = None
+    held_out: float = 0.05
+    max_tokens: int | None = None
+    max_held_out_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One run: AdamW's hyperparameters, warmup and cosine; lengths in tokens, times in steps."""
+    """One run. Times are in optimizer steps; ``batch_size`` is in sequences, over all machines.
 
-    steps: int
+    steps, tokens: one of the two says how long.
+    schedule: cosine; constant; wsd (warmup, stable, decay). After the warmup, in steps or, below 1,
+        as a share. ``decay`` is the share of the steps in which wsd goes down.
+    final_lr: where cosine and wsd end, as a share of ``lr``.
+    max_grad_norm: gradients are clipped to this norm; ``.inf`` never clips.
+    precision: of parameters and arithmetic, as Lightning names it.
+    evaluate_every: steps between two evaluations, each with a checkpoint.
+    evaluation_batches: of the validation split; null is all of it.
+    test_batches: of the test split in the final evaluation; null is all of it.
+    """
+
     batch_size: int
     sequence_length: int
     lr: float
-    warmup_steps: int
-    final_lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    max_grad_norm: float
-    evaluate_every: int
+    warmup: float
+    steps: int | None = None
+    tokens: int | None = None
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    decay: float = 0.2
+    final_lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
+    evaluate_every: int = 1000
+    evaluation_batches: int | None = None
+    test_batches: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: one model, one text, one way of training, and the arms that differ."""
+    """A comparison: one model, one text, one way of training; the arms that differ; the seeds."""
 
     name: str
     model: Model
     data: Data
     training: Training
-    arms: list[str]
+    arms: dict[str, dict[str, Any]]
+    seeds: list[int]
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
-        model, training = self.model, self.training
-        for part, names in (
-            (model, ("n_layer", "n_head", "n_embd")),
-            (training, ("steps", "batch_size", "sequence_length", "evaluate_every")),
+        model, data, training = self.model, self.data, self.training
+        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+            raise UsageError(f"name={self.name!r} must be letters, digits and . _ + - (a folder)")
+        for section, part, names in (
+            ("model", model, ("n_layer", "n_head", "n_embd", "n_positions", "intermediate_size")),
+            (
+                "training",
+                training,
+                (
+                    *("batch_size", "sequence_length", "evaluate_every"),
+                    *("steps", "tokens", "evaluation_batches", "test_batches"),
+                ),
+            ),
+            ("data", data, ("max_tokens", "max_held_out_tokens")),
         ):
             for name in names:
-                if getattr(part, name) < 1:
-                    raise UsageError(f"{name}={getattr(part, name)} must be 1 or more")
+                value = getattr(part, name)
+                if value is not None and value < 1:
+                    raise UsageError(f"{section}.{name}={value} must be 1 or more")
         # 256 bytes and the end-of-text token are the smallest byte-level vocabulary.
         if model.vocab_size < 257:
-            raise UsageError(f"vocab_size={model.vocab_size} must be 257 or more")
+            raise UsageError(f"model.vocab_size={model.vocab_size} must be 257 or more")
         if model.n_embd % model.n_head:
-            raise UsageError(f"n_embd={model.n_embd} must be a multiple of n_head={model.n_head}")
-        if not 0 < self.data.held_out < 0.5:
-            raise UsageError(f"held_out={self.data.held_out} must be between 0 and 0.5")
-        if not training.lr > 0:
-            raise UsageError(f"lr={training.lr} must be above 0")
-        if not self.arms or set(self.arms) - set(ARMS) or len(set(self.arms)) < len(self.arms):
-            raise UsageError(f"arms={self.arms} must be some of {list(ARMS)}, each once")
+            raise UsageError(
+                f"model.n_embd={model.n_embd} must be a multiple of model.n_head={model.n_head}"
+            )
+        if model.architecture == "stablelm" and (model.n_embd // model.n_head) % 2:
+            raise UsageError(
+                f"model.n_embd={model.n_embd} with model.n_head={model.n_head} makes heads of odd "
+                "width, which rotary positions cannot turn"
+            )
+        if model.n_positions is not None and model.n_positions < training.sequence_length:
+            raise UsageError(
+                f"training.sequence_length={training.sequence_length} must not exceed "
+                f"model.n_positions={model.n_positions}"
+            )
+        sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
+        if len(sources) > 1:
+            raise UsageError(f"data.{' and data.'.join(sources)} exclude each other: give one")
+        if not 0 < data.held_out < 0.5:
+            raise UsageError(f"data.held_out={data.held_out} must be between 0 and 0.5")
+        self._check_training()
+        if not self.arms:
+            raise UsageError("arms must name at least one arm")
+        for name in self.arms:
+            if not re.fullmatch(r"\w[\w+-]*", name):
+                raise UsageError(f"arms: {name!r} must be letters, digits and _ + - (a folder)")
+            self.arm(name)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
+            raise UsageError(f"seeds={self.seeds} must be different whole numbers, 0 or more")
+
+    def _check_training(self) -> None:
+        training = self.training
+        if (training.steps is None) == (training.tokens is None):
+            raise UsageError("give one of training.steps and training.tokens, the other null")
+        if training.tokens is not None and self.steps < 1:
+            raise UsageError(
+                f"training.tokens={training.tokens} is less than one batch of "
+                f"{training.batch_size} x {training.sequence_length} tokens"
+            )
+        if not 0 < training.lr < math.inf:
+            raise UsageError(f"training.lr={training.lr} must be above 0")
+        if not 0 <= training.warmup < math.inf:
+            raise UsageError(f"training.warmup={training.warmup} must be 0 or more")
+        if training.warmup >= 1 and training.warmup != int(training.warmup):
+            raise UsageError(
+                f"training.warmup={training.warmup} must be a whole number of steps, or a share "
+                "below 1"
+            )
+        if not 0 <= training.final_lr <= 1:
+            raise UsageError(f"training.final_lr={training.final_lr} must be from 0 to 1")
+        if not 0 < training.decay <= 1:
+            raise UsageError(f"training.decay={training.decay} must be above 0 and at most 1")
+        if not all(0 <= beta < 1 for beta in training.betas):
+            raise UsageError(f"training.betas={list(training.betas)} must be at least 0, below 1")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= getattr(training, name) < math.inf:
+                raise UsageError(f"training.{name}={getattr(training, name)} must be 0 or more")
+        if not training.max_grad_norm > 0:
+            raise UsageError(f"training.max_grad_norm={training.max_grad_norm} must be above 0")
+
+    @property
+    def steps(self) -> int:
+        """The optimizer steps of one run."""
+        if self.training.steps is not None:
+            return self.training.steps
+        assert self.training.tokens is not None
+        return self.training.tokens // self.tokens_per_step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """The tokens of one batch."""
+        return self.training.batch_size * self.training.sequence_length
 
     @property
     def tokens(self) -> int:
         """D: the tokens that one run trains on."""
-        return self.training.steps * self.training.batch_size * self.training.sequence_length
+        return self.steps * self.tokens_per_step
+
+    @property
+    def warmup_steps(self) -> int:
+        """The warmup, in steps."""
+        warmup = self.training.warmup
+        return int(warmup) if warmup >= 1 else round(warmup * self.steps)
+
+    def arm(self, name: str) -> Arm:
+        """The arm of that name, from its options."""
+        options = dict(self.arms[name])
+        kind = options.pop("optimizer", None)
+        if kind not in OPTIMIZERS:
+            raise UsageError(
+                f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}"
+            )
+        _check_keys(options, OPTIMIZERS[kind], f"arms.{name}")
+        try:
+            arm: Arm = _parse(OPTIMIZERS[kind], options)
+        except (jsonargparse.ArgumentError, ValueError) as error:
+            raise UsageError(f"arms.{name}: {_one_line(error)}") from None
+        return arm
+
+    def only(self, arm: str, seed: int) -> "Recipe":
+        """The recipe of one run: the same for a run, whatever it was compared with."""
+        return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists, dicts and numbers, as in the YAML file."""
@@ -93,31 +251,121 @@ class Recipe:
         return data
 
 
+def recipe_names() -> list[str]:
+    """The recipes of the package."""
+    return sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir())
+
+
 def load_recipe(name: str) -> Recipe:
-    """Read a recipe of the package by its name, or a YAML file by its path.
+    """Read a recipe of the package by its name, or a YAML file (also a run's config) by its path.
 
     Raises:
         UsageError: no such recipe or file; a key or value that does not belong.
     """
-    known = sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir())
-    path = _FOLDER / f"{name}.yaml" if name in known else Path(name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(
-            f"recipe {name!r}: not one of {known}, and as a file: {error.strerror}"
-        ) from None
-    return parse_recipe(text, name)
+    return _recipe(_read(name, []), f"recipe {name!r}")
+
+
+def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """The recipe with other values, by dotted keys: ``{"model.n_layer": 24}``."""
+    changed = recipe.to_dict()
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        target = changed
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UsageError(f"{key}: {section} has no keys of its own")
+        target[last] = value
+    return _recipe(changed, f"recipe {recipe.name!r}")
+
+
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """``["model.n_layer=24"]`` as a dict; values are YAML."""
+    values = {}
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise UsageError(
+                f"{argument!r}: what is no option must be key=value, such as training.lr=1e-3"
+            )
+        values[key] = _yaml(value, repr(argument))
+    return values
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """Read a recipe from YAML text; ``source`` names it in errors."""
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Recipe)
+    """Read a complete recipe from YAML text; ``source`` names it in errors."""
+    return _recipe(_mapping(text, source), source)
+
+
+def _read(name: str, extended: list[str]) -> dict[str, Any]:
+    """The keys of a recipe and of those it extends."""
+    if name in extended:
+        raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
+    path = Path(name) if name not in recipe_names() else _FOLDER / f"{name}.yaml"
     try:
-        values = parser.parse_string(text, defaults=False)
-        recipe: Recipe = Recipe(**parser.instantiate(values).as_dict())
-    except (jsonargparse.ArgumentError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split())
-        raise UsageError(f"recipe {source!r}: {message}") from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        near = difflib.get_close_matches(name, recipe_names(), n=1)
+        hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"recipe {name!r}: {hint} (as a file: {reason})") from None
+    values = _mapping(text, f"recipe {name!r}")
+    if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
+        values = values["recipe"]
+    base = values.pop("extends", None)
+    if base is None:
+        return values
+    inherited = _read(str(base), [*extended, name])
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
+            inherited[key] = {**inherited[key], **value}
+        else:
+            inherited[key] = value
+    return inherited
+
+
+def _mapping(text: str, source: str) -> dict[str, Any]:
+    values = _yaml(text, source)
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UsageError(f"{source}: keys and values are needed, such as name: tiny")
+    return values
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"{source} is not YAML: {_one_line(error)}") from None
+
+
+def _recipe(values: dict[str, Any], source: str) -> Recipe:
+    _check_keys(values, Recipe, source)
+    try:
+        recipe: Recipe = _parse(Recipe, values)
+    except (jsonargparse.ArgumentError, UsageError) as error:
+        raise UsageError(f"{source}: {_one_line(error)}") from None
     return recipe
+
+
+def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
+    """An instance of a dataclass from plain values, its types checked."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls)
+    return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
+
+
+def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
+    """Raise UsageError for a key that the dataclass does not have, with the nearest that it has."""
+    types = get_type_hints(cls)
+    known = {field.name: types[field.name] for field in dataclasses.fields(cls)}
+    for key, value in values.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise UsageError(f"{where} has no key {key!r}: {hint}")
+        if dataclasses.is_dataclass(known[key]) and isinstance(value, dict):
+            _check_keys(value, known[key], f"{where}: {key}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

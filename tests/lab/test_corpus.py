@@ -1,137 +1,472 @@
-"""From text to token files: nothing lost, nothing in two splits, nothing half-written."""
+"""From text to token files: nothing lost, nothing in two splits, never half a corpus."""
 
-import dataclasses
-import gzip
+import json
 import lzma
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.lab import UsageError
-from coupled_adam.lab.corpus import passages, prepare_corpus, python_documentation
-from coupled_adam.lab.recipe import load_recipe
+from coupled_adam.lab.corpus import (
+    default_cache,
+    held_out_split,
+    load_tokenizer,
+    prepare_corpus,
+)
+from coupled_adam.lab.documents import passages
+from coupled_adam.lab.recipe import load_recipe, override
+
+SPLITS = ("train", "valid", "test")
 
 
 @pytest.fixture
 def recipe(small_recipe, text_file):
-    recipe = load_recipe(str(small_recipe))
-    return with_text(recipe, text_file)
+    return override(load_recipe(str(small_recipe)), {"data.text": str(text_file)})
 
 
 def with_text(recipe, path):
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, text=str(path)))
+    return override(recipe, {"data.text": str(path)})
 
 
-@given(st.text(alphabet="ab \n\r\té", max_size=400), st.integers(1, 50))
-def test_passages_keep_the_text(text, length):
-    """All but white space at the cuts is kept, in order, and no passage is empty or too long."""
-    parts = list(passages(text, length))
-    assert "".join("".join(parts).split()) == "".join(text.split())
-    assert all(part and len(part) <= 8 * length for part in parts)
+def decoded(corpus, split):
+    tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_folder)
+    return tokenizer.decode(corpus.tokens(split)[:].tolist()).split("<|endoftext|>")[1:]
 
 
-def test_passages_are_cut_at_blank_lines():
-    paragraph = "word " * 30 + "\n"
-    parts = list(passages((paragraph * 3 + "\n") * 10, 1000))
-    assert len(parts) == 4
-    assert all(part.endswith("word") for part in parts)
+def entries(cache):
+    return [path for path in cache.iterdir() if path.is_dir()]
+
+
+def json_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@given(st.lists(st.text(max_size=20)), st.floats(0.01, 0.49))
+def test_splits_are_of_the_document_alone(texts, share):
+    """Always the same split; a larger share never gives a held-out document back."""
+    for text in texts:
+        split = held_out_split(text, share)
+        assert split in SPLITS
+        assert split == held_out_split(text, share)
+        if split == "valid":
+            assert held_out_split(text, min(2 * share, 0.49)) == "valid"
+
+
+def test_shares_of_the_splits():
+    splits = [held_out_split(f"document {i}", 0.1) for i in range(20_000)]
+    for split in ("valid", "test"):
+        assert abs(splits.count(split) / 20_000 - 0.1) < 0.01  # more than four deviations
 
 
 def test_token_files(recipe, text_file, tmp_path):
     """The splits, decoded, are the text: every passage once, each after an end-of-text token."""
-    corpus = prepare_corpus(recipe, tmp_path / "corpus")
-    tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_folder)
-    assert tokenizer.eos_token == "<|endoftext|>"
-    decoded = []
-    for split in ("train", "valid", "test"):
+    corpus = prepare_corpus(recipe, tmp_path)
+    found = []
+    for split in SPLITS:
         ids = corpus.tokens(split)
-        assert ids.dtype == np.uint16
+        assert ids[:].dtype == np.uint16
         assert len(ids) == corpus.facts["tokens"][split]
-        parts = tokenizer.decode(ids.tolist()).split("<|endoftext|>")[1:]
-        assert len(parts) == corpus.facts["passages"][split] > 0
-        decoded += parts
-    assert sorted(decoded) == sorted(passages(text_file.read_text()))
-    counts = corpus.unigram_counts()
-    assert counts.shape == (300,)
-    assert counts.sum() == corpus.facts["tokens"]["train"]
+        parts = decoded(corpus, split)
+        assert len(parts) == corpus.facts["documents"][split] > 0
+        found += parts
+    lines = text_file.read_text().splitlines(keepends=True)
+    assert sorted(found) == sorted(filter(None, passages(lines)))
+    np.testing.assert_array_equal(
+        corpus.unigram_counts(), np.bincount(corpus.tokens("train")[:], minlength=300)
+    )
+    assert corpus.end_of_text == corpus.tokens("train")[:1][0]
+    assert corpus.folder.parent == tmp_path
+
+
+@pytest.mark.slow
+def test_packing_is_a_round_trip(recipe, tmp_path_factory):
+    """Any documents come back as they were, with odd characters and what looks like a token."""
+    folder = tmp_path_factory.mktemp("round-trip")
+    real = [f"a document that always is there, number {i}" for i in range(40)]
+    texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+        lambda text: not text.isspace() and "<|endoftext|>" not in text
+    )
+
+    @given(st.lists(texts, max_size=5))
+    def check(documents):
+        documents = [*documents, *real, "about <|endoftext|> in text"]
+        path = json_lines(folder / "a.jsonl", documents)
+        corpus = prepare_corpus(with_text(recipe, path), folder / "cache")
+        tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_folder)
+        for split in SPLITS:
+            ids = corpus.tokens(split)[:]
+            starts = np.flatnonzero(ids == corpus.end_of_text)
+            assert len(starts) == corpus.facts["documents"][split]
+            found = [tokenizer.decode(part[1:]) for part in np.split(ids, starts)[1:]]
+            assert found == [text for text in documents if held_out_split(text, 0.1) == split]
+        shutil.rmtree(folder / "cache")
+
+    check()
 
 
 def test_splits_do_not_depend_on_the_rest_of_the_text(recipe, text_file, tmp_path):
     """A passage stays in its split when the text grows: what was held out stays held out."""
-    one = prepare_corpus(recipe, tmp_path / "one")
+    one = prepare_corpus(recipe, tmp_path / "cache")
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("Some more text.\n" * 3000)
     text_file.rename(folder / "b.txt")
-    two = prepare_corpus(with_text(recipe, folder), tmp_path / "two")
-
-    def held_out(corpus):
-        tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_folder)
-        text = tokenizer.decode(corpus.tokens("test").tolist())
-        return set(text.split("<|endoftext|>")[1:])
-
-    assert held_out(one) <= held_out(two)
+    two = prepare_corpus(with_text(recipe, folder), tmp_path / "cache")
+    assert set(decoded(one, "test")) <= set(decoded(two, "test"))
+    assert not set(decoded(two, "test")) & set(decoded(two, "train"))
 
 
-def test_reuse_and_change(recipe, text_file, tmp_path):
-    """The same text finds the folder as it is; another is refused, and nothing is overwritten."""
-    corpus = prepare_corpus(recipe, tmp_path / "corpus")
-    before = (tmp_path / "corpus" / "train.bin").stat().st_mtime_ns
-    assert prepare_corpus(recipe, tmp_path / "corpus").facts == corpus.facts
-    text_file.write_text(text_file.read_text() + "One more line.")
-    with pytest.raises(UsageError, match=r"made from another text or recipe \(sha256 differ\)"):
-        prepare_corpus(recipe, tmp_path / "corpus")
-    assert (tmp_path / "corpus" / "train.bin").stat().st_mtime_ns == before
+def test_formats_agree(recipe, text_file, tmp_path):
+    """The same documents are the same tokens, from plain text, JSON Lines, and packed."""
+    texts = [part.strip() for part in text_file.read_text().split("\n\n") if part.strip()]
+    plain = override(recipe, {"data.separator": "\n\n"})
+    lines = json_lines(tmp_path / "a.jsonl", texts)
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines.read_bytes()))
+    one, *others = (
+        prepare_corpus(one, tmp_path / "cache")
+        for one in (
+            plain,
+            with_text(recipe, lines),
+            with_text(recipe, tmp_path / "a.jsonl.xz"),
+        )
+    )
+    for other in others:
+        assert other.folder != one.folder
+        for split in SPLITS:
+            np.testing.assert_array_equal(other.tokens(split)[:], one.tokens(split)[:])
 
 
-def test_leftovers_of_a_killed_run_are_replaced(recipe, tmp_path):
-    leftover = tmp_path / "corpus.tmp" / "train.bin"
-    leftover.parent.mkdir()
-    leftover.write_bytes(b"half")
-    prepare_corpus(recipe, tmp_path / "corpus")
-    assert not leftover.parent.exists()
-
-
-@pytest.mark.parametrize(("suffix", "opener"), [(".txt.gz", gzip.open), (".txt.xz", lzma.open)])
-def test_compressed_text(recipe, text_file, tmp_path, suffix, opener):
-    packed = tmp_path / f"packed{suffix}"
-    with opener(packed, "wb") as file:
-        file.write(text_file.read_bytes())
-    plain = prepare_corpus(recipe, tmp_path / "plain")
-    other = prepare_corpus(with_text(recipe, packed), tmp_path / "other")
-    assert other.facts["sha256"] == plain.facts["sha256"]
-
-
-def test_python_documentation():
-    """Real text, megabytes of it, the same each time."""
-    text = list(python_documentation())
-    assert sum(map(len, text)) > 1_500_000
-    assert any("The “if” statement" in part or 'The "if" statement' in part for part in text)
-    assert text == list(python_documentation())
-
-
-def test_unreadable_text(recipe, tmp_path):
-    cases = {
-        "missing.txt": (None, "No such file"),
-        "empty.txt": (b"", "there is no text in it"),
-        "blank.txt": (b" \n\n \t\n", "there is no text in it"),
-        "latin1.txt": (b"caf\xe9 " * 100, "not UTF-8 text .byte 3."),
-        "broken.txt.gz": (b"no gzip", "broken.txt.gz"),
-        "broken.txt.xz": (b"no xz", "broken.txt.xz"),
-        "cut.txt.gz": (gzip.compress(b"text " * 9999)[:40], "cut.txt.gz"),
-        "short.txt": (b"Too short.\n\n" * 5, "the text is too short: its train split has"),
+def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
+    """A data set's own held-out splits; reading stops where there is enough."""
+    monkeypatch.setattr("coupled_adam.lab.corpus._BATCH", 1000)
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    for split in ("train", "validation"):
+        texts = [f"{split} {i}: " + "some words " * 50 for i in range(300)]
+        json_lines(folder / f"{split}.jsonl", texts)
+    broken = folder / "train.jsonl"
+    broken.write_text(broken.read_text() + '{"text": 17}\n')
+    values = {
+        "data.text": None,
+        "data.hub": str(folder),
+        "data.valid_split": "validation",
+        "data.max_tokens": 20_000,
+        "data.max_held_out_tokens": 500,
+        "data.tokenizer": str(byte_tokenizer(tmp_path / "bytes")),
+        "model.vocab_size": 400,
     }
-    for name, (content, message) in cases.items():
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        with pytest.raises(UsageError, match=message):
-            prepare_corpus(with_text(recipe, tmp_path / name), tmp_path / "corpus")
-        assert not (tmp_path / "corpus").exists()
-        assert not (tmp_path / "corpus.tmp").exists()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "image.png").write_bytes(b"\x89PNG")
-    with pytest.raises(UsageError, match=r"no file in it ends in \.txt"):
-        prepare_corpus(with_text(recipe, tmp_path / "folder"), tmp_path / "corpus")
+    corpus = prepare_corpus(override(recipe, values), tmp_path / "cache")
+    assert corpus.facts["tokens"] == {"train": 20_000, "valid": 500, "test": 500}
+    text = AutoTokenizer.from_pretrained(tmp_path / "bytes")
+    for split, start in (("train", "train "), ("valid", "validation "), ("test", "train ")):
+        assert text.decode(corpus.tokens(split)[1:100]).startswith(start)
+    with pytest.raises(UsageError, match="row 301"):  # and where there is not, it goes on
+        prepare_corpus(override(recipe, {**values, "data.max_tokens": None}), tmp_path / "cache")
+
+
+def test_cached_by_content(recipe, text_file, tmp_path):
+    """The same content is made once, wherever it lies; what changes the tokens is another."""
+    cache = tmp_path / "cache"
+    corpus = prepare_corpus(recipe, cache)
+    made = (corpus.folder / "train.bin").stat().st_mtime_ns
+    copy = tmp_path / "copy" / text_file.name
+    copy.parent.mkdir()
+    shutil.copy(text_file, copy)
+    same = prepare_corpus(override(with_text(recipe, copy), {"training.lr": 0.5}), cache)
+    assert same.folder == corpus.folder
+    assert same.facts["source"] == f"data.text={copy}"
+    assert (corpus.folder / "train.bin").stat().st_mtime_ns == made
+    for values in ({"model.vocab_size": 301}, {"data.held_out": 0.2}, {"data.separator": "\n\n"}):
+        assert prepare_corpus(override(recipe, values), cache).folder != corpus.folder
+    text_file.write_text(text_file.read_text() + "One more line.")
+    changed = prepare_corpus(recipe, cache)
+    assert changed.facts["fingerprint"] != corpus.facts["fingerprint"]
+    assert len(entries(cache)) == 5
+
+
+def test_a_cache_that_cannot_be_written_is_read(recipe, tmp_path):
+    """Nothing is locked where nothing is made: others' caches and read-only disks are fine."""
+    corpus = prepare_corpus(recipe, tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with FileLock(tmp_path / f"{corpus.folder.name}.lock"):
+        assert prepare_corpus(recipe, tmp_path).facts == corpus.facts
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["train.bin", "unigram_counts.npy", "corpus.json"])
+def test_a_damaged_corpus_is_made_again(recipe, tmp_path, name):
+    corpus = prepare_corpus(recipe, tmp_path)
+    content = (corpus.folder / name).read_bytes()
+    (corpus.folder / name).write_bytes(content[: len(content) // 2])
+    again = prepare_corpus(recipe, tmp_path)
+    assert (again.folder / name).read_bytes() == content
+    (corpus.folder / name).unlink()
+    assert (prepare_corpus(recipe, tmp_path).folder / name).read_bytes() == content
+
+
+PREPARE = """
+import os, resource, signal, sys
+from pathlib import Path
+from coupled_adam.lab import UsageError, corpus
+from coupled_adam.lab.recipe import load_recipe, override
+recipe = override(load_recipe(sys.argv[1]), {"data.text": sys.argv[2]})
+def killed(*arguments):
+    os.kill(os.getpid(), signal.SIGKILL)
+def announced(*arguments, count=corpus._count):
+    print("making", flush=True)
+    return count(*arguments)
+def waited(*arguments, count=corpus._count):
+    print("making", flush=True)
+    sys.stdin.read()
+    return count(*arguments)
+if sys.argv[4] in ("killed", "announced", "waited"):
+    corpus._count = globals()[sys.argv[4]]
+if sys.argv[4].isdigit():
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), resource.RLIM_INFINITY))
+try:
+    print(corpus.prepare_corpus(recipe, Path(sys.argv[3])).folder)
+except UsageError as error:
+    print("UsageError", error)
+"""
+
+
+@pytest.fixture
+def process(small_recipe, text_file, tmp_path):
+    started = []
+
+    def start(how):
+        arguments = (small_recipe, text_file, tmp_path / "cache", how)
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PREPARE, *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.kill()
+        one.communicate()
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(process, recipe, tmp_path):
+    """One makes the corpus, and the other, which comes while it does, waits and takes it."""
+    first = process("waited")
+    assert first.stdout.readline() == "making\n"
+    second = process("announced")
+    said, _ = first.communicate("", timeout=120)
+    folder = said.strip()
+    said, _ = second.communicate(timeout=120)
+    assert said.split() == [folder]
+    assert [str(path) for path in entries(tmp_path / "cache")] == [folder]
+    assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
+
+
+@pytest.mark.slow
+def test_kill_in_the_middle(process, recipe, tmp_path):
+    """What a killed process leaves is no corpus, and the next one clears it away."""
+    cache = tmp_path / "cache"
+    killed = process("killed")
+    killed.communicate(timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    (leftover,) = entries(cache)
+    assert (leftover / "train.bin").stat().st_size > 0
+    # That of another corpus goes too, if no process is about to make it.
+    for key in ("0" * 32, "1" * 32):
+        (cache / f"{key}.abc.tmp").mkdir()
+    with FileLock(cache / f"{'0' * 32}.lock"):
+        corpus = prepare_corpus(recipe, cache)
+    assert {path.name for path in entries(cache)} == {corpus.folder.name, f"{'0' * 32}.abc.tmp"}
+    assert prepare_corpus(recipe, cache).facts["tokens"] == corpus.facts["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])
+def test_full_disk(process, recipe, tmp_path, room):
+    """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""
+    said, _ = process(str(room)).communicate(timeout=120)
+    assert said.startswith(f"UsageError the corpus cannot be written to the cache {tmp_path}")
+    assert "choose another folder with --cache or COUPLED_ADAM_CACHE" in said
+    assert said.count("\n") == 1
+    assert entries(tmp_path / "cache") == []
+    prepare_corpus(recipe, tmp_path / "cache")
+
+
+def test_a_cache_that_is_no_folder(recipe, tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(UsageError, match="cannot be written to the cache"):
+        prepare_corpus(recipe, tmp_path / "cache")
+
+
+def test_default_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("COUPLED_ADAM_CACHE", str(tmp_path))
+    assert default_cache() == tmp_path
+    monkeypatch.delenv("COUPLED_ADAM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "coupled-adam" in default_cache().parts
+    assert default_cache().is_absolute()
+
+
+def test_short_text(recipe, tmp_path):
+    """Found at every call, since the cache does not know the recipe's batches."""
+    (tmp_path / "short.txt").write_text("Too short.\n\n" * 5)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"the text is too short: its .* split has"):
+            prepare_corpus(with_text(recipe, tmp_path / "short.txt"), tmp_path / "cache")
+    prepare_corpus(recipe, tmp_path / "cache")
+    long = override(recipe, {"training.batch_size": 10_000})
+    with pytest.raises(UsageError, match="its train split has"):
+        prepare_corpus(long, tmp_path / "cache")
+
+
+def test_unreadable_text_leaves_nothing(recipe, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": bad}\n')
+    with pytest.raises(UsageError, match=r"a.jsonl, line 2"):
+        prepare_corpus(with_text(recipe, tmp_path / "a.jsonl"), tmp_path / "cache")
+    assert entries(tmp_path / "cache") == []
+
+
+def byte_tokenizer(folder):
+    """A tokenizer without Rust behind it, of 384 tokens."""
+    ByT5Tokenizer().save_pretrained(folder)
+    return folder
+
+
+def word_tokenizer(folder, **special):
+    """A tokenizer of 103 words in Hugging Face format."""
+    words = ["<unk>", "<end>", "<start>", *(f"w{i}" for i in range(100))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", **special
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("special", "first"), [("eos_token", "<end>"), ("bos_token", "<start>")])
+def test_a_tokenizer_of_ones_own(recipe, tmp_path, special, first):
+    """Its ids, its end-of-text token before each document; the vocabulary padded to 300."""
+    folder = word_tokenizer(tmp_path / "words", **{special: first})
+    texts = [" ".join(f"w{(i + j) % 100}" for j in range(30)) for i in range(90)]
+    recipe = with_text(recipe, json_lines(tmp_path / "a.jsonl", texts))
+    recipe = override(recipe, {"data.tokenizer": str(folder)})
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    end = {"<end>": 1, "<start>": 2}[first]
+    assert corpus.end_of_text == end
+    expected = [
+        [end, *(3 + int(word[1:]) for word in text.split())]
+        for text in texts
+        if held_out_split(text, 0.1) == "train"
+    ]
+    np.testing.assert_array_equal(corpus.tokens("train")[:], np.concatenate(expected))
+    assert corpus.unigram_counts().shape == (300,)
+    assert len(AutoTokenizer.from_pretrained(corpus.tokenizer_folder)) == 103
+    # Found again by what is in it, not by where it is.
+    other = shutil.copytree(folder, tmp_path / "elsewhere")
+    moved = override(recipe, {"data.tokenizer": str(other)})
+    assert prepare_corpus(moved, tmp_path / "cache").folder == corpus.folder
+
+
+def test_a_slow_tokenizer(recipe, text_file, tmp_path):
+    folder = byte_tokenizer(tmp_path / "bytes")
+    values = {"data.tokenizer": str(folder), "model.vocab_size": 384}
+    corpus = prepare_corpus(override(recipe, values), tmp_path / "cache")
+    assert sum(corpus.facts["tokens"].values()) > 0.99 * len(text_file.read_bytes())
+    ids = corpus.tokens("train")[:300]
+    assert ids[0] == 1  # </s>
+    assert bytes((ids[1 : np.flatnonzero(ids[1:] == 1)[:1].sum() or 300] - 3).tolist()).isascii()
+
+
+def test_unusable_tokenizers(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    for folder, message in (
+        (word_tokenizer(tmp_path / "no-end"), "has neither eos_token nor bos_token"),
+        (tmp_path / "broken", "cannot be read"),
+        (tmp_path / "empty", "cannot be read"),
+        ("nobody/nothing", "give a tokenizer's folder or its id"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            load_tokenizer(str(folder), 300)
+        assert "\n" not in str(caught.value)
+        assert str(folder) in str(caught.value)
+    folder = word_tokenizer(tmp_path / "words", eos_token="<end>")
+    load_tokenizer(str(folder), 103)
+    with pytest.raises(UsageError, match=r"has 103 tokens: set model\.vocab_size=102 to as many"):
+        load_tokenizer(str(folder), 102)
+
+
+def test_existing_token_files(recipe, tmp_path):
+    """They stay where they are; counts and checks are cached until they change."""
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    ids = np.random.default_rng(0).integers(0, 300, 5000).astype("<u2")
+    ids[:3000].tofile(folder / "train_1.bin")
+    ids[3000:4000].tofile(folder / "train_2.bin")
+    ids[4000:].tofile(folder / "val.bin")
+    recipe = override(recipe, {"data.text": None, "data.tokens": str(folder)})
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    assert corpus.tokenizer_folder is None
+    assert corpus.end_of_text is None
+    assert corpus.facts["tokens"] == {"train": 4000, "valid": 500, "test": 500}
+    np.testing.assert_array_equal(corpus.tokens("train")[:], ids[:4000])
+    np.testing.assert_array_equal(corpus.unigram_counts(), np.bincount(ids[:4000], minlength=300))
+    assert not list(corpus.folder.glob("*.bin"))
+    assert prepare_corpus(recipe, tmp_path / "cache").folder == corpus.folder
+    words = word_tokenizer(tmp_path / "words", eos_token="<end>")
+    named = prepare_corpus(override(recipe, {"data.tokenizer": str(words)}), tmp_path / "cache")
+    assert named.end_of_text == 1
+    assert len(AutoTokenizer.from_pretrained(named.tokenizer_folder)) == 103
+
+    with pytest.raises(UsageError, match="the text is too short"):
+        prepare_corpus(override(recipe, {"training.batch_size": 1000}), tmp_path / "cache")
+    with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids run from 0 to 299"):
+        prepare_corpus(override(recipe, {"model.vocab_size": 299}), tmp_path / "cache")
+    ids[::-1][:3000].tofile(folder / "train_1.bin")
+    os.utime(folder / "train_1.bin", (0, 0))
+    changed = prepare_corpus(recipe, tmp_path / "cache")
+    assert changed.facts["fingerprint"] != corpus.facts["fingerprint"]
+    assert changed.facts["fingerprint"] != named.facts["fingerprint"] == corpus.facts["fingerprint"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs the real data")
+def test_real_text_and_tokenizer(recipe, tmp_path):
+    """366 articles and books in GPT-2's tokens, the vocabulary padded to 50304."""
+    folder = Path(os.environ["COUPLED_ADAM_DATA"])
+    text = folder / "english" / "valid.txt.xz"
+    values = {
+        "data.text": str(text),
+        "data.separator": "\n\n",
+        "data.tokenizer": str(folder / "gpt2-tokenizer"),
+        "model.vocab_size": 50304,
+    }
+    corpus = prepare_corpus(override(recipe, values), tmp_path)
+    assert sum(corpus.facts["documents"].values()) == 366
+    with lzma.open(text, "rt") as stream:
+        documents = [part.strip() for part in stream.read().split("\n\n") if part.strip()]
+    expected = [text for text in documents if held_out_split(text, 0.1) == "train"]
+    assert decoded(corpus, "train") == expected
+    counts = corpus.unigram_counts()
+    assert counts.shape == (50304,)
+    assert counts[50257:].sum() == 0
+    assert counts[50256] == len(expected)

@@ -9,6 +9,8 @@ from scipy import stats
 
 from coupled_adam.embeddings.geometry import Embeddings, row_norms
 
+_BLOCK = 2**24
+
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
     """How often each token id occurs, [vocab_size].
@@ -21,12 +23,17 @@ def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDAr
         ValueError: an id outside of 0 ... V - 1.
     """
     ids = np.asarray(tokens).reshape(-1)
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        raise ValueError(
-            f"token ids run from {ids.min()} to {ids.max()}, outside of 0 ... {vocab_size - 1}: "
-            "is vocab_size the number of rows of the embeddings?"
-        )
-    return np.bincount(ids, minlength=vocab_size)
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(ids), _BLOCK):  # bincount takes 8 bytes for each
+        block = ids[start : start + _BLOCK]
+        low, high = block.min(), block.max()
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"token ids run from {low} to {high}, outside of 0 ... {vocab_size - 1}: "
+                "is vocab_size the number of rows of the embeddings?"
+            )
+        counts += np.bincount(block, minlength=vocab_size)
+    return counts
 
 
 def norm_frequency_correlation(

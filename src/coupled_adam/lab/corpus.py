@@ -1,210 +1,254 @@
-"""Text -> passages -> tokenizer and token files on disk."""
+"""Documents -> tokenizer and token files on disk, cached by content."""
 
-import ast
+import contextlib
 import dataclasses
 import hashlib
 import json
-import lzma
+import os
+import secrets
 import shutil
-import sysconfig
-import warnings
-import zlib
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import fsspec
 import numpy as np
+import platformdirs
+from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.lab import UsageError
-
-if TYPE_CHECKING:
-    from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.documents import Documents, content_digest, open_documents
+from coupled_adam.lab.recipe import Data, Recipe
+from coupled_adam.lab.token_files import TokenFile, Tokens, find_token_files
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
-_TEXT_FILES = (".txt", ".md", ".rst")
+_LAYOUT = 1  # of a corpus folder: part of its key, to be raised when the layout changes
+_BATCH = 2_000_000  # characters that are tokenised at once, in the tokenizer's own threads
+_BPE_CHARACTERS = 10**9  # a BPE is trained on no more
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: a folder with ``tokenizer/``, token files ``train.bin`` ..., and facts.
+    """A prepared corpus: a folder, and what its ``corpus.json`` says.
 
-    The token files are bare little-endian arrays, uint16 or uint32, as nanoGPT's.
+    Facts: ``source``, ``fingerprint``, ``tokenizer``, ``vocab_size``, ``dtype``, ``end_of_text``
+    (an id or None); by split ``tokens``, ``documents`` (None of token files) and ``files``.
     """
 
     folder: Path
     facts: dict[str, Any]
 
-    def tokens(self, split: str) -> NDArray[Any]:
+    def tokens(self, split: str) -> Tokens:
         """The token ids of ``"train"``, ``"valid"`` or ``"test"``, memory-mapped."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=self.facts["dtype"], mode="r")
-
-    @property
-    def tokenizer_folder(self) -> Path:
-        """The tokenizer in Hugging Face format."""
-        return self.folder / "tokenizer"
+        return Tokens([TokenFile(**file).open(self.folder) for file in self.facts["files"][split]])
 
     def unigram_counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training split, [V]."""
-        return unigram_counts(self.tokens("train"), self.facts["vocab_size"])
+        counts: NDArray[np.int64] = np.load(self.folder / "unigram_counts.npy")
+        return counts
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The tokenizer in Hugging Face format; token files may come without one."""
+        folder = self.folder / "tokenizer"
+        return folder if folder.exists() else None
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id of the token before each document."""
+        end_of_text: int | None = self.facts["end_of_text"]
+        return end_of_text
 
 
-def prepare_corpus(recipe: "Recipe", folder: Path) -> Corpus:
-    """Tokenise the recipe's text into ``folder``, or find it there, made from the same text.
+def default_cache() -> Path:
+    """The folder of prepared corpora: $COUPLED_ADAM_CACHE, or the user's cache of the system."""
+    chosen = os.environ.get("COUPLED_ADAM_CACHE")
+    return Path(chosen) if chosen else platformdirs.user_cache_path("coupled-adam")
 
-    The splits are made by passage, from its hash: the same passage is always in the same split. The
-    byte-level BPE is trained on the training split alone. The folder appears whole or not at all.
+
+def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
+    """Find the recipe's corpus in the cache, or make it.
+
+    Its folder is named after the content of the source, the tokenizer, and the settings of both. It
+    appears whole or not at all: it is written under a temporary name, and processes that want the
+    same corpus wait for the one that makes it. A cache that has the corpus may be read-only.
 
     Raises:
-        UsageError: text that is missing, unreadable, or too short for the recipe.
+        UsageError: a source or tokenizer that cannot be used, text too short for the recipe, a
+            cache that cannot be written.
     """
-    data, training, vocab_size = recipe.data, recipe.training, recipe.model.vocab_size
-    splits: dict[str, list[str]] = {split: [] for split in SPLITS}
-    digest = hashlib.sha256()
-    for passage in python_documentation() if data.text is None else text_files(Path(data.text)):
-        key = hashlib.sha256(passage.encode()).digest()
-        digest.update(key)
-        place = int.from_bytes(key[:8], "big") / 2**64
-        held_out = SPLITS[1 + (place >= data.held_out)] if place < 2 * data.held_out else "train"
-        splits[held_out].append(passage)
-    facts = {
-        "source": data.text or "the documentation inside Python",
-        "sha256": digest.hexdigest(),
-        "held_out": data.held_out,
+    data, vocab_size = recipe.data, recipe.model.vocab_size
+    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, vocab_size)
+    source: Documents | dict[str, list[TokenFile]]
+    if data.tokens is not None:
+        name = f"data.tokens={data.tokens}"
+        source = find_token_files(data, vocab_size)
+        paths = [Path(file.path) for files in source.values() for file in files]
+        # They are not copied, so changed files need a new check even if only their time changed.
+        identity: Any = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+    else:
+        source = open_documents(data)
+        name, identity = source.source, source.fingerprint
+    places = ("text", "hub", "hub_revision", "tokens", "tokenizer")  # of contents that are hashed
+    made_from = {
+        "layout": _LAYOUT,
+        "source": identity,
+        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
         "vocab_size": vocab_size,
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in places},
     }
-    if folder.exists():
-        found = Corpus(folder, json.loads((folder / "corpus.json").read_text()))
-        changed = [name for name, value in facts.items() if found.facts.get(name) != value]
-        if changed:
+    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
+    corpus = _find(cache / key)
+    if corpus is None:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache / f"{key}.lock"):
+                corpus = _find(cache / key)  # made by another process meanwhile
+                if corpus is None:
+                    _remove_leftovers(cache, key)
+                    corpus = _make(source, tokenizer, data, vocab_size, cache / key)
+        except OSError as error:
             raise UsageError(
-                f"{folder} was made from another text or recipe ({', '.join(changed)} differ): "
-                "choose another --out"
-            )
-        return found
+                f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
+                "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
+            ) from None
+    _check_length(corpus, recipe)
+    # The same content may have been read from another place then.
+    return Corpus(corpus.folder, {**corpus.facts, "source": name})
 
-    temporary = folder.with_name(f"{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-    temporary.mkdir(parents=True)
+
+def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer of the hub, or from a folder, whose ids are below ``vocab_size``.
+
+    Raises:
+        UsageError: no such tokenizer; one with more tokens, or without an end-of-text token.
+    """
     try:
-        tokenizer = _train_tokenizer(splits["train"], vocab_size)
-        PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-            tokenizer_object=tokenizer, eos_token=END_OF_TEXT
-        ).save_pretrained(temporary / "tokenizer")
-        dtype = "<u2" if vocab_size <= 2**16 else "<u4"
-        tokens: dict[str, int] = {}
-        with tqdm(
-            total=sum(map(len, splits.values())), desc="tokens", unit="passage", disable=None
-        ) as bar:
-            for split in SPLITS:
-                tokens[split] = _write_tokens(
-                    tokenizer, splits[split], temporary / f"{split}.bin", dtype, bar
-                )
-        # A block is a sequence and the token that follows its last one.
-        block = training.sequence_length
-        for split, blocks in (("train", training.batch_size), ("valid", 1), ("test", 1)):
-            if tokens[split] < blocks * block + 1:
-                raise UsageError(
-                    f"the text is too short: its {split} split has {tokens[split]} tokens, and the "
-                    f"recipe needs {blocks * block + 1} ({blocks} x {block} and one). Give more "
-                    "text, or lower batch_size or sequence_length"
-                )
-        facts |= {
-            "dtype": dtype,
-            "tokens": tokens,
-            "passages": {split: len(passages) for split, passages in splits.items()},
-        }
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False
+        )
+    except Exception as error:  # in many libraries' own classes
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"data.tokenizer={name} cannot be read ({type(error).__name__}: {reason}): give a "
+            "tokenizer's folder or its id on the Hugging Face hub"
+        ) from None
+    size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+    if size > vocab_size:
+        raise UsageError(
+            f"data.tokenizer={name} has {size} tokens: set model.vocab_size={vocab_size} to as "
+            "many or, better, to the next multiple of 64"
+        )
+    if _end_of_text(tokenizer) is None:
+        raise UsageError(
+            f"data.tokenizer={name} has neither eos_token nor bos_token, which is needed between "
+            "documents: set one in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def held_out_split(document: str, share: float) -> str:
+    """The split of a document, from its hash alone: valid and test get ``share`` each."""
+    start = hashlib.sha256(document.encode()).digest()[:8]
+    place = int.from_bytes(start, "big") / 2**64
+    return "valid" if place < share else "test" if place < 2 * share else "train"
+
+
+def _find(folder: Path) -> Corpus | None:
+    """The corpus in a folder; None where there is none, or one that was damaged later."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        facts = json.loads((folder / "corpus.json").read_text())
+        whole = all((folder / path).stat().st_size == n for path, n in facts["sizes"].items())
+        files = [TokenFile(**file) for files in facts["files"].values() for file in files]
+        if whole and all(file.is_there(folder) for file in files):
+            return Corpus(folder, facts)
+    return None
+
+
+def _remove_leftovers(cache: Path, key: str) -> None:
+    """Remove what killed processes left: temporary folders whose lock nobody holds."""
+    for folder in cache.glob("*.tmp"):
+        its_key = folder.name.split(".")[0]
+        lock = (
+            contextlib.nullcontext() if its_key == key else FileLock(cache / f"{its_key}.lock", 0)
+        )
+        with contextlib.suppress(OSError), lock:  # a lock that is held, or another user's
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(
+    source: Documents | dict[str, list[TokenFile]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    data: Data,
+    vocab_size: int,
+    folder: Path,
+) -> Corpus:
+    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
+    temporary.mkdir()
+    try:
+        facts: dict[str, Any] = {"vocab_size": vocab_size}
+        if isinstance(source, Documents):
+            facts["fingerprint"] = source.fingerprint
+            tokenizer = tokenizer or _train_tokenizer(source, data, vocab_size)
+            files, facts["documents"] = _write_tokens(
+                source, data, tokenizer, vocab_size, temporary
+            )
+        else:
+            files = source
+            paths = dict.fromkeys(Path(file.path) for parts in files.values() for file in parts)
+            facts["fingerprint"] = content_digest(paths)
+            facts["documents"] = dict.fromkeys(SPLITS)
+        facts["tokenizer"] = data.tokenizer
+        facts["end_of_text"] = None
+        if tokenizer is not None:
+            facts["tokenizer"] = data.tokenizer or f"BPE of {len(tokenizer)} tokens"
+            facts["end_of_text"] = _end_of_text(tokenizer)
+            _save_tokenizer(tokenizer, temporary / "tokenizer")
+        facts["dtype"] = files["train"][0].dtype
+        facts["tokens"] = {s: sum(file.length for file in parts) for s, parts in files.items()}
+        facts["files"] = {s: [dataclasses.asdict(f) for f in parts] for s, parts in files.items()}
+        np.save(temporary / "unigram_counts.npy", _count(files, temporary, vocab_size))
+        written = [path for path in temporary.rglob("*") if path.is_file()]
+        facts["sizes"] = {str(path.relative_to(temporary)): path.stat().st_size for path in written}
         (temporary / "corpus.json").write_text(json.dumps(facts, indent=2))
+        for path in (*written, temporary / "corpus.json"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # before the name is there, so that a crash is no harm
+        shutil.rmtree(folder, ignore_errors=True)  # one that was damaged
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return Corpus(folder, facts)
 
 
-def python_documentation() -> Iterator[str]:
-    """Passages of the language reference's topics and of the standard library's docstrings.
-
-    They come with every CPython: about 2 MB of English prose, the same for the same version.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        raise UsageError(
-            "this Python comes without pydoc_data: give a text of your own with --text"
-        ) from None
-    for _, topic in sorted(topics.items()):
-        yield from passages(topic)
-    library = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(library.rglob("*.py")):
-        if {"site-packages", "dist-packages", "test", "tests"} & set(path.parts):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # lib2to3 keeps some files in older dialects
-            continue
-        documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
-        yield from passages("\n\n".join(filter(None, map(ast.get_docstring, nodes))))
+def _assigned(documents: Documents, part: str, data: Data) -> Iterator[tuple[str, str]]:
+    """The documents of a reader, each with its split."""
+    for document in documents.readers[part]():
+        split = held_out_split(document, data.held_out) if part == "train" else part
+        yield part if split in documents.readers else split, document
 
 
-def text_files(path: Path) -> Iterator[str]:
-    """Passages of a text file (UTF-8, also .gz, .bz2 or .xz), or of all text files in a folder."""
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and _is_text(p))
-        if not files:
-            raise UsageError(f"--text {path}: no file in it ends in {', '.join(_TEXT_FILES)}")
-    else:
-        files = [path]
-    empty = True
-    for file in files:
-        try:
-            with fsspec.open(file, "rt", encoding="utf-8", compression="infer") as stream:
-                text = stream.read()
-        except UnicodeDecodeError as error:
-            raise UsageError(
-                f"--text {file}: not UTF-8 text (byte {error.start}); convert it first"
-            ) from None
-        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"--text {file}: {reason}") from None
-        for passage in passages(text):
-            empty = False
-            yield passage
-    if empty:
-        raise UsageError(f"--text {path}: there is no text in it")
+def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A byte-level BPE from the training documents alone."""
 
+    def texts() -> Iterator[str]:
+        left = _BPE_CHARACTERS
+        if data.max_tokens is not None:
+            left = min(left, 4 * data.max_tokens)  # about what so many tokens are made from
+        for split, text in _assigned(documents, "train", data):
+            if split == "train":
+                yield text
+                left -= len(text)
+                if left <= 0:
+                    return
 
-def passages(text: str, length: int = 4000) -> Iterator[str]:
-    """Cut a text at the first blank line after ``length`` characters, or after four times that."""
-    lines: list[str] = []
-    size = 0
-    for line in text.splitlines(keepends=True):
-        for start in range(0, len(line), 4 * length):  # one piece, unless the line is very long
-            piece = line[start : start + 4 * length]
-            lines.append(piece)
-            size += len(piece)
-            if size >= 4 * length or (size >= length and not line.strip()):
-                yield from filter(None, ["".join(lines).strip()])
-                lines, size = [], 0
-    yield from filter(None, ["".join(lines).strip()])
-
-
-def _is_text(path: Path) -> bool:
-    suffixes = path.suffixes[-2:]
-    if suffixes and suffixes[-1] in (".gz", ".bz2", ".xz"):
-        suffixes.pop()
-    return bool(suffixes) and suffixes[-1] in _TEXT_FILES
-
-
-def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -214,22 +258,121 @@ def _train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    bar = tqdm(texts(), desc="text for the BPE", unit=" documents", disable=None)
+    tokenizer.train_from_iterator(bar, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT
+    )
 
 
 def _write_tokens(
-    tokenizer: Tokenizer, texts: list[str], path: Path, dtype: str, bar: "tqdm[Any]"
-) -> int:
-    """Write the texts' token ids, an end-of-text token before each; return their number."""
-    written = 0
-    end_of_text = tokenizer.token_to_id(END_OF_TEXT)
-    with path.open("wb") as file:
-        for start in range(0, len(texts), 64):
-            part = texts[start : start + 64]
-            for encoding in tokenizer.encode_batch(part):
-                ids = np.array([end_of_text, *encoding.ids], dtype=dtype)
-                file.write(ids.tobytes())
-                written += len(ids)
-            bar.update(len(part))
-    return written
+    documents: Documents,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    folder: Path,
+) -> tuple[dict[str, list[TokenFile]], dict[str, int]]:
+    """Write each split's token ids, an end-of-text token before each document.
+
+    Returns:
+        The files, and the number of documents, by split.
+    """
+    end_of_text, encode = _end_of_text(tokenizer), _encoder(tokenizer)
+    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+    limits = dict.fromkeys(SPLITS, data.max_held_out_tokens or sys.maxsize)
+    limits["train"] = data.max_tokens or sys.maxsize
+    tokens, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    with contextlib.ExitStack() as stack:
+        files = {s: stack.enter_context((folder / f"{s}.bin").open("wb")) for s in SPLITS}
+        bar = stack.enter_context(
+            tqdm(desc="tokens", unit="", unit_scale=True, total=data.max_tokens, disable=None)
+        )
+        for part in documents.readers:
+            for batch in _batches(_assigned(documents, part, data)):
+                wanted = [(split, text) for split, text in batch if tokens[split] < limits[split]]
+                for (split, _), encoded in zip(wanted, encode([text for _, text in wanted])):
+                    ids = np.array([end_of_text, *encoded], dtype)[: limits[split] - tokens[split]]
+                    files[split].write(ids.tobytes())
+                    tokens[split] += len(ids)
+                    counts[split] += len(ids) > 0
+                    bar.update(len(ids))
+                if tokens[part] >= limits[part]:
+                    break
+    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
+
+
+def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch, size = [], 0
+    for split, text in documents:
+        batch.append((split, text))
+        size += len(text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
+    """Texts to ids, without special tokens: what looks like one in a text is text."""
+    if tokenizer.is_fast:
+        rust = tokenizer.backend_tokenizer  # twice as fast as through transformers
+        rust.encode_special_tokens = True
+        return lambda texts: (
+            encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
+        )
+    return lambda texts: (
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
+        for text in texts
+    )
+
+
+def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    found: int | None = tokenizer.eos_token_id
+    return tokenizer.bos_token_id if found is None else found
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # a full disk is a bare Exception in Rust
+        raise OSError(str(error)) from error
+
+
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        _save_tokenizer(tokenizer, Path(folder))
+        return content_digest(sorted(path for path in Path(folder).rglob("*") if path.is_file()))
+
+
+def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:
+    """Unigram counts of the training split, [V]; the ids of all splits are checked."""
+    counts = np.zeros(vocab_size, np.int64)
+    for split, parts in files.items():
+        for file in parts:
+            ids = file.open(folder)
+            for start in range(0, len(ids), 2**24):  # 128 MB as int64
+                try:
+                    found = unigram_counts(ids[start : start + 2**24], vocab_size)
+                except ValueError as error:
+                    raise UsageError(
+                        f"{file.path} ({file.dtype}): {error} Set model.vocab_size={vocab_size} "
+                        "higher, or data.token_dtype"
+                    ) from None
+                if split == "train":
+                    counts += found
+    return counts
+
+
+def _check_length(corpus: Corpus, recipe: Recipe) -> None:
+    # A block is a sequence and the token that follows its last one.
+    length, batch = recipe.training.sequence_length, recipe.training.batch_size
+    for split, blocks in (("train", batch), ("valid", 1), ("test", 1)):
+        tokens = corpus.facts["tokens"][split]
+        if tokens < blocks * length + 1:
+            raise UsageError(
+                f"the text is too short: its {split} split has {tokens} tokens, and the recipe "
+                f"needs {blocks * length + 1} ({blocks} x {length} and one). Give more text, or "
+                "lower training.batch_size or training.sequence_length"
+            )

@@ -1,0 +1,339 @@
+"""Where text comes from: documents out of files, data sets, and Python itself."""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import hashlib
+import itertools
+import json
+import lzma
+import sys
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import fsspec
+
+from coupled_adam.lab import UsageError
+from coupled_adam.lab.recipe import Data
+
+if sys.version_info >= (3, 14):
+    from compression.zstd import ZstdError
+else:
+    from backports.zstd import ZstdError  # fsspec uses it too: it notices files that were cut
+
+_PLAIN = (".txt", ".md", ".rst")
+_TABLES = (".jsonl", ".json", ".parquet")
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_CHUNK = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Documents of some source, none of them blank; every reading gives the same.
+
+    source: its name, for people.
+    fingerprint: changes when the documents do.
+    readers: opens the documents of a split. A held-out split without a reader of its own is to be
+        taken from the training documents.
+    """
+
+    source: str
+    fingerprint: str
+    readers: Mapping[str, Callable[[], Iterator[str]]]
+
+
+def open_documents(data: Data) -> Documents:
+    """The documents of ``data.hub``, of ``data.text`` or, without, those inside Python.
+
+    The readers raise UsageError for what cannot be read, and where there is no text.
+
+    Raises:
+        UsageError: a source that is missing, or a hub that cannot be reached.
+    """
+    readers: dict[str, Callable[[], Iterator[str]]]
+    if data.hub is not None:
+        source, identity, revision = f"data.hub={data.hub}", *_hub_state(data)
+        splits = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
+        readers = {
+            split: functools.partial(_hub, data, name, revision)
+            for split, name in splits.items()
+            if name
+        }
+    elif data.text is not None:
+        files = text_files(Path(data.text))
+        source, identity = f"data.text={data.text}", content_digest(files)
+        readers = {"train": lambda: itertools.chain.from_iterable(_read(f, data) for f in files)}
+    else:
+        source = "the documentation inside Python"
+        identity = f"{sys.version} {content_digest(_library())}"
+        held = functools.cache(lambda: list(python_documentation()))  # small, and slow to parse
+        readers = {"train": lambda: iter(held())}
+    return Documents(
+        source,
+        hashlib.sha256(identity.encode()).hexdigest(),
+        {split: functools.partial(_with_text, reader, source) for split, reader in readers.items()},
+    )
+
+
+def content_digest(files: Iterable[Path]) -> str:
+    """A hash of the names and contents of files, in order."""
+    digest = hashlib.sha256()
+    for path in files:
+        content = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while block := file.read(_CHUNK):
+                    content.update(block)
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}") from None
+        digest.update(path.name.encode(errors="replace") + b"\0" + content.digest())
+    return digest.hexdigest()
+
+
+def text_files(path: Path) -> list[Path]:
+    """A file, or all files of one kind in a folder, plain text or tables, in order."""
+    if not path.is_dir():
+        return [path]
+    found = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
+    if not found:
+        raise UsageError(f"data.text={path}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
+    formats = {_format(p) for p in found}
+    if not formats <= {*_PLAIN} and not formats <= {*_TABLES}:
+        raise UsageError(
+            f"data.text={path} holds plain text and tables ({', '.join(sorted(formats))}): give "
+            "one file, a folder of one kind, or a folder as the hub has them as data.hub"
+        )
+    return found
+
+
+def python_documentation() -> Iterator[str]:
+    """Passages of the language reference's topics and of the standard library's docstrings.
+
+    They come with every CPython: about 2 MB of English prose, the same for the same version.
+    """
+    from pydoc_data.topics import topics
+
+    for _, topic in sorted(topics.items()):
+        yield from passages(topic.splitlines(keepends=True))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for path in _library()[1:]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(path.read_bytes())
+        except SyntaxError:  # lib2to3 keeps some files in older dialects
+            continue
+        nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
+        text = "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
+        yield from passages(text.splitlines(keepends=True))
+
+
+def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
+    """Cut lines at the first blank one after ``length`` characters, or after four times that."""
+    kept: list[str] = []
+    size = 0
+    for line in lines:
+        for start in range(0, len(line), 4 * length):  # one piece, unless the line is very long
+            piece = line[start : start + 4 * length]
+            kept.append(piece)
+            size += len(piece)
+            if size >= 4 * length or (size >= length and not line.strip()):
+                yield "".join(kept).strip()
+                kept, size = [], 0
+    yield "".join(kept).strip()
+
+
+def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
+    """Split a stream of text at a separator."""
+    rest = ""
+    for chunk in chunks:
+        *whole, rest = (rest + chunk).split(separator)
+        yield from map(str.strip, whole)
+    yield rest.strip()
+
+
+def _with_text(reader: Callable[[], Iterator[str]], source: str) -> Iterator[str]:
+    empty = True
+    for document in reader():
+        if document and not document.isspace():
+            empty = False
+            yield document
+    if empty:
+        raise UsageError(f"{source}: there is no text in it")
+
+
+def _library() -> list[Path]:
+    """Python's files that hold documentation, the topics of the language reference first."""
+    try:
+        from pydoc_data import topics
+    except ImportError:
+        raise UsageError(
+            "this Python comes without pydoc_data: give a text of your own with --text"
+        ) from None
+    folder = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    modules = (p for p in sorted(folder.rglob("*.py")) if not left_out & set(p.parts))
+    return [Path(topics.__file__), *modules]
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files in a folder that are not hidden, in order."""
+    return sorted(
+        p
+        for p in folder.rglob("*")
+        if p.is_file() and not any(part[0] == "." for part in p.relative_to(folder).parts)
+    )
+
+
+def _format(path: Path) -> str:
+    """The ending that tells the format, compressed or not."""
+    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSIONS]
+    return suffixes[-1] if suffixes else ""
+
+
+def _read(path: Path, data: Data) -> Iterator[str]:
+    """The documents of one file, as its ending says; of any other ending it is plain text."""
+    kind = _format(path)
+    if kind == ".parquet":
+        yield from _parquet(path, data.column)
+    elif kind in _TABLES:
+        with _opened(path) as stream:
+            for number, row in enumerate(_json_rows(stream, path), 1):
+                yield _cell(row, data.column, f"data.text={path}, row {number}")
+    else:
+        with _opened(path) as stream:
+            if data.separator is None:
+                # Pieces of very long lines; all others are whole.
+                yield from passages(iter(functools.partial(stream.readline, _CHUNK), ""))
+            else:
+                yield from separated(
+                    iter(functools.partial(stream.read, _CHUNK), ""), data.separator
+                )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A file as UTF-8 text, decompressed; what goes wrong while it is read is a UsageError."""
+    try:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as stream:
+            yield stream
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"data.text={path}: not UTF-8 text (byte 0x{error.object[error.start]:02x} in "
+            f"{error.object[max(error.start - 20, 0) : error.end + 20]!r}); convert it first"
+        ) from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"data.text={path}: {reason}") from None
+
+
+def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
+    """The rows of JSON Lines, or of one array, which has to be read as a whole."""
+    first = stream.readline()
+    number = 0
+    try:
+        if first.lstrip().startswith("["):
+            yield from json.loads(first + stream.read())
+            return
+        for line in itertools.chain([first], stream):
+            number += 1
+            if line.strip():
+                yield json.loads(line)
+    except json.JSONDecodeError as error:
+        where = f"data.text={path}" + (f", line {number}" if number else "")
+        raise UsageError(f"{where}: not JSON ({error})") from None
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    import pyarrow
+    from pyarrow import parquet
+
+    where = f"data.text={path}"
+    try:
+        with parquet.ParquetFile(path) as table:
+            _check_column(table.schema_arrow.names, column, where)
+            for batch in table.iter_batches(batch_size=1024, columns=[column]):
+                for row in batch.to_pylist():
+                    yield _cell(row, column, where)
+    except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
+        raise UsageError(f"{where}: {_one_line(error)}") from None
+
+
+def _cell(row: Any, column: str, where: str) -> str:
+    """The text of a row; nothing where it is null."""
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: not a JSON object, but {str(row)[:50]!r}")
+    _check_column(row, column, where)
+    text = row[column]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise UsageError(f"{where}: column {column!r} is not text, but {str(text)[:50]!r}")
+    return text.encode(errors="replace").decode()  # JSON can say half a surrogate pair
+
+
+def _check_column(names: Collection[str], column: str, where: str) -> None:
+    if column not in names:
+        near = difflib.get_close_matches(column, names, n=1)
+        hint = f"did you mean data.column={near[0]}? " if near else "set data.column. "
+        raise UsageError(
+            f"{where} has no column {column!r}: {hint}There are {', '.join(sorted(names))}"
+        )
+
+
+def _hub_state(data: Data) -> tuple[str, str | None]:
+    """What identifies a data set's content, and its revision: the full commit; None of a folder.
+
+    The commit is remembered in the hub's own cache, for when the hub is out of reach.
+    """
+    folder = Path(str(data.hub))
+    if folder.exists():
+        return content_digest(_files(folder) if folder.is_dir() else [folder]), None
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(data):
+        snapshot = snapshot_download(
+            str(data.hub),
+            repo_type="dataset",
+            revision=data.hub_revision,
+            allow_patterns="README.md",
+        )
+    commit = Path(snapshot).name
+    return f"{data.hub} {commit}", commit
+
+
+def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
+    from datasets import load_dataset  # takes a second
+
+    with _hub_errors(data):
+        rows = load_dataset(
+            data.hub, data.hub_config, split=split, revision=revision, streaming=True
+        )
+        if data.shuffle_seed is not None:
+            rows = rows.shuffle(seed=data.shuffle_seed, buffer_size=10_000)
+        for number, row in enumerate(rows, 1):
+            yield _cell(row, data.column, f"data.hub={data.hub}, {split} row {number}")
+
+
+@contextmanager
+def _hub_errors(data: Data) -> Iterator[None]:
+    """One line for what goes wrong on the way to a data set, in many libraries' own classes."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {_one_line(error)}): "
+            "check its name, config, revision and splits, and that the hub can be reached"
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

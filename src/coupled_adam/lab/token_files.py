@@ -1,0 +1,137 @@
+"""Token ids on disk: files of one's own, and those that nanoGPT and llm.c write."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coupled_adam.lab import UsageError
+from coupled_adam.lab.recipe import Data
+
+_HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
+_LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFile:
+    """A stretch of token ids in a file: its offset in bytes, its length in tokens."""
+
+    path: str
+    dtype: str
+    offset: int
+    length: int
+
+    def open(self, folder: Path) -> NDArray[Any]:
+        """The ids, memory-mapped; a relative path is one inside of ``folder``."""
+        if not self.length:  # cannot be mapped
+            return np.empty(0, self.dtype)
+        return np.memmap(folder / self.path, self.dtype, "r", self.offset, (self.length,))
+
+    def is_there(self, folder: Path) -> bool:
+        """Whether the file still holds so many tokens."""
+        path, end = folder / self.path, self.offset + self.length * np.dtype(self.dtype).itemsize
+        return path.is_file() and path.stat().st_size >= end
+
+    def cut(self, at: int) -> tuple["TokenFile", "TokenFile"]:
+        """The first ``at`` tokens, and the rest."""
+        at = min(max(at, 0), self.length)
+        return dataclasses.replace(self, length=at), dataclasses.replace(
+            self,
+            offset=self.offset + at * np.dtype(self.dtype).itemsize,
+            length=self.length - at,
+        )
+
+
+class Tokens:
+    """Token ids on disk, memory-mapped: ``len`` and slices, over one or several files."""
+
+    def __init__(self, parts: list[NDArray[Any]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, where: slice) -> NDArray[Any]:
+        start, stop, step = where.indices(len(self))
+        first = int(np.searchsorted(self._ends, start, "right"))
+        found = [self._parts[0][:0]]
+        for part, end in zip(self._parts[first:], self._ends[first:]):
+            begin = int(end) - len(part)
+            if begin >= stop:
+                break
+            found.append(part[max(start - begin, 0) : stop - begin])
+        return np.concatenate(found)[::step]
+
+
+def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
+    """The token files in the folder ``data.tokens``, by split.
+
+    ``*train*.bin``, ``*val*.bin`` and ``*test*.bin``, several of a split in the order of their
+    names. Without test files, the second half of the validation tokens is the test split.
+
+    Raises:
+        UsageError: a split without files, or a file that is cut off or of another format.
+    """
+    folder = Path(str(data.tokens))
+    found: dict[str, list[TokenFile]] = {}
+    for split, word in (("train", "train"), ("valid", "val"), ("test", "test")):
+        paths = sorted(folder.glob(f"*{word}*.bin"))
+        if not paths and split != "test":
+            reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
+            raise UsageError(f"data.tokens={folder}: {reason}")
+        found[split] = [_token_file(path, data, vocab_size) for path in paths]
+    if not found["test"]:
+        half = sum(file.length for file in found["valid"]) // 2
+        found["valid"], found["test"] = _cut(found["valid"], half)
+    limits = {"train": data.max_tokens}
+    for split, files in found.items():
+        limit = limits.get(split, data.max_held_out_tokens)
+        if limit is not None:
+            found[split] = _cut(files, limit)[0]
+    return found
+
+
+def _token_file(path: Path, data: Data, vocab_size: int) -> TokenFile:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(12).ljust(12, b"\0")
+    except OSError as error:
+        raise UsageError(f"data.tokens: {path}: {error.strerror}") from None
+    magic, version, promised = np.frombuffer(start, "<i4").tolist()
+    smallest = "uint16" if vocab_size <= 2**16 else "uint32"
+    dtype, offset = data.token_dtype or smallest, 0
+    if (magic, version) in _LLM_C:
+        dtype, offset = _LLM_C[magic, version], _HEADER
+        if data.token_dtype not in (None, dtype):
+            raise UsageError(
+                f"data.token_dtype={data.token_dtype}, but {path} says it has {dtype}: leave it out"
+            )
+    elif magic // 10000 == 2024:  # llm.c's are dates; hardly how a bare file begins
+        raise UsageError(
+            f"data.tokens: {path} has the header {magic}, version {version}; of llm.c's files "
+            f"those with {' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
+        )
+    length, rest = divmod(size - offset, np.dtype(dtype).itemsize)
+    if rest or length < 0 or (offset and length != promised):
+        says = f", where its header says {promised} tokens" if offset else ""
+        raise UsageError(
+            f"data.tokens: {path} is damaged: {size - offset} bytes of {dtype}{says}. Copy or "
+            "write it again, or set data.token_dtype"
+        )
+    little_endian = np.dtype(dtype).newbyteorder("<").str
+    return TokenFile(str(path.resolve()), little_endian, offset, length)
+
+
+def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFile]]:
+    """The first ``at`` tokens of some files, and the rest."""
+    first, rest = [], []
+    for file in files:
+        one, other = file.cut(at)
+        at -= one.length
+        first.append(one)
+        rest.append(other)
+    return first, rest

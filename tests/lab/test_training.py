@@ -1,8 +1,8 @@
-"""Batches, and runs that are killed: what continues must be what would have been."""
+"""Batches and schedules; runs that are killed, stopped, shared by processes, or fail."""
 
-import dataclasses
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,20 +12,28 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
-from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training import Batches, MetricsFile, held_out_batches
+from coupled_adam.lab import training
+from coupled_adam.lab.callbacks import MetricsFile
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training import Batches, held_out_batches, held_out_share, schedule
 
 
 @pytest.fixture
-def training(small_recipe):
-    return load_recipe(str(small_recipe)).training
+def recipe(small_recipe):
+    return load_recipe(str(small_recipe))
 
 
-def test_batches_cover_each_epoch_once(training):
+def as_rank(monkeypatch, rank, world_size):
+    monkeypatch.setattr(training, "rank", lambda: rank)
+    monkeypatch.setattr(training, "world_size", lambda: world_size)
+
+
+def test_batches_cover_each_epoch_once(recipe):
     """Every block once in an epoch, in another order in the next; targets follow their inputs."""
     tokens = np.arange(16 * 8 + 1, dtype=np.uint16)  # 8 blocks, 2 batches of 4 in an epoch
-    batches = list(Batches(tokens, dataclasses.replace(training, steps=6), seed=3))
+    batches = list(Batches(tokens, override(recipe, {"training.steps": 6}), seed=3))
     assert len(batches) == 6
     for batch in batches:
         assert batch.shape == (4, 17)
@@ -35,101 +43,305 @@ def test_batches_cover_each_epoch_once(training):
     assert starts[0] != starts[1] != starts[2]
 
 
-def test_batches_depend_on_the_seed_alone_and_resume(training):
+def test_batches_depend_on_the_seed_alone_and_resume(recipe, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 300, 1000).astype(np.uint16)
-    whole = list(Batches(tokens, training, seed=1))
-    assert all(torch.equal(a, b) for a, b in zip(whole, Batches(tokens, training, seed=1)))
-    assert not torch.equal(whole[0], next(iter(Batches(tokens, training, seed=2))))
-    started = Batches(tokens, training, seed=1)
+    whole = list(Batches(tokens, recipe, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(whole, Batches(tokens, recipe, seed=1)))
+    assert not torch.equal(whole[0], next(iter(Batches(tokens, recipe, seed=2))))
+    started = Batches(tokens, recipe, seed=1)
     iterator = iter(started)
     for _ in range(7):
         next(iterator)
-    resumed = Batches(tokens, training, seed=1)
-    resumed.load_state_dict(started.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(whole[7:], resumed, strict=True))
+    # Continued by two processes: each has its share of the same batches.
+    shares = []
+    for rank in range(2):
+        as_rank(monkeypatch, rank, 2)
+        resumed = Batches(tokens, recipe, seed=1)
+        resumed.load_state_dict(started.state_dict())
+        shares.append(list(resumed))
+    together = [torch.cat(pair) for pair in zip(*shares, strict=True)]
+    assert all(torch.equal(a, b) for a, b in zip(whole[7:], together, strict=True))
 
 
-def test_held_out_batches_are_all_whole_blocks_in_order(training):
+def test_held_out_batches_are_all_whole_blocks_in_order():
     tokens = np.arange(16 * 6 + 5, dtype=np.uint16)
-    blocks = torch.cat([batch for (batch,) in held_out_batches(tokens, training)])
+    blocks = torch.cat(list(held_out_batches(tokens, 4, 16)))
     assert blocks[:, 0].tolist() == [0, 16, 32, 48, 64, 80]
     assert blocks.shape == (6, 17)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_held_out_shares_are_all_blocks_once(recipe, monkeypatch, world_size):
+    tokens = np.arange(16 * 7 + 5, dtype=np.uint16)
+    counted, batches = [], set()
+    for rank in range(world_size):
+        as_rank(monkeypatch, rank, world_size)
+        share = list(held_out_share(tokens, recipe))
+        counted += [b[0].item() for ids, counts in share for b, c in zip(ids, counts) if c]
+        batches.add(len(share))
+    assert sorted(counted) == list(range(0, 112, 16))
+    assert len(batches) == 1  # or a sharded model waits for the one that has no more
+    limited = override(recipe, {"training.evaluation_batches": 1})
+    as_rank(monkeypatch, 0, 1)
+    assert sum(len(ids) for ids, _ in held_out_share(tokens, limited)) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"training.schedule": "cosine", "training.warmup": 10}, {0: 0, 5: 0.5, 10: 1, 100: 0.1}),
+        ({"training.schedule": "cosine", "training.warmup": 0.1}, {5: 0.5, 10: 1, 55: 0.55}),
+        ({"training.schedule": "cosine", "training.warmup": 0}, {0: 1, 50: 0.55, 100: 0.1}),
+        ({"training.schedule": "constant", "training.warmup": 10}, {5: 0.5, 10: 1, 99: 1}),
+        (
+            {"training.schedule": "wsd", "training.warmup": 10, "training.decay": 0.2},
+            {5: 0.55, 10: 1, 80: 1, 90: 0.55, 100: 0.1},
+        ),
+    ],
+)
+def test_schedules(recipe, values, expected):
+    """The learning rate after so many steps, as a share of the highest."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = schedule(optimizer, override(recipe, {"training.steps": 100, **values}))
+    rates = []
+    for _ in range(101):
+        rates.append(optimizer.param_groups[0]["lr"] / 2)
+        optimizer.step()
+        scheduler.step()
+    assert {step: pytest.approx(rates[step]) for step in expected} == expected
 
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "train_loss": 1.0}) + "\n" for step in (0, 10, 20, 30)]
     path.write_text("".join(lines) + '{"step": 40, "tra')  # killed while writing
-    MetricsFile(path, 20).log_metrics({"train_loss": 2.0, "epoch": 0}, step=29)
+    MetricsFile(path, 20).log_metrics({"train_loss": 2.0}, step=30)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in kept] == [0, 10, 20, 30]
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
 
 
-def command(small_recipe, text_file, out, *more):
-    return [
-        *(sys.executable, "-m", "coupled_adam.cli", "compare", "--recipe", str(small_recipe)),
-        *("--text", str(text_file), "--out", str(out), "--device", "cpu", *more),
-    ]
+class Laboratory:
+    """The command on a small recipe and text, as processes."""
+
+    def __init__(self, folder, recipe, text):
+        self.folder = folder
+        self.common = ["--recipe", str(recipe), "--text", str(text), "--device", "cpu"]
+        self.common += ["--cache", str(folder / "cache")]
+
+    def command(self, out, *more, processes=1):
+        python = [sys.executable, "-m"]
+        if processes > 1:
+            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            python += ["-m"]
+        train = ["coupled_adam.cli", "train", "--out", str(self.folder / out)]
+        return [*python, *train, *self.common, *map(str, more)]
+
+    def start(self, out, *more, processes=1, **options):
+        return subprocess.Popen(
+            self.command(out, *more, processes=processes),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            **options,
+        )
+
+    def run(self, out, *more, code=0, **options):
+        process = self.start(out, *more, **options)
+        _, stderr = process.communicate(timeout=300)
+        assert process.returncode == code, stderr
+        return stderr
+
+    def stop(self, out, *more, step, number, code, **options):
+        """Send a signal to all its processes once this run has logged that step."""
+        metrics = self.folder / out / "metrics.jsonl"
+        before = metrics.stat().st_ino if metrics.exists() else None
+        process = self.start(out, *more, **options)
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline and process.poll() is None:
+            if metrics.exists() and metrics.stat().st_ino != before:  # a resumed run writes it anew
+                last = metrics.read_text().rpartition('{"step": ')[2].partition(",")[0]
+                if last and int(last) >= step:
+                    os.killpg(process.pid, number)
+                    _, stderr = process.communicate(timeout=100)
+                    assert code is None or process.returncode == code, stderr
+                    return stderr
+            time.sleep(0.01)
+        process.kill()
+        raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
+
+    def weights(self, out):
+        return load_file(self.folder / out / "model" / "model.safetensors")
+
+    def metrics(self, out):
+        """All but the time."""
+        lines = (self.folder / out / "metrics.jsonl").read_text().splitlines()
+        metrics = [json.loads(line) for line in lines]
+        return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in metrics]
+
+    def checkpoints(self, out):
+        return sorted(path.name for path in (self.folder / out / "checkpoints").iterdir())
 
 
-def stop_at(process, metrics, step, number):
-    """Send a signal once the run has logged that step."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and f'"step": {step},' in metrics.read_text():
-            process.send_signal(number)
-            return process.wait(timeout=60)
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not reached: {process.poll()}")
+@pytest.fixture
+def lab(tmp_path, small_recipe, text_file):
+    return Laboratory(tmp_path, small_recipe, text_file)
+
+
+LONG = ["--steps", 200, "training.evaluate_every=10"]  # so long that it is stopped where we want
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_runs_equal_an_uninterrupted_one(small_recipe, text_file, tmp_path):
-    """kill -9 in the first arm, Ctrl-C in the second, kill -9 again: the same bit for bit."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    subprocess.run(command(small_recipe, text_file, whole), check=True)
+@pytest.mark.parametrize("arm", ["adamw", "coupled_adam"])
+def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
+    """kill -9, Ctrl-C, SIGTERM, kill -9 again: the same bit for bit."""
+    lab.run("whole", "--arm", arm, *LONG)
+    arguments = ["cut", "--arm", arm, *LONG]
+    lab.stop(*arguments, step=20, number=signal.SIGKILL, code=-signal.SIGKILL)
+    arguments.append("--resume")
+    stderr = lab.stop(*arguments, step=60, number=signal.SIGINT, code=130)
+    assert "interrupted; add --resume" in stderr
+    stderr = lab.stop(*arguments, step=100, number=signal.SIGTERM, code=75)
+    assert "stopped by SIGTERM after step" in stderr
+    lab.stop(*arguments, step=140, number=signal.SIGKILL, code=-signal.SIGKILL)
+    assert not (lab.folder / "cut" / "model").exists()
+    lab.run(*arguments)
 
-    stops = [
-        ("adamw-seed-1", 20, signal.SIGKILL, -signal.SIGKILL),
-        ("coupled_adam-seed-1", 10, signal.SIGINT, 130),
-        ("coupled_adam-seed-1", 30, signal.SIGKILL, -signal.SIGKILL),
-    ]
-    more: list[str] = []
-    for run, step, number, code in stops:
-        with (tmp_path / "stderr").open("w") as stderr:
-            process = subprocess.Popen(command(small_recipe, text_file, cut, *more), stderr=stderr)
-        assert stop_at(process, cut / run / "metrics.jsonl", step, number) == code
-        if number == signal.SIGINT:
-            assert "interrupted; add --resume" in (tmp_path / "stderr").read_text()
-        assert not (cut / run / "model").exists()
-        more = ["--resume"]
-    subprocess.run(command(small_recipe, text_file, cut, *more), check=True)
+    assert lab.metrics("cut") == lab.metrics("whole")
+    for file in ("evaluation.json", "config.yaml"):
+        texts = [(lab.folder / run / file).read_text() for run in ("cut", "whole")]
+        assert texts[0] == texts[1]
+    whole, cut = lab.weights("whole"), lab.weights("cut")
+    assert whole.keys() == cut.keys()
+    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+    assert lab.checkpoints("cut") == ["step-200"]
+    moments = sorted(path.name for path in (lab.folder / "cut" / "second_moments").glob("*"))
+    steps = range(10, 210, 10) if arm == "adamw" else []
+    assert moments == sorted(f"step-{step}.npy" for step in steps)
 
-    for run in ("adamw-seed-1", "coupled_adam-seed-1"):
-        for file in ("evaluation.json", "metrics.jsonl", "config.yaml"):
-            assert (cut / run / file).read_text() == (whole / run / file).read_text(), file
-        weights = [
-            load_file(folder / run / "model" / "model.safetensors") for folder in (whole, cut)
+
+def close(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == torch.float64
+        assert (tensor - other[name]).abs().max() <= tolerance, name
+
+
+# In float64, and at a learning rate at which training does not amplify differences, other orders of
+# summation leave about 1e-13. A wrong mean over the vocabulary, batch or loss would show at once.
+EXACT = ["training.precision=64-true", "training.lr=1e-3"]
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one(lab):
+    """DDP and FSDP2 over gloo, and accumulation, with the same batches."""
+    lab.run("one", "--arm", "coupled_adam", *EXACT)
+    lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
+    lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
+    lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
+    one = lab.weights("one")
+    for other in ("accumulated", "ddp", "fsdp2"):
+        close(one, lab.weights(other), 1e-10)
+        for mine, theirs in zip(lab.metrics("one"), lab.metrics(other), strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-7), other
+        results = [
+            json.loads((lab.folder / run / "evaluation.json").read_text()) for run in ("one", other)
         ]
-        for name, tensor in weights[0].items():
-            assert torch.equal(tensor, weights[1][name]), name
-    assert (cut / "report" / "results.json").read_text() == (
-        whole / "report" / "results.json"
-    ).read_text()
+        assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-7)
 
 
-def test_interrupted_save_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    """A checkpoint that cannot be finished does not touch the one before."""
-    from coupled_adam.lab.training import CheckpointIO
+@pytest.mark.slow
+def test_sharded_run_is_killed_and_resumed(lab):
+    """FSDP2, whose checkpoint is a folder; AdamW's second moments are those of one process."""
+    sharded = ["--arm", "adamw", *EXACT, *LONG, "--strategy", "fsdp2"]
+    lab.run("one", "--arm", "adamw", *EXACT, *LONG)
+    lab.stop("cut", *sharded, step=50, number=signal.SIGKILL, code=-9, processes=2)
+    lab.run("cut", *sharded, "--resume", processes=2)
+    close(lab.weights("one"), lab.weights("cut"), 1e-10)
+    for step in range(10, 210, 10):
+        moments = [
+            np.load(lab.folder / run / "second_moments" / f"step-{step}.npy")
+            for run in ("one", "cut")
+        ]
+        assert moments[0].shape == (300,)
+        np.testing.assert_allclose(moments[0], moments[1], rtol=1e-6)
 
-    path = tmp_path / "step-5.ckpt"
-    CheckpointIO().save_checkpoint({"global_step": 5}, path)
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.slow
+def test_accumulation_may_change_on_resume(lab):
+    lab.run("whole", "--arm", "coupled_adam", *EXACT, *LONG)
+    first = ["cut", "--arm", "coupled_adam", *EXACT, *LONG]
+    lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
+    lab.run(*first, "--resume", "--micro-batch-size", 1)
+    close(lab.weights("whole"), lab.weights("cut"), 1e-10)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        CheckpointIO().save_checkpoint({"global_step": 10}, path)
-    assert torch.load(path, weights_only=True) == {"global_step": 5}
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_stops_the_run(lab):
+    stderr = lab.run("run", "--arm", "adamw", "training.lr=1e30", code=1)
+    (line,) = [line for line in stderr.splitlines() if line.startswith("coupled-adam: error:")]
+    assert " at step " in line
+    assert "the last checkpoint is kept" in line
+    assert not (lab.folder / "run" / "model").exists()
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_the_checkpoint(lab):
+    """Here: files may not grow beyond a few kB."""
+    lab.run("whole", "--arm", "adamw", *LONG)
+    first = ["cut", "--arm", "adamw", *LONG]
+    lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
+    (before,) = lab.checkpoints("cut")
+
+    def full():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+
+    stderr = lab.run(*first, "--resume", "--log", code=1, preexec_fn=full)
+    assert "error: File too large" in stderr
+    assert "continue with --resume" in stderr
+    assert before in lab.checkpoints("cut")
+    lab.run(*first, "--resume")
+    assert all(torch.equal(t, lab.weights("cut")[n]) for n, t in lab.weights("whole").items())
+
+
+@pytest.mark.slow
+def test_compiled(lab):
+    lab.run("eager", "--arm", "coupled_adam", "--steps", 10, *EXACT)
+    lab.run("compiled", "--arm", "coupled_adam", "--steps", 10, "--compile", *EXACT)
+    close(lab.weights("eager"), lab.weights("compiled"), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--arm", "n3", "arms.n3={optimizer: coupled_adam, second_moment_scale: 0.125}"],
+        ["--arm", "sgd", "arms.sgd={optimizer: sgd, lr_factor: 100, nesterov: true}"],
+        ["--arm", "in", "model.tied=false", "arms.in={optimizer: coupled_adam, couple: input}"],
+        ["--arm", "adamw", "model.architecture=stablelm", "training.precision=bf16-mixed"],
+        ["--arm", "coupled_adam", "model.bias=false", "training.schedule=wsd"],
+        ["--arm", "coupled_adam", "training.schedule=constant", "training.warmup=0.1"],
+    ],
+    ids=lambda arguments: arguments[1] + " " + arguments[2].partition("=")[0],
+)
+def test_every_family(lab, arguments):
+    """The loss falls, and TensorBoard has it."""
+    lab.run("run", *arguments)
+    losses = [line["train_loss"] for line in lab.metrics("run") if "train_loss" in line]
+    assert losses[-1] < losses[0]
+    assert losses[-1] < np.log(300) - 0.1
+    assert list((lab.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
+    evaluation = json.loads((lab.folder / "run" / "evaluation.json").read_text())
+    assert 0 < evaluation["test_loss"] < np.log(300)
+
+
+def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
+    from coupled_adam.lab import UsageError
+
+    as_rank(monkeypatch, 0, 3)
+    with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
+        training.train(recipe, "adamw", 1, None, tmp_path / "run", training.Machine())
+    assert not (tmp_path / "run").exists()

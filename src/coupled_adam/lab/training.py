@@ -1,181 +1,329 @@
 """One run: a recipe, an arm and a seed, trained into a run folder.
 
 A run folder holds ``config.yaml`` (what was run), ``environment.json`` (on what), ``metrics.jsonl``
-(a line for each log), ``checkpoints/`` (the last one), and ``model/`` (in Hugging Face format, when
-training is finished).
+(a line for each log), ``unigram_counts.npy`` (of the training tokens), ``second_moments/`` (of
+AdamW, at each evaluation), ``checkpoints/`` (the last one), and ``model/`` (in Hugging Face format,
+when training is finished).
 """
 
+import dataclasses
 import json
-import os
+import math
 import shutil
-import sys
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import yaml
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
-from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoTokenizer, GPT2LMHeadModel, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.optimization import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from coupled_adam.embeddings import analyze
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.arms import ARMS
+from coupled_adam.lab import PreemptedError, TrainingError, UsageError
+from coupled_adam.lab.callbacks import CheckpointIO, Checkpoints, MetricsFile, ProgressBar
 from coupled_adam.lab.corpus import Corpus
+from coupled_adam.lab.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.environment import environment
+from coupled_adam.lab.files import write_atomically
 from coupled_adam.lab.models import build_model
-from coupled_adam.lab.recipe import Recipe, Training
+from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.token_files import Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """How a run is done here. It changes results by rounding only, and may change on resume.
+
+    device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+    strategy: how several processes share the work: ``"ddp"``, or ``"fsdp2"``, which shards model
+        and optimizer.
+    micro_batch_size: sequences at a time in each process; gradients are accumulated over them. None
+        is a process's whole share of the batch.
+    compile: the model goes through ``torch.compile``.
+    log: beside ``metrics.jsonl``.
+    """
+
+    device: str = "cpu"
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    micro_batch_size: int | None = None
+    compile: bool = False
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
 
 
 def train(
-    recipe: Recipe, arm: str, seed: int, corpus: Corpus, folder: Path, accelerator: str = "auto"
+    recipe: Recipe, arm: str, seed: int, corpus: Corpus, folder: Path, machine: Machine
 ) -> None:
     """Train one model into ``folder``; a folder with a checkpoint of the same run is continued.
 
     On one CPU the result of a continued run is that of an uninterrupted one, bit for bit.
 
-    Args:
-        accelerator: as in ``lightning.pytorch.Trainer``.
-
     Raises:
-        UsageError: the folder holds another run.
+        UsageError: the folder holds another run; the batch cannot be shared by the processes.
+        TrainingError: a loss or gradient is not finite; the last checkpoint is kept.
+        PreemptedError: SIGTERM came, and a checkpoint was written.
         KeyboardInterrupt: the user pressed Ctrl-C; the last checkpoint is kept.
+        OSError: the disk is full, or the folder cannot be written; the last checkpoint is kept.
     """
-    _claim(folder, {"arm": arm, "seed": seed, "recipe": recipe.to_dict()})
+    training = recipe.training
+    if training.batch_size % world_size():
+        raise UsageError(
+            f"training.batch_size={training.batch_size} cannot be shared by {world_size()} "
+            "processes: start a number that divides it"
+        )
+    on_rank_zero(lambda: _claim(folder, recipe, arm, seed, corpus))
     if (folder / "model").exists():
         return
-    checkpoints = folder / "checkpoints"
-    last = max(checkpoints.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
-    step = 0 if last is None else _checkpoint_step(last)
+    checkpoints = Checkpoints(folder / "checkpoints", training.evaluate_every)
+    last = on_rank_zero(checkpoints.last)
 
     pl.seed_everything(seed, verbose=False)
-    training = recipe.training
-    model = build_model(recipe.model, training.sequence_length)
-    batches = Batches(corpus.tokens("train"), training, seed)
+    model = build_model(recipe)
+    if training.precision == "64-true":
+        model.double()
+    model.config.bos_token_id = model.config.eos_token_id = corpus.end_of_text
+    module = LanguageModel(model, recipe, arm, machine, folder)
+    batches = Batches(corpus.tokens("train"), recipe, seed)
     with warnings.catch_warnings():
         # Batches come from a memory map: there is nothing for worker processes to do.
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
         trainer = pl.Trainer(
-            accelerator=accelerator,
-            devices=1,
-            max_steps=training.steps,
-            gradient_clip_val=training.max_grad_norm,
-            val_check_interval=min(training.evaluate_every, training.steps),
-            log_every_n_steps=10,
+            accelerator="gpu" if machine.device == "cuda" else machine.device,
+            strategy=_strategy(machine),
+            devices=world_size() // nodes(),
+            num_nodes=nodes(),
+            # Token ids need no conversion, and Lightning shards no model in float64.
+            precision="32-true" if training.precision == "64-true" else training.precision,
+            max_steps=recipe.steps,
+            val_check_interval=min(training.evaluate_every, recipe.steps),
+            log_every_n_steps=1,  # the module logs by itself, see on_train_batch_end
             num_sanity_val_steps=0,
             enable_model_summary=False,
-            logger=MetricsFile(folder / "metrics.jsonl", step),
-            callbacks=[
-                # Saved after each evaluation: a continued run has none to make up for.
-                ModelCheckpoint(checkpoints, "step-{step}", auto_insert_metric_name=False),
-                ProgressBar(f"{arm}, seed {seed}"),
-            ],
-            plugins=[CheckpointIO()],
+            enable_checkpointing=False,
+            use_distributed_sampler=False,
+            logger=_loggers(machine, folder, 0 if last is None else checkpoints.step(last)),
+            callbacks=[checkpoints, ProgressBar(f"{arm}, seed {seed}")],
+            plugins=[CheckpointIO(), *filter(None, [launcher()])],
         )
         try:
             trainer.fit(
-                LanguageModel(model, arm, training),
+                module,
                 batches,
-                held_out_batches(corpus.tokens("valid"), training),
+                held_out_share(corpus.tokens("valid"), recipe),
                 ckpt_path=last,
                 weights_only=True,
             )
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
 
-    temporary = folder / "model.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary)
-    AutoTokenizer.from_pretrained(corpus.tokenizer_folder).save_pretrained(temporary)
-    temporary.rename(folder / "model")
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    on_rank_zero(lambda: _save_model(model, whole, corpus, folder / "model"))
+    if checkpoints.any_told_to_stop():
+        raise PreemptedError("stopped by SIGTERM at the end of a run")
 
 
 class LanguageModel(pl.LightningModule):
-    """A causal language model with the optimizer of an arm; warmup, then cosine."""
+    """A causal language model with the optimizer and schedule of its arm and recipe."""
 
-    def __init__(self, model: GPT2LMHeadModel, arm: str, training: Training) -> None:
+    def __init__(
+        self, model: PreTrainedModel, recipe: Recipe, arm: str, machine: Machine, folder: Path
+    ) -> None:
         super().__init__()
         self.model = model
+        self.recipe = recipe
         self.arm = arm
-        self.training_options = training
+        self.machine = machine
+        self.folder = folder
+        self.shown: dict[str, float] = {}
+        self._train_loss = torch.zeros(())
+        self._grad_norm = torch.zeros(())
+        self._valid = torch.zeros(2)
+        self._clock = (0, 0.0)  # step and time of the last log
+        self._evaluated_since = 0.0
+
+    def configure_model(self) -> None:
+        """Compile and shard the model, once."""
+        if self.machine.compile:
+            self.model.compile()
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            shard(self.model, self.trainer.strategy, self.recipe.training.precision)
 
     def training_step(self, batch: Tensor) -> Tensor:
-        """Cross-entropy of the next token, in nats per token."""
-        loss = next_token_loss(self.model, batch)
-        self.log("train_loss", loss, prog_bar=True)
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        """One process's share of a batch, [sequences, length + 1], by micro-batches.
+
+        All backward passes but the last are made here; processes exchange gradients in the last.
+        """
+        size = self.machine.micro_batch_size or len(batch)
+        *first, last = batch.split(size)
+        self.trainer.optimizers[0].zero_grad()
+        self._train_loss = torch.zeros((), device=batch.device)
+        for part in first:
+            loss = next_token_loss(self.model, part) * (len(part) / len(batch))
+            loss.backward()
+            self._train_loss += loss.detach()
+        loss = next_token_loss(self.model, last) * (len(last) / len(batch))
+        self._train_loss += loss.detach()
+        if not torch.isfinite(self._train_loss):
+            raise self._failure(f"the loss is {self._train_loss.item()}")
         return loss
 
-    def validation_step(self, batch: list[Tensor]) -> None:
-        """The same on held-out text."""
-        loss = next_token_loss(self.model, batch[0])
-        self.log("valid_loss", loss, prog_bar=True, batch_size=batch[0].numel())
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Done before the first micro-batch: Lightning would do it after all but the last."""
 
-    def on_validation_epoch_end(self) -> None:
-        """Where the embeddings are now."""
-        self.log_dict(self.measures())
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Clip the norm of all gradients; refuse a step with one that is not finite."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_grad_norm, norm)
+        self._grad_norm = whole_tensor(norm)
+        if not torch.isfinite(self._grad_norm):
+            raise self._failure(f"the norm of the gradient is {self._grad_norm.item()}")
+
+    def _failure(self, what: str) -> TrainingError:
+        return TrainingError(
+            f"{self.folder}: {what} at step {self.global_step + 1}; the last checkpoint is kept. "
+            "A lower training.lr or a longer training.warmup may help"
+        )
 
     def on_train_start(self) -> None:
         """Where the embeddings start from."""
+        self._clock = (self.global_step, time.perf_counter())
         if self.global_step == 0:
-            self.loggers[0].log_metrics(self.measures(), step=-1)
+            self._log(self.measures(), 0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Log every ten steps."""
+        step = self.global_step
+        if step % 10:
+            return
+        loss = self.trainer.strategy.reduce(self._train_loss, reduce_op="mean")
+        now = time.perf_counter()
+        tokens = (step - self._clock[0]) * self.recipe.tokens_per_step
+        metrics = {
+            "train_loss": float(loss),
+            "lr": self.trainer.optimizers[0].param_groups[0]["lr"],
+            "grad_norm": float(self._grad_norm),
+            "tokens_per_second": tokens / (now - self._clock[1]),
+        }
+        self._clock = (step, now)
+        self._log(metrics, step)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Sum the losses of this process's share of the held-out text."""
+        blocks, counted = batch
+        losses = sequence_losses(self.model, blocks)
+        self._valid += torch.stack([losses[counted].sum(), counted.sum()])
+
+    def on_validation_epoch_start(self) -> None:
+        """Start from zero."""
+        self._evaluated_since = time.perf_counter()
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        self._valid = torch.zeros(2, dtype=wide, device=self.device)
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the loss, and where the embeddings are now; keep AdamW's second moments."""
+        total, sequences = self.trainer.strategy.reduce(self._valid, reduce_op="sum").tolist()
+        self._log({"valid_loss": total / sequences, **self.measures()}, self.global_step)
+        self._save_second_moment()
+
+    def on_validation_end(self) -> None:
+        """Evaluation and checkpoint do not count in tokens per second."""
+        step, since = self._clock
+        self._clock = (step, since + time.perf_counter() - self._evaluated_since)
 
     def measures(self) -> dict[str, float]:
         """The measures of the output embeddings."""
-        report = analyze(self.model.lm_head.weight).to_dict()
+        matrix = whole_tensor(output_embeddings(self.model).detach())
+        if rank() > 0:
+            return {}
+        report = analyze(matrix).to_dict()
         names = ("isotropy", "mean_norm", "mean_norm_ratio", "condition")
         return {name: report[name] for name in names}
 
     def configure_optimizers(self) -> Any:
         """The arm's optimizer, with the schedule stepped at every step."""
-        options = self.training_options
-        optimizer = ARMS[self.arm].optimizer(self.model, options)
-        scheduler = get_cosine_with_min_lr_schedule_with_warmup(
-            optimizer, options.warmup_steps, options.steps, min_lr_rate=options.final_lr
-        )
+        recipe = self.recipe
+        optimizer = recipe.arm(self.arm).optimizer(self.model, recipe.training)
+        scheduler = schedule(optimizer, recipe)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
+    def _log(self, metrics: dict[str, float], step: int) -> None:
+        self.shown.update(metrics)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step)
+
+    def _save_second_moment(self) -> None:
+        """The mean over H of AdamW's second moment, bias-corrected: one number for each token."""
+        embedding = output_embeddings(self.model)
+        optimizer = self.trainer.optimizers[0]
+        moment = optimizer.state.get(embedding, {}).get("exp_avg_sq")
+        if moment is None or moment.shape != embedding.shape:
+            return
+        moment = whole_tensor(moment)
+        if rank() > 0:
+            return
+        correction = 1 - self.recipe.training.betas[1] ** self.global_step
+        values = moment.double().mean(1).cpu().numpy() / correction
+        path = self.folder / "second_moments" / f"step-{self.global_step}.npy"
+        path.parent.mkdir(exist_ok=True)
+        _save_array(path, values)
+
 
 class Batches:
-    """The batches of a run, [batch_size, sequence_length + 1] token ids: the same for every arm.
+    """The batches of a run: this process's share of each, [sequences, length + 1] token ids.
 
-    The blocks come in a new order in each epoch, from the seed. The state is the number of batches
-    handed out, so that a continued run goes on where it was.
+    The blocks come in a new order in each epoch, from the seed: the same for every arm, whatever
+    the number of processes and the micro-batch. The state is the number of batches handed out, so
+    that a continued run goes on where it was.
     """
 
-    def __init__(self, tokens: NDArray[Any], training: Training, seed: int) -> None:
+    def __init__(self, tokens: Tokens | NDArray[Any], recipe: Recipe, seed: int) -> None:
         self.tokens = tokens
-        self.training = training
+        self.length = recipe.training.sequence_length
+        self.batch_size = recipe.training.batch_size
+        self.steps = recipe.steps
         self.seed = seed
         self.position = 0
 
     def __len__(self) -> int:
-        return self.training.steps
+        return self.steps
 
     def __iter__(self) -> Iterator[Tensor]:
-        size, length = self.training.batch_size, self.training.sequence_length
-        blocks = (len(self.tokens) - 1) // length
-        per_epoch = blocks // size
+        blocks = (len(self.tokens) - 1) // self.length
+        per_epoch = blocks // self.batch_size
+        share = self.batch_size // world_size()
+        shuffled = -1
+        order: NDArray[Any] = np.empty(0)
         while self.position < len(self):
             epoch, batch = divmod(self.position, per_epoch)
-            order = np.random.default_rng((self.seed, epoch)).permutation(blocks)
-            starts = order[batch * size : (batch + 1) * size] * length
-            ids = np.stack([self.tokens[start : start + length + 1] for start in starts])
+            if epoch != shuffled:
+                order = np.random.default_rng((self.seed, epoch)).permutation(blocks)
+                shuffled = epoch
+            first = batch * self.batch_size + rank() * share
+            starts = order[first : first + share] * self.length
+            ids = np.stack([self.tokens[start : start + self.length + 1] for start in starts])
             self.position += 1  # before the batch is used: the state is saved after its step
             yield torch.from_numpy(ids.astype(np.int64))
 
@@ -188,116 +336,146 @@ class Batches:
         self.position = state["position"]
 
 
-def held_out_batches(tokens: NDArray[Any], training: Training) -> DataLoader[Any]:
-    """All whole blocks of a held-out split, in order, in batches [batch, sequence_length + 1]."""
-    length = training.sequence_length
-    starts = range(0, len(tokens) - length, length)
-    ids = np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
-    return DataLoader(TensorDataset(torch.from_numpy(ids)), training.batch_size)
+def held_out_share(tokens: Tokens | NDArray[Any], recipe: Recipe) -> DataLoader[Any]:
+    """This process's share of a held-out split: blocks [batch, length + 1], and which count.
 
-
-def next_token_loss(model: GPT2LMHeadModel, blocks: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats, of each token of [batch, length + 1] but the first."""
-    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), blocks[:, 1:].flatten())
-
-
-class MetricsFile(Logger):
-    """Lightning's logs as JSON lines. ``step`` counts finished steps: 0 is before the first.
-
-    Lines after ``last_step``, which a killed run wrote after its last checkpoint, are dropped.
+    All processes get as many batches, which sharded models need: some get a block more that does
+    not count.
     """
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        super().__init__()
-        self.path = path
-        if path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            whole = (line for line in lines if line.endswith("\n"))
-            kept = (line for line in whole if json.loads(line)["step"] <= last_step)
-            write_atomically(path, "".join(kept))
-
-    @property
-    def name(self) -> str:
-        """Of the run, which is its folder."""
-        return self.path.parent.name
-
-    @property
-    def version(self) -> str:
-        """Empty: a run has one version."""
-        return ""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Append a line; Lightning numbers a step from 0."""
-        assert step is not None
-        values = {name: value for name, value in metrics.items() if name != "epoch"}
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step + 1, **values}) + "\n")
-
-    @rank_zero_only
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """They are in config.yaml."""
+    training = recipe.training
+    length, batch = training.sequence_length, training.batch_size // world_size()
+    blocks = (len(tokens) - 1) // length
+    if training.evaluation_batches is not None:
+        blocks = min(blocks, training.evaluation_batches * training.batch_size)
+    mine = np.arange(rank(), math.ceil(blocks / world_size()) * world_size(), world_size())
+    starts = np.minimum(mine, blocks - 1) * length
+    ids = np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+    dataset = TensorDataset(torch.from_numpy(ids), torch.from_numpy(mine < blocks))
+    return DataLoader(dataset, batch)
 
 
-class CheckpointIO(TorchCheckpointIO):
-    """Checkpoints that are whole or absent; Lightning's own are moved from another file system."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Write beside the target, then rename."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        temporary = f"{path}.tmp"
-        with open(temporary, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+def held_out_batches(
+    tokens: Tokens | NDArray[Any], batch_size: int, sequence_length: int
+) -> Iterator[Tensor]:
+    """All whole blocks of a held-out split, in order, in batches [batch, sequence_length + 1]."""
+    starts = range(0, len(tokens) - sequence_length, sequence_length)
+    for first in range(0, len(starts), batch_size):
+        part = starts[first : first + batch_size]
+        ids = np.stack([tokens[start : start + sequence_length + 1] for start in part])
+        yield torch.from_numpy(ids.astype(np.int64))
 
 
-class ProgressBar(TQDMProgressBar):
-    """One bar for the run, with its name instead of an epoch."""
-
-    def __init__(self, title: str) -> None:
-        super().__init__(refresh_rate=10 if sys.stderr.isatty() else 100)
-        self.title = title
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Name the bar."""
-        super().on_train_epoch_start(trainer, *args)
-        self.train_progress_bar.set_description(self.title)
-
-    def init_validation_tqdm(self) -> Any:
-        """No bar of its own for an evaluation of a second."""
-        return Tqdm(disable=True)
-
-    def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Without Lightning's version of the run."""
-        return {k: v for k, v in super().get_metrics(*args, **kwargs).items() if k != "v_num"}
+def next_token_loss(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """Mean cross-entropy, in nats, of each token of [batch, length + 1] but the first."""
+    return sequence_losses(model, blocks).mean()
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is whole or absent."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+def sequence_losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """The same for each sequence, [batch]."""
+    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
+    logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    losses = nn.functional.cross_entropy(logits, blocks[:, 1:].flatten(), reduction="none")
+    return losses.view(len(blocks), -1).mean(1)
 
 
-def _claim(folder: Path, config: dict[str, Any]) -> None:
+def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Any:
+    """The recipe's learning-rate schedule, to be stepped after each step of the optimizer."""
+    training, warmup, steps = recipe.training, recipe.warmup_steps, recipe.steps
+    if training.schedule == "constant":
+        return get_constant_schedule_with_warmup(optimizer, warmup)
+    if training.schedule == "wsd":
+        return get_wsd_schedule(
+            optimizer,
+            warmup,
+            round(training.decay * steps),
+            num_training_steps=steps,
+            decay_type="linear",
+            min_lr_ratio=training.final_lr,
+        )
+    return get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, warmup, steps, min_lr_rate=training.final_lr
+    )
+
+
+def shard(model: PreTrainedModel, strategy: ModelParallelStrategy, precision: str) -> None:
+    """FSDP2: each block, then the rest with the embeddings, over all processes."""
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = strategy.device_mesh["data_parallel"]
+    (blocks,) = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def output_embeddings(model: PreTrainedModel) -> Tensor:
+    """The matrix [V, H] that gives the logits; the optimizer's own, also between its uses."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    return weight
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor from all its parts; every process must call this."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def _strategy(machine: Machine) -> Any:
+    if machine.strategy == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+    return "ddp" if world_size() > 1 else "auto"
+
+
+def _loggers(machine: Machine, folder: Path, step: int) -> list[Logger]:
+    loggers: list[Logger] = [MetricsFile(folder / "metrics.jsonl", step)]
+    if "tensorboard" in machine.log:
+        loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=step + 1))
+    if "wandb" in machine.log:
+        name = f"{folder.parent.name}/{folder.name}"
+        try:
+            loggers.append(
+                WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-"))
+            )
+        except ModuleNotFoundError:
+            raise UsageError("--log wandb needs a package: pip install wandb") from None
+    return loggers
+
+
+def _claim(folder: Path, recipe: Recipe, arm: str, seed: int, corpus: Corpus) -> None:
     """Make the run folder, or see that it is this run's."""
     path = folder / "config.yaml"
+    config = {"arm": arm, "seed": seed, "recipe": recipe.only(arm, seed).to_dict()}
     if path.exists():
-        if yaml.safe_load(path.read_text()) != config:
+        if yaml.safe_load(path.read_text(encoding="utf-8")) != config:
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "environment.json", json.dumps(environment(), indent=2))
+    facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
+    write_atomically(folder / "environment.json", json.dumps(facts, indent=2))
+    _save_array(folder / "unigram_counts.npy", corpus.unigram_counts())
     write_atomically(path, yaml.safe_dump(config, sort_keys=False))
 
 
-def _checkpoint_step(path: Path) -> int:
-    step: int = torch.load(path, weights_only=True, mmap=True)["global_step"]
-    return step
+def _save_model(
+    model: PreTrainedModel, weights: dict[str, Any], corpus: Corpus, folder: Path
+) -> None:
+    temporary = folder.with_name("model.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
+    # Gathered from shards, a tied matrix comes twice: its second name is not a parameter's.
+    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    own = {name: value for name, value in weights.items() if name in names}
+    model.save_pretrained(temporary, state_dict=own)
+    if corpus.tokenizer_folder is not None:
+        AutoTokenizer.from_pretrained(corpus.tokenizer_folder).save_pretrained(temporary)
+    temporary.rename(folder)
+
+
+def _save_array(path: Path, values: NDArray[Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        np.save(file, values)
+    temporary.replace(path)

@@ -1,0 +1,94 @@
+"""Several processes as one run: started by torchrun, or by SLURM's srun."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+from coupled_adam.lab import UsageError
+
+T = TypeVar("T")
+
+
+def launcher() -> ClusterEnvironment | None:
+    """What started this process as one of several; None for a process of its own."""
+    if TorchElasticEnvironment.detect():
+        environment: ClusterEnvironment = TorchElasticEnvironment()
+    elif SLURMEnvironment.detect():
+        # A job that is preempted is told by SIGTERM, see Checkpoints; SLURM requeues it by itself.
+        environment = SLURMEnvironment(auto_requeue=False)
+    else:
+        return None
+    return environment if environment.world_size() > 1 else None
+
+
+def world_size() -> int:
+    """The number of processes; call it inside of :func:`process_group`."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def nodes() -> int:
+    """The number of machines, with as many processes on each."""
+    if TorchElasticEnvironment.detect():
+        return world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+    return int(os.environ.get("SLURM_NNODES", "1"))
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """The processes as one group, over NCCL for ``device="cuda"`` and over gloo otherwise."""
+    environment = launcher()
+    if environment is None:
+        yield
+        return
+    os.environ["MASTER_ADDR"] = environment.main_address
+    os.environ["MASTER_PORT"] = str(environment.main_port)
+    if device == "cuda":
+        torch.cuda.set_device(environment.local_rank())
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        rank=environment.global_rank(),
+        world_size=environment.world_size(),
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is set on any rank; every rank must call this."""
+    if world_size() == 1:
+        return flag
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    flags = torch.tensor(int(flag), device=device)
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def on_rank_zero(function: Callable[[], T]) -> T:
+    """Call a function on rank 0 alone; every rank gets its result, or its UsageError."""
+    if world_size() == 1:
+        return function()
+    outcome: list[tuple[T | None, str | None]] = [(None, None)]
+    if rank() == 0:
+        try:
+            outcome = [(function(), None)]
+        except UsageError as error:
+            outcome = [(None, str(error))]
+    dist.broadcast_object_list(outcome)
+    result, message = outcome[0]
+    if message is not None:
+        raise UsageError(message)
+    return result  # type: ignore[return-value]

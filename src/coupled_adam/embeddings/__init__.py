@@ -15,9 +15,19 @@ from coupled_adam.embeddings.geometry import (
     row_norms,
 )
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
+from coupled_adam.embeddings.similarity import (
+    SetScore,
+    WordSimilarityReport,
+    WordSimilaritySet,
+    read_word_similarity,
+    word_similarity,
+)
 
 __all__ = [
     "EmbeddingReport",
+    "SetScore",
+    "WordSimilarityReport",
+    "WordSimilaritySet",
     "analyze",
     "condition",
     "isotropy",
@@ -25,6 +35,8 @@ __all__ = [
     "mean_norm",
     "mean_norm_ratio",
     "norm_frequency_correlation",
+    "read_word_similarity",
     "row_norms",
     "unigram_counts",
+    "word_similarity",
 ]

@@ -1,39 +1,365 @@
-"""A finished run -> ``evaluation.json``: test loss and the measures of its embeddings."""
+"""A run, or any causal language model -> test loss, measures, word similarity, accuracy."""
 
 import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import GPT2LMHeadModel
+from numpy.typing import NDArray
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
-from coupled_adam.embeddings import analyze
+from coupled_adam.embeddings import (
+    WordSimilaritySet,
+    analyze,
+    read_word_similarity,
+    unigram_counts,
+    word_similarity,
+)
+from coupled_adam.embeddings.geometry import eigen
+from coupled_adam.lab import UsageError
 from coupled_adam.lab.corpus import Corpus
-from coupled_adam.lab.recipe import Training
-from coupled_adam.lab.training import held_out_batches, next_token_loss, write_atomically
+from coupled_adam.lab.documents import open_documents
+from coupled_adam.lab.downstream import Downstream
+from coupled_adam.lab.files import write_atomically
+from coupled_adam.lab.models import build_model, count_parameters
+from coupled_adam.lab.recipe import Data, load_recipe
+from coupled_adam.lab.token_files import Tokens
+from coupled_adam.lab.training import held_out_batches, next_token_loss
+
+_TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
+_TEXT_BATCH = 8  # sequences of a text that are one of its batches
+
+Sets = Mapping[str, WordSimilaritySet]
 
 
-def evaluate(folder: Path, corpus: Corpus, training: Training, device: torch.device) -> None:
-    """Evaluate the model of a run folder, unless it has been evaluated; write ``evaluation.json``.
+def evaluate_run(
+    run: Path,
+    corpus: Corpus | Callable[[], Corpus],
+    *,
+    batches: int | None = None,
+    sets: Sets | None = None,
+    downstream: Downstream | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Evaluate a finished run, as far as it has not been; return what its ``evaluation.json`` says.
 
-    ``test_loss`` is in nats per token, over all whole blocks of the test split.
+    Each part is written when it is done, into the file as it is then: what was there stays, unless
+    it was done anew.
+
+    - ``test_loss``, in nats per token, over ``test_tokens`` predicted tokens, of ``test_batches``
+    - ``parameters``, N; ``embeddings``, the measures of the output embeddings; their
+      ``singular_values`` [H], descending; ``input_embeddings``, null where the two are tied
+    - ``word_similarity``: :meth:`WordSimilarityReport.to_dict`, of the output embeddings, or null
+    - ``lm_eval``: :meth:`Downstream.evaluate`, or null
+
+    Args:
+        run: its folder.
+        corpus: or what prepares it, which is only called where there is no test loss yet.
+        batches: of the recipe's size from the start of the test split, for the test loss; None is
+            the recipe's ``test_batches``, or all of the split.
+        sets: for word similarity, anew.
+        downstream: for accuracies, anew.
+
+    Raises:
+        UsageError: no run, or its training has not finished.
+        OSError: the folder cannot be written.
     """
-    path = folder / "evaluation.json"
-    if path.exists():
-        return
-    model = GPT2LMHeadModel.from_pretrained(folder / "model")
-    model.to(device)  # type: ignore[arg-type]
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for (blocks,) in held_out_batches(corpus.tokens("test"), training):
-            predicted = blocks[:, 1:].numel()
-            total += next_token_loss(model, blocks.to(device)).item() * predicted
-            tokens += predicted
-    report = analyze(model.lm_head.weight, corpus.unigram_counts())
+    recipe = load_recipe(str(run / "config.yaml"))
+    if not (run / "model").exists():
+        raise UsageError(
+            f"{run} has no model: its training has not finished; continue it with --resume"
+        )
+    path = run / "evaluation.json"
+    done = _read(path)
+    batches = recipe.training.test_batches if batches is None else batches
+    has_loss = "test_loss" in done and done.get("test_batches") == batches
+    has_measures = "singular_values" in done
+    if has_loss and has_measures and sets is None and downstream is None:
+        return done
+    model = load_model(run / "model", device)
+    if not has_loss:
+        tokens = (corpus() if callable(corpus) else corpus).tokens("test")
+        sequences = None if batches is None else batches * recipe.training.batch_size
+        loss = held_out_loss(model, tokens, recipe.training.sequence_length, sequences)
+        _merge(path, {**loss, "test_batches": batches})
+    if not has_measures:
+        with torch.device("meta"):
+            parameters = count_parameters(build_model(recipe))
+        counts = np.load(run / "unigram_counts.npy")
+        _merge(path, {"parameters": parameters, **measures(model, counts)})
+    if sets is not None:
+        _merge(path, _word_similarity(model, load_tokenizer(run / "model"), sets))
+    if downstream is not None:
+        _merge(path, _lm_eval(model, load_tokenizer(run / "model"), downstream))
+    return _read(path)
+
+
+def evaluate_model(
+    folder: Path,
+    *,
+    text: Path | None = None,
+    batches: int | None = None,
+    sets: Sets | None = None,
+    downstream: Downstream | None = None,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Evaluate a causal language model in a folder in Hugging Face format; write nothing.
+
+    Args:
+        folder: with weights as safetensors, in any dtype; they are used in float32.
+        text: a file or folder, for the test loss and the unigram counts: its documents (of plain
+            text, passages), each after the token that begins a text; in blocks as long as the model
+            takes, but at most 1024.
+        batches: of 8 blocks from the start of the text, for the test loss; None is all of it.
+
+    Returns:
+        As of :func:`evaluate_run`; what was not asked for is None.
+
+    Raises:
+        UsageError: no such model, tokenizer or text, or they do not fit together.
+    """
+    model = load_model(folder, device)
+    if not is_causal(model):
+        raise UsageError(
+            f"{folder}: {type(model).__name__} predicts tokens from later ones, too: a causal "
+            "language model is needed"
+        )
+    needs_tokenizer = text is not None or sets is not None or downstream is not None
+    tokenizer = load_tokenizer(folder) if needs_tokenizer else None
     result: dict[str, Any] = {
-        "test_loss": total / tokens,
-        "test_tokens": tokens,
+        **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
-        "embeddings": report.to_dict(),
+        **_nothing_yet(),
     }
-    write_atomically(path, json.dumps(result, indent=2))
+    counts = None
+    if text is not None and tokenizer is not None:
+        length = block_length(model)
+        tokens = text_tokens(text, tokenizer)
+        if len(tokens) <= length:
+            raise UsageError(
+                f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
+            )
+        try:
+            counts = unigram_counts(tokens, len(output_embeddings(model)))
+        except ValueError as error:
+            raise UsageError(f"{folder}: its tokenizer does not fit its model: {error}") from None
+        sequences = None if batches is None else batches * _TEXT_BATCH
+        result |= {**held_out_loss(model, tokens, length, sequences), "test_batches": batches}
+    result |= measures(model, counts)
+    if sets is not None and tokenizer is not None:
+        result |= _word_similarity(model, tokenizer, sets)
+    if downstream is not None and tokenizer is not None:
+        result |= _lm_eval(model, tokenizer, downstream)
+    return result
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder is one of our runs, finished or not; a model has a ``config.json``."""
+    return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
+
+
+def word_similarity_sets(folder: Path) -> dict[str, WordSimilaritySet]:
+    """:func:`read_word_similarity` of ``--word-similarity``; its errors as UsageError."""
+    try:
+        return read_word_similarity(folder)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--word-similarity: {error}") from None
+
+
+def load_model(folder: Path, device: str) -> PreTrainedModel:
+    """The causal language model in a folder, in float32, from safetensors and never from pickle.
+
+    Raises:
+        UsageError: there is none; weights are damaged or missing.
+    """
+    if not (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # in the libraries' own classes
+        raise UsageError(f"{folder}: {_one_line(error)}") from None
+    model: PreTrainedModel
+    model, found = loaded
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise UsageError(f"{folder}: weights are missing, so that they would be random: {missing}")
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    missing = f"{folder} has no tokenizer, which this needs: save it beside the model"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # in the libraries' own classes
+        raise UsageError(f"{missing} ({_one_line(error)})") from None
+    # Without files, transformers makes some tokenizers from the model's type, with no vocabulary.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise UsageError(missing)
+    return tokenizer
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int | None]:
+    """A function from a word to the token that is this word in a text, or None.
+
+    In a text a word follows another. So for byte-level BPE it is the token with the leading space,
+    for SentencePiece the one with its mark, for WordPiece the one that begins a word.
+    """
+    before = tokenizer.encode("a", add_special_tokens=False)
+
+    def token_id(word: str) -> int | None:
+        *context, last = tokenizer.encode(f"a {word}", add_special_tokens=False)
+        return last if context == before and last != tokenizer.unk_token_id else None
+
+    return token_id
+
+
+def output_embeddings(model: PreTrainedModel) -> torch.Tensor:
+    """The matrix [V, H] that gives the logits."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        raise UsageError(f"{type(model).__name__} has no output embeddings that transformers knows")
+    weight: torch.Tensor = head.weight
+    return weight.detach()
+
+
+def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
+    """The measures of the output embeddings, and of the input embeddings where they are others.
+
+    Args:
+        counts: unigram counts [V].
+
+    Raises:
+        UsageError: embeddings that are not finite, or all zero; counts that do not fit.
+    """
+    output = output_embeddings(model)
+    inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+    inputs = inputs.detach()
+    tied = inputs.data_ptr() == output.data_ptr()
+    try:
+        squares, _ = eigen(output)
+        return {
+            "embeddings": analyze(output, counts).to_dict(),
+            "singular_values": np.sqrt(np.clip(squares[::-1], 0, None)).tolist(),
+            "input_embeddings": None if tied else analyze(inputs, counts).to_dict(),
+        }
+    except ValueError as error:
+        raise UsageError(f"{model.name_or_path}: {error}") from None
+
+
+def held_out_loss(
+    model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
+) -> dict[str, Any]:
+    """The mean cross-entropy of all whole blocks, or the first ``sequences``, and their tokens.
+
+    Raises:
+        UsageError: the loss is not finite.
+    """
+    if sequences is not None:
+        tokens = tokens[: sequences * length + 1]
+    total, predicted = 0.0, 0
+    with torch.inference_mode():
+        for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
+            size = blocks[:, 1:].numel()
+            total += next_token_loss(model, blocks.to(model.device)).item() * size
+            predicted += size
+    if not math.isfinite(total):
+        raise UsageError(f"{model.name_or_path}: the test loss is not finite")
+    return {"test_loss": total / predicted, "test_tokens": predicted}
+
+
+def block_length(model: PreTrainedModel) -> int:
+    """The tokens that a model is given at a time: as many as it takes, but at most 1024."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or 1024, 1024)
+
+
+def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
+    """The token ids of all documents of a text, each after the token that begins a text."""
+    first = tokenizer.bos_token_id
+    if first is None:
+        first = tokenizer.eos_token_id
+    begin = [] if first is None else [first]
+    parts = []
+    for document in open_documents(Data(text=str(text))).readers["train"]():
+        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+        parts.append(np.array([*begin, *ids], np.int64))
+    return np.concatenate(parts)
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether the logits do not depend on later tokens; those of a masked language model do."""
+    ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
+    ids[1, -1] = 1
+    with torch.inference_mode():
+        first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    # What is not finite is not this function's to judge.
+    return not (first - second).abs().max() > 1e-4 * first.abs().max()
+
+
+def _word_similarity(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets
+) -> dict[str, Any]:
+    try:
+        report = word_similarity(output_embeddings(model), sets, token_ids(tokenizer))
+    except ValueError as error:
+        raise UsageError(f"{model.name_or_path}: {error}") from None
+    return {"word_similarity": report.to_dict()}
+
+
+def _lm_eval(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, downstream: Downstream
+) -> dict[str, Any]:
+    batch_size = max(1, _TOKENS // block_length(model))
+    return {"lm_eval": downstream.evaluate(model, tokenizer, batch_size)}
+
+
+def _nothing_yet() -> dict[str, Any]:
+    return {"word_similarity": None, "lm_eval": None}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """An evaluation; empty where there is none."""
+    if not path.exists():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} is not an evaluation: remove it, to be made anew")
+    return values
+
+
+def _merge(path: Path, new: dict[str, Any]) -> None:
+    merged = {**_nothing_yet(), **_read(path), **new}
+    write_atomically(path, json.dumps(merged, indent=2, allow_nan=False))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

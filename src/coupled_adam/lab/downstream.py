@@ -1,0 +1,136 @@
+"""Downstream tasks, by the lm-evaluation-harness."""
+
+import contextlib
+import difflib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coupled_adam.lab import UsageError
+
+PAPER_TASKS = (
+    "arc_easy",
+    "arc_challenge",
+    "hellaswag",
+    "lambada_openai",
+    "race",
+    "truthfulqa_mc2",
+    "winogrande",
+)
+"""The tasks of arXiv 2502.08441."""
+
+_ACCURACIES = ("acc", "acc_norm", "exact_match")  # the first that a task has
+_FEWSHOT_SEED = 1234  # the harness's own, for tasks that show examples
+
+
+class Downstream:
+    """Tasks of the lm-evaluation-harness, loaded with their data, to be run on models.
+
+    Args:
+        names: of tasks, groups or tags.
+        folder: of the user's own tasks (YAML), also below it; where a name is not there, the
+            harness's own are looked through, too.
+
+    Raises:
+        UsageError: the harness is not installed; no such task, or its data cannot be had, or it
+            measures no accuracy.
+    """
+
+    def __init__(self, names: Sequence[str] = PAPER_TASKS, folder: Path | None = None) -> None:
+        try:
+            import lm_eval
+            from lm_eval.tasks import TaskManager
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"--lm-eval needs a package ({error}): pip install 'coupled-adam[lm-eval]'"
+            ) from None
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"--lm-eval-path {folder} is not a folder")
+        own = TaskManager(include_path=str(folder), include_defaults=False) if folder else None
+        if own is not None and set(names) <= set(own.all_tasks):
+            self._manager = own
+        else:
+            self._manager = TaskManager(include_path=str(folder) if folder else None)
+        for name in names:
+            if name not in self._manager.all_tasks:
+                near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
+                hint = f"did you mean {' or '.join(near)}?" if near else "see lm-eval ls tasks"
+                raise UsageError(f"--lm-eval {name}: no such task: {hint}")
+        self.names = list(dict.fromkeys(names))
+        try:
+            loaded = self._manager.load(self.names)
+        except Exception as error:  # in the classes of several libraries, and of the tasks' code
+            reason = " ".join(str(error).split())[:300]
+            raise UsageError(
+                f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Is the data "
+                "of the tasks in reach?"
+            ) from None
+        for name, task in loaded["tasks"].items():
+            if not set(task.aggregation()) & set(_ACCURACIES):
+                raise UsageError(
+                    f"--lm-eval {name} measures {', '.join(task.aggregation())}, and no accuracy"
+                )
+            task.set_fewshot_seed(_FEWSHOT_SEED)
+        self._version = lm_eval.__version__
+        self._loaded = loaded
+
+    def evaluate(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
+    ) -> dict[str, Any]:
+        """The accuracy on each task, 0 to 1; zero-shot, unless the task itself shows examples.
+
+        Args:
+            batch_size: sequences at a time.
+
+        Returns:
+            ``accuracy``, the mean over the tasks; ``stderr``, its standard error from those of the
+            tasks as independent ones, sqrt(sum se^2) / n; ``tasks``, for each ``accuracy``,
+            ``stderr`` and the ``metric`` that the accuracy is; ``versions`` of harness and tasks. A
+            group is one task, a tag is all its tasks. A standard error is None where the harness
+            knows none.
+        """
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            results = evaluate(
+                lm=lm,
+                task_dict=self._loaded,
+                log_samples=False,
+                # Standard errors of means have a formula; this is for perplexities, not used here.
+                bootstrap_iters=2,
+            )
+        tasks = {
+            name: score
+            for requested in self.names
+            for name, score in self._scores(requested, results).items()
+        }
+        accuracies = [score["accuracy"] for score in tasks.values()]
+        errors = [score["stderr"] for score in tasks.values()]
+        known = None not in errors
+        return {
+            "accuracy": math.fsum(accuracies) / len(tasks),
+            "stderr": math.hypot(*errors) / len(tasks) if known else None,
+            "tasks": tasks,
+            "versions": {"lm_eval": self._version, **results["versions"]},
+        }
+
+    def _scores(self, name: str, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """The scores of a task, of a group that has one, or of all tasks of a group or tag."""
+        found = results["results"].get(name, {})
+        for metric in _ACCURACIES:
+            for key, value in found.items():
+                if key.partition(",")[0] == metric:
+                    error = found.get(key.replace(metric, f"{metric}_stderr", 1))
+                    error = float(error) if isinstance(error, float) else None
+                    return {name: {"accuracy": float(value), "stderr": error, "metric": metric}}
+        members = results["group_subtasks"].get(name) or self._manager.task_index[name].tags
+        scores: dict[str, dict[str, Any]] = {}
+        for member in sorted(members):
+            scores |= self._scores(member, results)
+        return scores

@@ -1,0 +1,216 @@
+"""Word similarity: the published files' formats, and the correlation by its definition."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coupled_adam.embeddings import WordSimilaritySet, read_word_similarity, word_similarity
+
+# The formats, with words and ratings of our own.
+FILES = {
+    "MEN_dataset_lemma_form_full": "moon-n night-n 41.000000\nrun-v quick-j 20.500000\n",
+    "rw.txt": "unsaid\ttold\t4.25\t4\t4\t5\t4\t4\t4\t5\t4\t4\t4\n"
+    "reheat\twarm\t8.00\t8\t8\t8\t8\t8\t8\t8\n",  # fewer people rated this one
+    "SimLex-999.txt": "near\tclose\tA\t8.5\t2.1\t2.2\t1\t3.0\t1\t0.5\r\n"
+    "boat\tidea\tN\t0.25\t5.0\t1.2\t3\t0\t0\t0.4\r\n",
+    "wordsim_similarity_goldstandard.txt": "Paris\tLondon\t7.30\nboat\tship\t9.10\n",
+    "wordsim_relatedness_goldstandard.txt": "boat\tsea\t8.00\n\n",
+}
+SIMLEX_HEADER = (
+    "word1\tword2\tPOS\tSimLex999\tconc(w1)\tconc(w2)\tconcQ\tAssoc(USF)\tSimAssoc333\tSD(SimLex)\n"
+)
+
+
+def write(folder: Path, **changed: str) -> Path:
+    for name, text in FILES.items():
+        (folder / name).write_text(changed.get(name, text), newline="")
+    return folder
+
+
+def ids(*words):
+    return {word: i for i, word in enumerate(words)}.get
+
+
+def test_published_formats(tmp_path):
+    assert read_word_similarity(write(tmp_path)) == {
+        "MEN": WordSimilaritySet((("moon", "night"), ("run", "quick")), (41.0, 20.5)),
+        "RW": WordSimilaritySet((("unsaid", "told"), ("reheat", "warm")), (4.25, 8.0)),
+        "SimLex-999": WordSimilaritySet((("near", "close"), ("boat", "idea")), (8.5, 0.25)),
+        "WordSim-353 similarity": WordSimilaritySet(
+            (("Paris", "London"), ("boat", "ship")), (7.3, 9.1)
+        ),
+        "WordSim-353 relatedness": WordSimilaritySet((("boat", "sea"),), (8.0,)),
+    }
+
+
+def test_header_or_none(tmp_path):
+    """SimLex-999 is published with a header, and copied without."""
+    without = read_word_similarity(write(tmp_path))["SimLex-999"]
+    (tmp_path / "SimLex-999.txt").write_text(SIMLEX_HEADER + FILES["SimLex-999.txt"])
+    assert read_word_similarity(tmp_path)["SimLex-999"] == without
+
+
+def test_files_in_the_folders_they_were_published_in(tmp_path):
+    (tmp_path / "SimLex-999").mkdir()
+    (tmp_path / "SimLex-999" / "SimLex-999.txt").write_text(FILES["SimLex-999.txt"])
+    assert list(read_word_similarity(tmp_path)) == ["SimLex-999"]
+    (tmp_path / "SimLex-999.txt").write_text(FILES["SimLex-999.txt"])
+    with pytest.raises(ValueError, match="SimLex-999 is there twice"):
+        read_word_similarity(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "line"),
+    [
+        ("MEN_dataset_lemma_form_full", "moon-n night-n 41\nsun sea-n 3\n", 2),  # no tag
+        ("MEN_dataset_lemma_form_full", "moon-n night-n 51\n", 1),  # beyond the scale
+        ("MEN_dataset_lemma_form_full", "moon-n\tnight-n\t41\n", 1),  # another separator
+        ("rw.txt", FILES["rw.txt"] + "snow\tice\t7.1\t7\n", 3),  # cut off
+        ("SimLex-999.txt", "near\tclose\tA\tmuch\t2.1\t2.2\t1\t3.0\t1\t0.5\n", 1),
+        ("SimLex-999.txt", SIMLEX_HEADER + SIMLEX_HEADER, 2),
+        ("wordsim_similarity_goldstandard.txt", "boat\tship\tnan\n", 1),
+        ("wordsim_similarity_goldstandard.txt", "boat\t\t9.10\n", 1),
+        ("wordsim_relatedness_goldstandard.txt", "boat\tsea\n", 1),
+    ],
+)
+def test_malformed_lines(tmp_path, file, text, line):
+    write(tmp_path, **{file: text})
+    with pytest.raises(ValueError, match="a rating from 0 to") as error:
+        read_word_similarity(tmp_path)
+    assert f"{tmp_path / file}, line {line}: " in str(error.value)
+
+
+def test_what_is_no_set(tmp_path):
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(ValueError, match=r"MEN_dataset_lemma_form_full, rw\.txt, SimLex-999"):
+            read_word_similarity(folder)
+    (tmp_path / "rw.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"rw\.txt: there are no pairs"):
+        read_word_similarity(tmp_path)
+    (tmp_path / "rw.txt").write_bytes(b"caf\xe9\tbar\t5.0\n")
+    with pytest.raises(ValueError, match=r"rw\.txt: not UTF-8 text \(byte 3\)"):
+        read_word_similarity(tmp_path)
+
+
+def by_definition(matrix, pairs, ratings):
+    """100 x Pearson correlation of cosines with ratings, in plain Python."""
+    cosines = []
+    for a, b in pairs:
+        dot = sum(x * y for x, y in zip(matrix[a], matrix[b]))
+        lengths = [math.sqrt(sum(x * x for x in matrix[i])) for i in (a, b)]
+        cosines.append(dot / lengths[0] / lengths[1])
+    mean_c, mean_r = sum(cosines) / len(cosines), sum(ratings) / len(ratings)
+    covariance = sum((c - mean_c) * (r - mean_r) for c, r in zip(cosines, ratings))
+    spread_c = math.sqrt(sum((c - mean_c) ** 2 for c in cosines))
+    spread_r = math.sqrt(sum((r - mean_r) ** 2 for r in ratings))
+    return 100 * covariance / spread_c / spread_r
+
+
+@pytest.mark.parametrize("kind", ["float64 array", "float32 tensor", "bfloat16 tensor"])
+def test_correlation_by_definition(kind):
+    generator = np.random.default_rng(0)
+    matrix = generator.normal(size=(40, 6)) + 0.5
+    embeddings = matrix
+    if kind != "float64 array":
+        dtype = torch.float32 if kind.startswith("float32") else torch.bfloat16
+        embeddings = torch.nn.Parameter(torch.from_numpy(matrix).to(dtype))
+        matrix = embeddings.detach().double().numpy()
+    pairs = [tuple(generator.choice(40, 2).tolist()) for _ in range(60)]
+    ratings = generator.uniform(0, 10, 60).tolist()
+    words = WordSimilaritySet(tuple((f"w{a}", f"w{b}") for a, b in pairs), tuple(ratings))
+    # A second set, of which every other word is of several tokens.
+    usable = [k for k, (a, b) in enumerate(pairs) if a % 2 == b % 2 == 0]
+    half = WordSimilaritySet(tuple((f"h{a}", f"h{b}") for a, b in pairs), tuple(ratings))
+
+    def token_id(word):
+        number = int(word[1:])
+        return None if word[0] == "h" and number % 2 else number
+
+    report = word_similarity(embeddings, {"all": words, "half": half}, token_id)
+    expected = by_definition(matrix, pairs, ratings)
+    expected_half = by_definition(matrix, [pairs[k] for k in usable], [ratings[k] for k in usable])
+    assert report.sets["all"].r == pytest.approx(expected, rel=1e-10)
+    assert report.sets["half"].r == pytest.approx(expected_half, rel=1e-10)
+    assert (report.sets["all"].pairs, report.sets["all"].total) == (60, 60)
+    assert (report.sets["half"].pairs, report.sets["half"].total) == (len(usable), 60)
+    assert report.mean == pytest.approx((expected + expected_half) / 2, rel=1e-10)
+    assert report.to_dict()["sets"]["half"]["pairs"] == len(usable)
+
+
+def test_embeddings_without_a_direction_are_left_out():
+    matrix = np.array([[1.0, 0], [1, 1], [0, 1], [-1, 1], [0, 0]])
+    words = WordSimilaritySet(
+        (("a", "b"), ("a", "c"), ("a", "d"), ("a", "zero"), ("zero", "zero")), (9, 5, 1, 10, 10)
+    )
+    token_id = ids("a", "b", "c", "d", "zero")
+    score = word_similarity(matrix, {"set": words}, token_id).sets["set"]
+    assert (score.pairs, score.total) == (3, 5)
+    # cos = sqrt(1/2), 0, -sqrt(1/2) for ratings 9, 5, 1: on a line.
+    assert score.r == pytest.approx(100)
+    # The squares of these are beyond float64, on either side.
+    for scale in (1e-200, 1e200):
+        scaled = word_similarity(matrix * scale, {"set": words}, token_id).sets["set"]
+        assert scaled.r == pytest.approx(100)
+
+
+def test_what_has_no_correlation_is_none_and_so_is_the_mean():
+    matrix = np.random.default_rng(1).normal(size=(4, 3))
+    token_id = ids("a", "b", "c", "d")
+    good = WordSimilaritySet((("a", "b"), ("a", "c"), ("a", "d")), (1, 2, 3))
+    few = WordSimilaritySet((("a", "b"), ("a", "c"), ("a", "elsewhere")), (1, 2, 3))
+    same = WordSimilaritySet(good.pairs, (2, 2, 2))
+    report = word_similarity(matrix, {"good": good, "few": few, "same": same}, token_id)
+    assert report.sets["good"].r is not None
+    assert (report.sets["few"].r, report.sets["few"].pairs) == (None, 2)
+    assert (report.sets["same"].r, report.sets["same"].pairs) == (None, 3)
+    assert report.mean is None
+    assert word_similarity(matrix, {"good": good}, token_id).mean is not None
+    # Rows that are all the same: cosines differ by rounding alone.
+    generator = np.random.default_rng(0)
+    equal = np.outer(generator.uniform(0.1, 3, 4), generator.normal(size=50))
+    assert word_similarity(equal, {"good": good}, token_id).sets["good"].r is None
+    # No word of the set is a token.
+    assert word_similarity(matrix, {"good": good}, ids()).sets["good"].pairs == 0
+
+
+def test_unusable_embeddings():
+    words = {"set": WordSimilaritySet((("a", "b"),), (1,))}
+    with pytest.raises(ValueError, match=r"'b' is token 7, outside of 0 \.\.\. 3"):
+        word_similarity(np.ones((4, 2)), words, {"a": 0, "b": 7}.get)
+    broken = np.ones((4, 2))
+    broken[3, 1] = np.nan
+    with pytest.raises(ValueError, match="row 3 is not finite"):
+        word_similarity(broken, words, {"a": 0, "b": 3}.get)
+    with pytest.raises(ValueError, match="a non-empty matrix"):
+        word_similarity(np.ones(4), words, {"a": 0, "b": 3}.get)
+
+
+@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs the published files")
+def test_published_files():
+    folder = Path(os.environ["COUPLED_ADAM_DATA"]) / "word-similarity"
+    sets = read_word_similarity(folder)
+    sizes = {name: len(entry.pairs) for name, entry in sets.items()}
+    assert sizes == {
+        "MEN": 3000,
+        "RW": 2034,
+        "SimLex-999": 999,
+        "WordSim-353 similarity": 203,
+        "WordSim-353 relatedness": 252,
+    }
+    for name, entry in sets.items():
+        assert len(entry.ratings) == sizes[name]
+        assert max(entry.ratings) > 0.85 * (50 if name == "MEN" else 10)
+        words = [word for pair in entry.pairs for word in pair]
+        assert not any(word.endswith(("-n", "-v", "-j")) for word in words)
+    # Ratings of pairs that are in two sets agree: the columns are the right ones.
+    similarity, relatedness = (
+        dict(zip(sets[f"WordSim-353 {half}"].pairs, sets[f"WordSim-353 {half}"].ratings))
+        for half in ("similarity", "relatedness")
+    )
+    shared = similarity.keys() & relatedness.keys()
+    assert len(shared) > 50
+    assert all(similarity[pair] == relatedness[pair] for pair in shared)

@@ -1,0 +1,210 @@
+"""Accuracies on tasks, offline: the harness against log-likelihoods by hand."""
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tokenizers import ByteLevelBPETokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from coupled_adam.lab import UsageError
+from coupled_adam.lab.downstream import Downstream
+from coupled_adam.lab.evaluation import evaluate_model
+
+DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
+ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+QUESTIONS = [
+    {"query": "A list is", "choices": ["mutable", "a function", "immutable"], "gold": 0},
+    {"query": "A tuple is", "choices": ["a statement", "immutable"], "gold": 1},
+    {"query": "The for statement is used to", "choices": ["iterate", "sleep", "print"], "gold": 0},
+    {"query": "An exception is raised by", "choices": ["import", "raise"], "gold": 1},
+    {"query": "A class definition defines a", "choices": ["module", "number", "class"], "gold": 2},
+    {"query": "The statement return leaves a", "choices": ["function", "loop"], "gold": 0},
+]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A random GPT-2 of 64 positions in a folder, with a tokenizer of its own."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(topics.values(), 400, special_tokens=["<|endoftext|>"])
+    torch.manual_seed(3)
+    config = GPT2Config(
+        vocab_size=400,
+        n_positions=64,
+        n_embd=32,
+        n_layer=1,
+        n_head=2,
+        initializer_range=0.5,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
+    ).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def write_task(folder, name, documents, **options):
+    """A task of the harness: a YAML file and a file of documents, cached in the same folder."""
+    folder.mkdir(exist_ok=True)
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    task = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}",
+        "doc_to_target": "gold",
+        "doc_to_choice": "choices",
+        "metric_list": ACCURACY,
+        "metadata": {"version": 1.0},
+        **options,
+    }
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """Two tasks with a tag, and a group of them: multiple choice, and the next word."""
+    folder = tmp_path / "tasks"
+    write_task(folder, "choose", QUESTIONS, tag="python")
+    write_task(
+        folder,
+        "continue",
+        QUESTIONS,
+        tag="python",
+        output_type="loglikelihood",
+        doc_to_target="{{' ' + choices[gold]}}",
+        metric_list=[
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            *ACCURACY,
+        ],
+    )
+    group = {
+        "group": "all_of_python",
+        "task": ["choose", "continue"],
+        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+    }
+    (folder / "group.yaml").write_text(yaml.safe_dump(group))
+    return folder
+
+
+def log_likelihood(model, tokenizer, context, continuation):
+    """Of the continuation's tokens, and whether each is the likeliest."""
+    before = tokenizer.encode(context)
+    ids = tokenizer.encode(context + continuation)
+    assert ids[: len(before)] == before
+    total, greedy = 0.0, True
+    for position in range(len(before), len(ids)):
+        with torch.no_grad():
+            log_p = model(torch.tensor([ids[:position]])).logits[0, -1].double().log_softmax(0)
+        total += log_p[ids[position]].item()
+        greedy = greedy and log_p.argmax().item() == ids[position]
+    return total, greedy
+
+
+def by_hand(folder):
+    """For each question whether the model chooses right, and whether it would say so itself."""
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    chosen, said = [], []
+    for question in QUESTIONS:
+        scores = [
+            log_likelihood(model, tokenizer, question["query"], f" {choice}")
+            for choice in question["choices"]
+        ]
+        best = max(range(len(scores)), key=lambda k: scores[k][0])
+        chosen.append(float(best == question["gold"]))
+        said.append(float(scores[question["gold"]][1]))
+    return chosen, said
+
+
+def test_accuracies_by_hand(model, tasks):
+    """Without a network, since the tasks are in the folder."""
+    chosen, said = by_hand(model)
+    assert 0 < sum(chosen) < len(QUESTIONS)  # or the test could not fail
+    result = evaluate_model(model, downstream=Downstream(["choose", "continue"], tasks))["lm_eval"]
+    expected = {
+        name: {
+            "accuracy": pytest.approx(np.mean(values)),
+            "stderr": pytest.approx(np.std(values, ddof=1) / math.sqrt(len(values))),
+            "metric": "acc",
+        }
+        for name, values in (("choose", chosen), ("continue", said))
+    }
+    assert result["tasks"] == expected
+    errors = [score["stderr"] for score in result["tasks"].values()]
+    assert result["accuracy"] == pytest.approx((np.mean(chosen) + np.mean(said)) / 2)
+    assert result["stderr"] == pytest.approx(math.sqrt(errors[0] ** 2 + errors[1] ** 2) / 2)
+    assert {"choose", "continue", "lm_eval"} == set(result["versions"])
+    # As JSON it is the same.
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_a_tag_is_its_tasks_and_a_group_is_one(model, tasks):
+    loaded = GPT2LMHeadModel.from_pretrained(model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    named = Downstream(["choose", "continue"], tasks).evaluate(loaded, tokenizer, 4)
+    tag = Downstream(["python"], tasks).evaluate(loaded, tokenizer, 1)
+    assert tag["tasks"].keys() == {"choose", "continue"}
+    assert tag["accuracy"] == named["accuracy"]
+    group = Downstream(["all_of_python"], tasks)
+    result = group.evaluate(loaded, tokenizer, 4)
+    assert result["tasks"].keys() == {"all_of_python"}
+    assert result["accuracy"] == pytest.approx(named["accuracy"])
+    # Loaded once, tasks are for any number of models.
+    assert group.evaluate(loaded, tokenizer, 4) == result
+
+
+def test_what_cannot_be_evaluated(tasks, tmp_path, monkeypatch):
+    options = {
+        "output_type": "loglikelihood",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+        ],
+    }
+    write_task(tasks, "perplexity", QUESTIONS, **options)
+    write_task(tasks, "no_data", QUESTIONS)
+    (tasks / "no_data.jsonl").unlink()
+    for names, folder, message in (
+        (["choose", "perplexity"], tasks, "perplexity measures perplexity, and no accuracy"),
+        (["no_data"], tasks, "FileNotFoundError"),
+        (["choose"], tmp_path / "missing", "missing is not a folder"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Downstream(names, folder)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UsageError, match=r"pip install 'coupled-adam\[lm-eval\]'"):
+        Downstream(["choose"], tasks)
+
+
+@pytest.mark.slow  # the index of the harness's own tasks is made anew
+def test_an_unknown_task(tasks):
+    """Names that are not in the folder are looked for among the harness's own."""
+    with pytest.raises(UsageError, match="arc_esy: no such task: did you mean arc_easy"):
+        Downstream(["choose", "arc_esy"], tasks)
+
+
+@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs real data")
+def test_real_questions(model, tmp_path):
+    """The first of ARC's easy questions: a random model is near the share of a guess."""
+    lines = (DATA / "downstream" / "arc_easy_test.jsonl").read_text().splitlines()[:100]
+    questions = [json.loads(line) for line in lines]
+    write_task(tmp_path / "tasks", "arc", questions)
+    loaded = GPT2LMHeadModel.from_pretrained(model)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    result = Downstream(["arc"], tmp_path / "tasks").evaluate(loaded, tokenizer, 16)
+    assert 0.05 < result["accuracy"] < 0.5
+    p = result["accuracy"]
+    assert result["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 99))

@@ -1,0 +1,365 @@
+"""Evaluations against plain loops: of a run, of other models, of what is neither."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from coupled_adam.embeddings import WordSimilaritySet, analyze
+from coupled_adam.lab import UsageError
+from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.evaluation import (
+    evaluate_model,
+    evaluate_run,
+    is_run,
+    load_tokenizer,
+    token_ids,
+    word_similarity_sets,
+)
+from coupled_adam.lab.recipe import load_recipe
+from coupled_adam.lab.training import Machine, train
+
+DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
+needs_data = pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs real data")
+
+SETS = {
+    "ours": WordSimilaritySet(
+        (("the", "a"), ("the", "of"), ("in", "of"), ("to", "unfathomable"), ("is", "to")),
+        (5.0, 1.0, 7.5, 3.0, 2.5),
+    )
+}
+
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+def gpt2_config(vocab_size=448, **options):
+    """With rows that pad the vocabulary of the run's tokenizer."""
+    return GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        **options,
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """A finished run of seconds that was not evaluated, and its corpus; the model is untied."""
+    folder = tmp_path_factory.mktemp("trained")
+    text, path = folder / "text.txt", folder / "small.yaml"
+    text.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
+    path.write_text(f"""
+name: small
+model:
+  {{architecture: gpt2, vocab_size: 400, n_layer: 1, n_head: 2, n_embd: 8, bias: false,
+    tied: false}}
+data: {{text: {text}, held_out: 0.1}}
+training:
+  {{steps: 50, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 2, evaluate_every: 50}}
+arms: {{adamw: {{optimizer: adamw}}}}
+seeds: [1]
+""")
+    recipe = load_recipe(str(path))
+    corpus = prepare_corpus(recipe, folder / "cache")
+    train(recipe, "adamw", 1, corpus, folder / "run", Machine(log=()))
+    return folder / "run", corpus
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the run, and its corpus."""
+    return shutil.copytree(trained[0], tmp_path / "run"), trained[1]
+
+
+@pytest.fixture
+def gpt2(trained, tmp_path):
+    """A random tied GPT-2 in a folder, with the tokenizer of the run."""
+    folder = tmp_path / "gpt2"
+    torch.manual_seed(1)
+    GPT2LMHeadModel(gpt2_config()).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(trained[0] / "model").save_pretrained(folder)
+    return folder
+
+
+def loss_of(model, tokens, length):
+    """The mean over all whole blocks, a block at a time, and the number of predicted tokens."""
+    losses = []
+    for start in range(0, len(tokens) - length, length):
+        block = torch.tensor(np.asarray(tokens[start : start + length + 1]).astype(np.int64))
+        with torch.no_grad():
+            log_p = model(block[None, :-1]).logits[0].double().log_softmax(-1)
+        losses += [-log_p[i, token].item() for i, token in enumerate(block[1:])]
+    return math.fsum(losses) / len(losses), len(losses)
+
+
+def snapshot(folder):
+    return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
+
+
+def test_a_run(run):
+    folder, corpus = run
+    result = evaluate_run(folder, corpus)
+    assert result == json.loads((folder / "evaluation.json").read_text())
+    model = GPT2LMHeadModel.from_pretrained(folder / "model")
+    expected, tokens = loss_of(model, corpus.tokens("test"), 16)
+    assert tokens > 16 * 4 * 2  # more than two batches, and not a whole number of them
+    assert result["test_loss"] == pytest.approx(expected, rel=1e-6)
+    assert (result["test_tokens"], result["test_batches"]) == (tokens, None)
+    head, embeddings = model.lm_head.weight.detach(), model.transformer.wte.weight.detach()
+    counts = corpus.unigram_counts()
+    assert result["embeddings"] == analyze(head, counts).to_dict()
+    assert result["input_embeddings"] == analyze(embeddings, counts).to_dict()
+    assert result["embeddings"] != result["input_embeddings"]
+    singular = np.linalg.svd(head.double().numpy(), compute_uv=False)
+    np.testing.assert_allclose(result["singular_values"], singular, rtol=1e-10)
+    # The two matrices, positions, attention, feed-forward, three norms; no biases.
+    assert result["parameters"] == 2 * 400 * 8 + 16 * 8 + 4 * 8 * 8 + 8 * 8 * 8 + 3 * 8
+    assert result["word_similarity"] is result["lm_eval"] is None
+
+
+def test_what_has_been_evaluated_is_kept(run):
+    folder, corpus = run
+
+    def needed():
+        raise AssertionError("the corpus is not needed")
+
+    first = evaluate_run(folder, lambda: corpus)
+    before = snapshot(folder)
+    assert evaluate_run(folder, needed) == first
+    assert snapshot(folder) == before
+    # Another part is added, from the weights as they are now.
+    with_words = evaluate_run(folder, needed, sets=SETS)
+    assert with_words["word_similarity"]["sets"]["ours"]["total"] == 5
+    assert {**with_words, "word_similarity": None} == first
+    # The loss of some batches takes the place of that of all, and the other way round.
+    some = evaluate_run(folder, corpus, batches=2)
+    model = GPT2LMHeadModel.from_pretrained(folder / "model")
+    expected, tokens = loss_of(model, corpus.tokens("test")[: 2 * 4 * 16 + 1], 16)
+    assert tokens == 2 * 4 * 16
+    assert some["test_loss"] == pytest.approx(expected, rel=1e-6)
+    assert (some["test_tokens"], some["test_batches"]) == (tokens, 2)
+    assert some["word_similarity"] == with_words["word_similarity"]
+    assert evaluate_run(folder, corpus) == with_words
+    # A damaged file is not overwritten: it may hold hours of work.
+    (folder / "evaluation.json").write_text('{"test_loss": 3')
+    with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
+        evaluate_run(folder, corpus)
+    assert (folder / "evaluation.json").read_text() == '{"test_loss": 3'
+
+
+def test_the_test_batches_of_the_recipe(run):
+    folder, corpus = run
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["recipe"]["training"]["test_batches"] = 1
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert evaluate_run(folder, corpus)["test_tokens"] == 4 * 16
+    assert evaluate_run(folder, corpus, batches=3)["test_tokens"] == 3 * 4 * 16
+
+
+def test_word_similarity_of_a_run(run):
+    folder, corpus = run
+    score = evaluate_run(folder, corpus, sets=SETS)["word_similarity"]
+    head = GPT2LMHeadModel.from_pretrained(folder / "model").lm_head.weight.detach()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ratings, cosines = [], []
+    for (first, second), rating in zip(SETS["ours"].pairs, SETS["ours"].ratings):
+        ids = [tokenizer.encode(f" {word}") for word in (first, second)]
+        if [len(i) for i in ids] == [1, 1]:
+            ratings.append(rating)
+            cosines.append(torch.cosine_similarity(*head[[i[0] for i in ids]], dim=0).item())
+    assert score["sets"]["ours"]["pairs"] == len(ratings) == 4
+    expected = 100 * np.corrcoef(ratings, cosines)[0, 1]
+    assert score["mean"] == score["sets"]["ours"]["r"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_with_a_text(gpt2, tmp_path):
+    documents = sorted(topics.values(), key=len)[-8:-4]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    before = snapshot(gpt2)
+    result = evaluate_model(gpt2, text=text, sets=SETS)
+    assert snapshot(gpt2) == before
+    model = GPT2LMHeadModel.from_pretrained(gpt2)
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    ids = [i for document in documents for i in (0, *tokenizer.encode(document))]
+    expected, tokens = loss_of(model, ids, 32)
+    assert result["test_loss"] == pytest.approx(expected, rel=1e-6)
+    assert (result["test_tokens"], result["test_batches"]) == (tokens, None)
+    wte = model.transformer.wte.weight.detach()
+    counts = np.bincount(ids, minlength=448)
+    assert result["embeddings"] == analyze(wte, counts).to_dict()
+    assert result["embeddings"]["unseen_tokens"] >= 48  # the rows that pad the vocabulary
+    assert result["input_embeddings"] is None
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
+    assert result["word_similarity"]["sets"]["ours"]["pairs"] == 4
+    assert evaluate_model(gpt2, text=text, batches=2)["test_tokens"] == 2 * 8 * 32
+
+
+def test_a_model_alone(gpt2, tmp_path):
+    """Without a text no loss and no correlation with frequency; without a tokenizer, too."""
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=False)).bfloat16()
+    model.save_pretrained(tmp_path / "llama")
+    result = evaluate_model(tmp_path / "llama")
+    assert result == {
+        **dict.fromkeys(("test_loss", "test_tokens", "test_batches", "word_similarity", "lm_eval")),
+        "parameters": model.num_parameters(),
+        "embeddings": analyze(model.lm_head.weight).to_dict(),
+        "singular_values": result["singular_values"],
+        "input_embeddings": analyze(model.model.embed_tokens.weight).to_dict(),
+    }
+    # The folder that a run holds is such a folder.
+    assert not is_run(gpt2)
+    assert evaluate_model(gpt2)["embeddings"]["norm_frequency_correlation"] is None
+
+
+def broken_models(folder, gpt2):
+    """Folders that cannot be evaluated, by what is said of them."""
+
+    def copy(name):
+        return Path(shutil.copytree(gpt2, folder / name))
+
+    yield folder, "is neither a run"
+    yield folder / "missing", "is neither a run"
+    model = GPT2LMHeadModel.from_pretrained(gpt2)
+    pickled = copy("pickled")
+    (pickled / "model.safetensors").unlink()
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    yield pickled, "no file named model.safetensors"
+    cut = copy("cut")
+    weights = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    yield cut, "SafetensorError"
+    GPT2Model(gpt2_config(tie_word_embeddings=False)).save_pretrained(folder / "headless")
+    yield folder / "headless", "weights are missing, so that they would be random: lm_head.weight"
+    with torch.no_grad():
+        model.transformer.wte.weight[5, 1] = math.nan
+    model.save_pretrained(folder / "diverged")
+    yield folder / "diverged", "row 5 is not finite"
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(**SMALL)).save_pretrained(folder / "bert")
+    yield folder / "bert", "BertLMHeadModel predicts tokens from later ones"
+
+
+def test_what_is_no_model(gpt2, tmp_path):
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for model, message in broken_models(folder, gpt2):
+        with pytest.raises(UsageError) as error:
+            evaluate_model(model)
+        assert message in str(error.value), model
+        assert "\n" not in str(error.value)
+        assert str(model) in str(error.value)
+
+
+def test_what_does_not_fit_the_model(gpt2, text_file, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("Too short.")
+    with pytest.raises(
+        UsageError, match=r"short\.txt is too short: it has \d+ tokens, and a block"
+    ):
+        evaluate_model(gpt2, text=short)
+    small = tmp_path / "small"
+    GPT2LMHeadModel(gpt2_config(vocab_size=100)).save_pretrained(small)
+    # GPT-2's tokenizer class makes itself without any file, and knows no word then.
+    for asked in ({"text": text_file}, {"sets": SETS}):
+        with pytest.raises(UsageError, match="small has no tokenizer"):
+            evaluate_model(small, **asked)
+    AutoTokenizer.from_pretrained(gpt2).save_pretrained(small)
+    with pytest.raises(UsageError, match=r"its tokenizer does not fit its model: .*0 \.\.\. 99"):
+        evaluate_model(small, text=text_file)
+    with pytest.raises(UsageError, match=r"outside of 0 \.\.\. 99: does the tokenizer belong"):
+        evaluate_model(small, sets=SETS)
+
+
+def test_what_is_no_finished_run(run):
+    folder, corpus = run
+    assert is_run(folder)
+    (folder / "model").rename(folder / "model.tmp")
+    with pytest.raises(
+        UsageError, match="its training has not finished; continue it with --resume"
+    ):
+        evaluate_run(folder, corpus)
+    (folder / "config.yaml").unlink()
+    assert not is_run(folder)
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        evaluate_run(folder, corpus)
+    assert not (folder / "evaluation.json").exists()
+
+
+def test_word_similarity_sets_that_cannot_be_used(tmp_path):
+    with pytest.raises(UsageError, match=r"--word-similarity: .* has no word-similarity set"):
+        word_similarity_sets(tmp_path)
+
+
+def word_level(normalizer, pre_tokenizer, vocabulary):
+    """A tokenizer of whole words, as WordPiece or SentencePiece mark them."""
+    tokens = {token: i for i, token in enumerate(["[UNK]", *vocabulary])}
+    tokenizer = Tokenizer(models.WordPiece(tokens, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def test_the_token_that_is_a_word():
+    """Each kind of tokenizer has its own mark of a word's beginning, and marks are no words."""
+    wordpiece = word_level(
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+        ["a", "sea", "##side", "jerusalem", "##s"],
+    )
+    sentencepiece = word_level(
+        None, pre_tokenizers.Metaspace(), ["\u2581a", "\u2581sea", "sea", "##side"]
+    )
+    token_id = token_ids(wordpiece)
+    assert [token_id(w) for w in ("sea", "Jerusalem", "seaside", "s", "lake")] == [
+        *(2, 4),
+        *(None, None, None),
+    ]
+    token_id = token_ids(sentencepiece)
+    assert [token_id(w) for w in ("sea", "seaside", "lake")] == [2, None, None]
+
+
+@needs_data
+def test_the_token_that_is_a_word_of_gpt2():
+    """For byte-level BPE it is the token with a leading space, for all words of the sets."""
+    tokenizer = load_tokenizer(DATA / "gpt2-tokenizer")
+    token_id = token_ids(tokenizer)
+    assert token_id("sea") == tokenizer.convert_tokens_to_ids("\u0120sea")
+    assert token_id("seaside") is None
+    sets = word_similarity_sets(DATA / "word-similarity")
+    words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
+    single = 0
+    for word in words:
+        ids = tokenizer.encode(f" {word}", add_special_tokens=False)
+        assert token_id(word) == (ids[0] if len(ids) == 1 else None), word
+        single += len(ids) == 1
+    assert 2000 < single < len(words)

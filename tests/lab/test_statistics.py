@@ -1,8 +1,10 @@
-"""The paper's shorthand for mean and deviation."""
+"""The paper's shorthand for mean and deviation, and its test."""
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from coupled_adam.lab.statistics import shorthand
+from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
 
 
 @pytest.mark.parametrize(
@@ -24,3 +26,22 @@ from coupled_adam.lab.statistics import shorthand
 )
 def test_shorthand(values, text):
     assert shorthand(values) == text
+
+
+def test_t_test_is_students():
+    """Against the formula: equal variances, one side."""
+    one, other = [1.0, 1.2, 1.1], [1.3, 1.5, 1.35, 1.6]
+    pooled = (np.var(one) * 3 + np.var(other) * 4) / 5
+    t = (np.mean(one) - np.mean(other)) / np.sqrt(pooled * (1 / 3 + 1 / 4))
+    assert one_sided_t_test(one, other, "lower") == pytest.approx(stats.t.cdf(t, 5))
+    assert one_sided_t_test(one, other, "higher") == pytest.approx(stats.t.sf(t, 5))
+    assert one_sided_t_test(one, other, "lower") < SIGNIFICANCE
+
+
+def test_no_t_test_without_a_deviation():
+    assert one_sided_t_test([1.0], [2.0, 3.0], "lower") is None
+    assert one_sided_t_test([1.0, 2.0], [2.0], "lower") is None
+    assert one_sided_t_test([1.0, float("nan")], [2.0, 3.0], "lower") is None
+    assert one_sided_t_test([1.0, 1.0], [2.0, 2.0], "lower") == 0
+    assert one_sided_t_test([1.0, 1.0], [2.0, 2.0], "higher") == 1
+    assert one_sided_t_test([1.0, 1.0], [1.0, 1.0], "higher") == 1

@@ -1,0 +1,261 @@
+"""Runs -> the table of results: terminal, Markdown, LaTeX, CSV."""
+
+import csv
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from coupled_adam.lab.runs import Run, short
+from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the table: where its number is in ``evaluation.json``, and how it is shown."""
+
+    key: str
+    header: str
+    latex: str
+    path: tuple[str, ...]
+    digits: int
+    better: Literal["lower", "higher"]
+
+
+COLUMNS = (
+    Column("test_loss", "L ↓", r"L $\downarrow$", ("test_loss",), 3, "lower"),
+    Column("accuracy", "Acc ↑", r"Acc $\uparrow$", ("lm_eval", "accuracy"), 3, "higher"),
+    Column("isotropy", "Iso ↑", r"Iso $\uparrow$", ("embeddings", "isotropy"), 2, "higher"),
+    Column(
+        *("mean_norm", "‖μ‖ ↓", r"$\|\mu\|$ $\downarrow$", ("embeddings", "mean_norm")),
+        *(3, "lower"),
+    ),
+    Column(
+        *("mean_norm_ratio", "‖μ‖ʳ ↓", r"$\|\mu\|^r$ $\downarrow$"),
+        *(("embeddings", "mean_norm_ratio"), 3, "lower"),
+    ),
+    Column(
+        *("word_similarity", "r̄ ↑", r"$\bar{r}$ $\uparrow$", ("word_similarity", "mean")),
+        *(1, "higher"),
+    ),
+    Column(
+        *("norm_frequency_correlation", "ρ ↑", r"$\rho$ $\uparrow$"),
+        *(("embeddings", "norm_frequency_correlation"), 2, "higher"),
+    ),
+    Column(
+        *("condition", "κ ↑", r"$\kappa$ $\uparrow$", ("embeddings", "condition"), 2, "higher"),
+    ),
+)
+"""In the order of the paper's Table 1; accuracy and word similarity are shown where measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A metric of an arm, over its seeds; ``p`` compares with the baseline where a test is made."""
+
+    values: list[float]
+    text: str
+    p: float | None = None
+    bold: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An arm of a recipe: a row of the table."""
+
+    recipe: str
+    tokens: int
+    parameters: int
+    arm: str
+    label: str
+    seeds: list[int]
+    cells: dict[str, Cell]
+
+
+def table_rows(runs: Sequence[Run]) -> list[Row]:
+    """A row for each recipe and arm, the significantly better value of each pair in bold.
+
+    An arm is compared with ``adamw`` of the same recipe: Student's t-test, one-sided, at 95 %, for
+    the one that has the better mean (App. F).
+    """
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.recipe.name, run.arm), []).append(run)
+    rows = []
+    for (recipe, arm), mine in groups.items():
+        cells = {
+            column.key: _cell(column, mine, groups.get((recipe, "adamw")), arm)
+            for column in COLUMNS
+        }
+        first = mine[0]
+        seeds = [run.seed for run in mine]
+        rows.append(
+            Row(recipe, first.recipe.tokens, first.parameters, arm, first.label, seeds, cells)
+        )
+    # The baseline is bold where the only other arm is significantly worse.
+    for i, row in enumerate(rows):
+        others = [other for other in rows if other.recipe == row.recipe and other.arm != "adamw"]
+        if row.arm != "adamw" or len(others) != 1:
+            continue
+        for column in COLUMNS:
+            mine_, other = row.cells[column.key], others[0].cells[column.key]
+            p = one_sided_t_test(mine_.values, other.values, column.better)
+            bold = p is not None and p < SIGNIFICANCE
+            rows[i].cells[column.key] = dataclasses.replace(mine_, bold=bold)
+    return rows
+
+
+def _cell(column: Column, mine: list[Run], baseline: list[Run] | None, arm: str) -> Cell:
+    values = _values(column, mine)
+    p = None
+    if arm != "adamw" and baseline:
+        p = one_sided_t_test(values, _values(column, baseline), column.better)
+    text = shorthand(values, column.digits)
+    return Cell(values, text, p, p is not None and p < SIGNIFICANCE)
+
+
+def _values(column: Column, runs: list[Run]) -> list[float]:
+    return [value for run in runs if (value := run.value(column.path)) is not None]
+
+
+def shown_columns(rows: Sequence[Row]) -> list[Column]:
+    """All columns, without accuracy and word similarity where no run has them."""
+    optional = ("accuracy", "word_similarity")
+    return [
+        column
+        for column in COLUMNS
+        if column.key not in optional or any(row.cells[column.key].values for row in rows)
+    ]
+
+
+def footnotes(rows: Sequence[Row]) -> list[str]:
+    """What the reader of the table must know about its statistics."""
+    counts = {len(row.seeds) for row in rows}
+    notes = []
+    if max(counts) > 1:
+        notes.append(
+            "Mean (standard deviation in the last digit) over seeds. Bold: better than Standard, or "
+            "Standard better than its one counterpart, by a one-sided Student t-test at 95 %."
+        )
+    if min(counts) == 1:
+        single = ", ".join(f"{r.recipe} {r.label}" for r in rows if len(r.seeds) == 1)
+        notes.append(f"One seed, so neither deviation nor test: {single}.")
+    for recipe in dict.fromkeys(row.recipe for row in rows):
+        seeds = {tuple(row.seeds) for row in rows if row.recipe == recipe}
+        if len(seeds) > 1:
+            notes.append(f"{recipe}: the arms were run with different seeds.")
+        if not any(row.arm == "adamw" for row in rows if row.recipe == recipe):
+            notes.append(f"{recipe}: no run of adamw to compare with.")
+    return notes
+
+
+def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The table in Markdown."""
+    header = ["D", "N", "Adam", *(column.header for column in columns)]
+    lines = [header, ["---:", "---:", "---", *("---:" for _ in columns)]]
+    for row in rows:
+        cells = [row.cells[column.key] for column in columns]
+        texts = [f"**{cell.text}**" if cell.bold else cell.text for cell in cells]
+        label = row.label.replace("|", "\\|")
+        lines.append([short(row.tokens), short(row.parameters), label, *texts])
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return table + "".join(f"\n{note}\n" for note in footnotes(rows))
+
+
+def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """The table in LaTeX, for the package booktabs."""
+    header = ["$D$", "$N$", "Adam", *(column.latex for column in columns)]
+    lines = [
+        "\\begin{tabular}{rrl" + "r" * len(columns) + "}",
+        "\\toprule",
+        " & ".join(header) + r" \\",
+    ]
+    group = None
+    for row in rows:
+        if (row.recipe, row.tokens) != group:
+            lines.append("\\midrule")
+            group = (row.recipe, row.tokens)
+        cells = [row.cells[column.key] for column in columns]
+        texts = [_latex_cell(cell) for cell in cells]
+        label = "".join(_LATEX.get(c, c) for c in row.label)
+        lines.append(" & ".join([short(row.tokens), short(row.parameters), label, *texts]) + r" \\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "–": "--",
+}
+
+
+def _latex_cell(cell: Cell) -> str:
+    text = "--" if cell.text == "–" else cell.text.replace("-", "$-$")
+    return f"\\textbf{{{text}}}" if cell.bold else text
+
+
+def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """A line for each arm: mean, standard deviation, number of seeds and p of each metric."""
+    statistics = ("mean", "std", "n", "p")
+    header = ["recipe", "tokens", "parameters", "arm"]
+    header += [f"{column.key}_{name}" for column in columns for name in statistics]
+    lines = []
+    for row in rows:
+        line: list[Any] = [row.recipe, row.tokens, row.parameters, row.arm]
+        for column in columns:
+            cell = row.cells[column.key]
+            mean = float(np.mean(cell.values)) if cell.values else None
+            deviation = float(np.std(cell.values, ddof=1)) if len(cell.values) > 1 else None
+            line += [mean, deviation, len(cell.values), cell.p]
+        lines.append(line)
+    return _csv([header, *lines])
+
+
+def runs_csv(runs: Sequence[Run]) -> str:
+    """A line for each run, in full precision."""
+    header = ["recipe", "arm", "seed", "tokens", "parameters", *(c.key for c in COLUMNS), "folder"]
+    lines = [
+        [run.recipe.name, run.arm, run.seed, run.recipe.tokens, run.parameters]
+        + [run.value(column.path) for column in COLUMNS]
+        + [str(run.folder)]
+        for run in runs
+    ]
+    return _csv([header, *lines])
+
+
+def _csv(lines: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(lines)
+    return text.getvalue()
+
+
+def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
+    """The table for the terminal."""
+    # One recipe's D and N go into the title, so that the rest fits into 80 characters.
+    first = rows[0]
+    one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
+    names = ", ".join(dict.fromkeys(row.recipe for row in rows))
+    size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
+    shown = Table(
+        title=names + (size if one else ""),
+        caption="\n".join(footnotes(rows)),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    header = ([] if one else ["D", "N"]) + ["Adam", *(column.header for column in columns)]
+    for name in header:
+        shown.add_column(name, justify="left" if name == "Adam" else "right", no_wrap=True)
+    for row in rows:
+        cells = [row.cells[column.key] for column in columns]
+        texts = [f"[bold]{cell.text}[/]" if cell.bold else cell.text for cell in cells]
+        sizes = [] if one else [short(row.tokens), short(row.parameters)]
+        shown.add_row(*sizes, escape(row.label), *texts)
+    return shown

@@ -1,0 +1,291 @@
+"""Reports: the numbers of finished runs, no others, in every format."""
+
+import csv
+import html.parser
+import io
+import json
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from scipy import stats
+
+from coupled_adam.embeddings import analyze
+from coupled_adam.lab import UsageError, reporting
+from coupled_adam.lab.figures import TOY_EMBEDDINGS, fit_proportional, toy_updates
+from coupled_adam.lab.models import build_model, count_parameters
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.reporting import report
+from coupled_adam.lab.runs import read_runs, short
+from coupled_adam.lab.tables import table_rows
+
+LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
+
+
+def make_run(folder, recipe, arm, seed, loss, **more):
+    """A run folder as training and evaluation leave it, of a model that was not trained."""
+    run = folder / f"{recipe.name}-{arm}-seed-{seed}"
+    run.mkdir(parents=True)
+    config = {"arm": arm, "seed": seed, "recipe": recipe.only(arm, seed).to_dict()}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "environment.json").write_text(json.dumps({"git_commit": "abc", "command": ["x"]}))
+    torch.manual_seed(seed)
+    model = build_model(recipe)
+    model.save_pretrained(run / "model")
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(0, 1000, recipe.model.vocab_size)
+    np.save(run / "unigram_counts.npy", counts)
+    lines = [{"step": step, "mean_norm": 0.1, "mean_norm_ratio": 0.2} for step in (0, 10, 20)]
+    lines += [{"step": step, "train_loss": 5 - step / 10, "valid_loss": 5.0} for step in (10, 20)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if arm == "adamw":
+        (run / "second_moments").mkdir()
+        for step in (10, 20):
+            np.save(run / "second_moments" / f"step-{step}.npy", counts / counts.sum() * step)
+    result = {
+        "test_loss": loss,
+        "test_tokens": 1000,
+        "parameters": count_parameters(model),
+        "embeddings": analyze(model.get_output_embeddings().weight, counts).to_dict(),
+        **more,
+    }
+    (run / "evaluation.json").write_text(json.dumps(result))
+    return run
+
+
+@pytest.fixture
+def recipe(small_recipe):
+    return load_recipe(str(small_recipe))
+
+
+@pytest.fixture
+def comparison(tmp_path, recipe):
+    """Two arms, three seeds."""
+    for arm, losses in LOSSES.items():
+        for seed, loss in enumerate(losses, 1):
+            make_run(tmp_path / "runs", recipe, arm, seed, loss)
+    return tmp_path / "runs"
+
+
+def printed(table):
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_report(comparison):
+    """Table, statistics and files of a comparison of two arms."""
+    table = printed(report([comparison], comparison / "report"))
+    assert "3.1 (1)" in table
+    assert "2.6 (1)" in table
+    out = comparison / "report"
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert files == {
+        *("index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"),
+        *("overview.png", "figures/toy_example.png", "figures/second_moment_fit.png"),
+        *(f"figures/small/{name}.png" for name in ("spectrum", "second_moment")),
+        "figures/small/mean_norm_absolute.png",
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.rglob("*.png"))
+    header, _, standard, coupled, *_ = (out / "table.md").read_text().splitlines()
+    assert header.startswith("| D | N | Adam | L ↓ | Iso ↑ |")
+    assert "Acc" not in header  # nothing has it
+    assert "r̄" not in header
+    assert standard.startswith("| 2.56k | 3.42k | Standard | 3.1 (1) |")
+    assert coupled.startswith("| 2.56k | 3.42k | Coupled | **2.6 (1)** |")
+    assert r"Coupled & \textbf{2.6 (1)}" in (out / "table.tex").read_text()
+
+    with (out / "summary.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    expected = stats.ttest_ind(LOSSES["coupled_adam"], LOSSES["adamw"], alternative="less").pvalue
+    assert float(rows[1]["test_loss_p"]) == pytest.approx(expected)
+    assert float(rows[1]["test_loss_mean"]) == pytest.approx(2.6)
+    assert (rows[0]["test_loss_p"], rows[0]["test_loss_n"]) == ("", "3")
+    with (out / "runs.csv").open() as file:
+        losses = [float(row["test_loss"]) for row in csv.DictReader(file)]
+    assert losses == [*LOSSES["adamw"], *LOSSES["coupled_adam"]]
+    results = json.loads((out / "results.json").read_text())
+    assert results[0]["arm"] == "adamw"
+    assert (
+        results[0]["embeddings"]
+        == json.loads((comparison / "small-adamw-seed-1" / "evaluation.json").read_text())[
+            "embeddings"
+        ]
+    )
+
+
+def test_the_baseline_may_be_better(tmp_path, recipe):
+    for arm, losses in {"adamw": LOSSES["coupled_adam"], "coupled_adam": LOSSES["adamw"]}.items():
+        for seed, loss in enumerate(losses):
+            make_run(tmp_path, recipe, arm, seed, loss)
+    standard, coupled = table_rows(read_runs([tmp_path])[0])
+    assert standard.cells["test_loss"].bold
+    assert not coupled.cells["test_loss"].bold
+
+
+def test_what_was_not_run_is_a_dash(tmp_path, recipe):
+    """One seed, one arm with accuracies, and an unfinished run."""
+    lm_eval = {"accuracy": 0.4, "stderr": 0.01}
+    similarity = {"sets": {}, "mean": 57.3}
+    make_run(tmp_path, recipe, "adamw", 1, 3.0)
+    make_run(tmp_path, recipe, "coupled_adam", 1, 2.5, lm_eval=lm_eval, word_similarity=similarity)
+    cut = make_run(tmp_path, recipe, "coupled_adam", 2, 2.5)
+    (cut / "evaluation.json").unlink()
+    report([tmp_path], tmp_path / "report")
+    text = (tmp_path / "report" / "table.md").read_text()
+    assert "| Standard | 3.000 | – |" in text
+    assert "| Coupled | 2.500 | 0.400 |" in text
+    assert "| 57.3 |" in text
+    assert "**" not in text  # with one seed there is no test
+    assert "One seed, so neither deviation nor test: small Standard, small Coupled." in text
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert f"Not finished, and not used: {cut}" in page
+
+
+def test_several_recipes_and_sweeps(tmp_path, recipe):
+    arms = {
+        **recipe.arms,
+        **{
+            f"n{n}": {"optimizer": "coupled_adam", "second_moment_scale": 2.0**-n}
+            for n in (-2, -1, 1, 2, 10)
+        },
+        "f100": {"optimizer": "sgd", "lr_factor": 100},
+        "f50": {"optimizer": "sgd", "lr_factor": 50.0},
+    }
+    sweep = override(recipe, {"arms": arms})
+    longer = override(recipe, {"name": "longer", "training.steps": 80})
+    larger = override(recipe, {"name": "larger", "model.n_embd": 16})
+    for arm in arms:
+        make_run(tmp_path, sweep, arm, 1, 3.0)
+    for other in (longer, larger):
+        for arm in recipe.arms:
+            make_run(tmp_path / other.name, other, arm, 1, 3.0)
+    report([tmp_path], tmp_path / "report")
+    runs, _ = read_runs([tmp_path])
+    assert [run.label for run in runs if run.recipe.name == "small"] == [
+        *("Standard", "Coupled"),
+        *(f"Coupled, n = {n}" for n in (-2, -1, 1, 2, 10)),
+        *("SGD, f = 50", "SGD, f = 100"),
+    ]
+    assert list(dict.fromkeys(run.recipe.name for run in runs)) == ["small", "longer", "larger"]
+    figures = {path.stem for path in (tmp_path / "report" / "figures").rglob("*.png")}
+    assert figures >= {"scale", "scale_measures", "sgd", "sgd_measures", "loss_against_tokens"}
+    assert figures >= {"map", "toy_example"}
+    assert "accuracy_against_tokens" not in figures
+
+
+def test_no_finished_run(tmp_path):
+    with pytest.raises(UsageError, match="no finished run in it"):
+        report([tmp_path], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_a_report_that_fails_leaves_the_last(comparison, monkeypatch):
+    out = comparison / "report"
+    report([comparison], out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(reporting, "render", full)
+    with pytest.raises(OSError, match="No space left"):
+        report([comparison], out)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert [path.name for path in comparison.glob("report*")] == ["report"]
+
+
+class Page(html.parser.HTMLParser):
+    """The tags and the text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.text, self.sources = [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.sources += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_page_is_self_contained_and_escaped(tmp_path, recipe):
+    run = make_run(tmp_path, recipe, "adamw", 1, 3.0)
+    environment = {"command": ["<script>alert(1)</script>"], "git_commit": "<b>"}
+    (run / "environment.json").write_text(json.dumps(environment))
+    odd = tmp_path / "<img src=x>"
+    odd.mkdir()
+    (odd / "config.yaml").write_text((run / "config.yaml").read_text())
+    report([tmp_path], tmp_path / "report")
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>" in page.text
+    assert "<img src=x>" in page.text
+    assert page.tags.count("img") >= 5
+    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_page_in_a_browser(comparison, tmp_path):
+    """Every picture decodes and the table is laid out, from a file and without a network."""
+    report([comparison], comparison / "report")
+    page = (comparison / "report" / "index.html").read_text()
+    probe = """<script>addEventListener("load", () => {
+      const images = [...document.images];
+      document.title = JSON.stringify({
+        images: images.length, broken: images.filter(i => !i.naturalWidth).length,
+        cells: document.querySelectorAll("#results td").length,
+        wide: document.documentElement.scrollWidth <= innerWidth,
+        requests: performance.getEntriesByType("resource").filter(
+          e => !e.name.startsWith("data:")).length,
+      })})</script>"""
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.replace("</head>", probe + "</head>"))
+    for size in ("1200,900", "400,800"):
+        dump = subprocess.run(
+            [
+                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+                *(f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"),
+                probed.as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout
+        found = json.loads(dump.partition("<title>")[2].partition("</title>")[0])
+        assert found["images"] == page.count("<img ")
+        assert found == {**found, "broken": 0, "cells": 20, "wide": True, "requests": 0}
+
+
+def test_toy_example():
+    """With the real optimizers: all but Adam's updates sum to zero."""
+    updates = toy_updates()
+    for name, update in updates.items():
+        assert update.shape == (len(TOY_EMBEDDINGS), 2)
+        assert (np.abs(update.sum(0)).max() < 1e-6) == (name != "Adam"), name
+    # Gradient descent moves along h, as -(delta - p) h does.
+    np.testing.assert_allclose(updates["SGD"][:, 1], updates["SGD"][:, 0] / 2)
+
+
+def test_fit():
+    x = np.array([1.0, 2.0, 4.0])
+    assert fit_proportional(x, 3 * x) == pytest.approx((3, 1))
+    a, r_squared = fit_proportional(x, np.array([1.0, 5.0, 6.0]))
+    assert a == pytest.approx((1 + 10 + 24) / 21)
+    line = stats.linregress(x, [1.0, 5.0, 6.0])
+    assert r_squared < line.rvalue**2  # which has an intercept, too
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(124_373_760, "124M"), (999, "999"), (1_336_348_672, "1.34B"), (4_915_200_000, "4.92B")],
+)
+def test_short(number, text):
+    assert short(number) == text

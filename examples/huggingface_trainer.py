@@ -1,0 +1,73 @@
+"""Hugging Face Trainer: override ``create_optimizer``, and everything else stays.
+
+    python examples/huggingface_trainer.py --steps 300 --out /tmp/trainer
+
+Called again with ``--resume`` it continues from the Trainer's last checkpoint.
+"""
+
+import argparse
+
+import torch
+from text import batch, small_gpt2
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam.embeddings import mean_norm_ratio
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--save-steps", type=int, default=100)
+parser.add_argument("--out", default="trainer")
+parser.add_argument("--resume", action="store_true")
+options = parser.parse_args()
+
+
+class CoupledTrainer(Trainer):
+    """A Trainer with Coupled Adam, whatever the strategy."""
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Called by the Trainer, with the model as it wraps it."""
+        if self.optimizer is None:
+            self.optimizer = CoupledAdamW(
+                param_groups(model or self.model, weight_decay=self.args.weight_decay),
+                lr=self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+            )
+        return self.optimizer
+
+
+class Bytes(Dataset):
+    """One sequence for each index."""
+
+    def __len__(self) -> int:
+        """As many as are needed."""
+        return 16 * options.steps
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Input and labels, [64]."""
+        ids = batch(index, size=1)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+trainer = CoupledTrainer(
+    small_gpt2(),
+    TrainingArguments(
+        options.out,
+        max_steps=options.steps,
+        per_device_train_batch_size=16,
+        learning_rate=3e-3,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        lr_scheduler_type="cosine",
+        save_steps=options.save_steps,
+        logging_steps=50,
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+    ),
+    train_dataset=Bytes(),
+)
+trainer.train(resume_from_checkpoint=options.resume)
+trainer.save_model()
+ratio = mean_norm_ratio(trainer.model.lm_head.weight)
+print(f"step {trainer.state.global_step}: relative mean norm {ratio:.3f}")

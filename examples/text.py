@@ -1,0 +1,37 @@
+"""What the examples train on: the language reference that comes with Python, byte by byte."""
+
+from pydoc_data.topics import topics
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8).long()
+LENGTH = 64
+
+
+def small_gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    """A GPT-2 for bytes, with tied embeddings [256, 64] and no dropout."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=256,
+        n_positions=LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the default, which transformers would mention otherwise
+    return model
+
+
+def batch(step: int, size: int = 16) -> Tensor:
+    """The batch of a step, [size, LENGTH] token ids: always the same for the same step."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(TEXT) - LENGTH, (size,), generator=generator)
+    return TEXT[starts[:, None] + torch.arange(LENGTH)]

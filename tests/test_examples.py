@@ -1,0 +1,108 @@
+"""Each example as a user runs it; what continues must be what would have been."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.slow
+
+
+def run(example, *arguments, launcher=()):
+    """Its last line: the step, the loss where it prints one, the relative mean norm."""
+    result = subprocess.run(
+        [sys.executable, *launcher, str(EXAMPLES / example), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert result.returncode == 0, result.stderr
+    line = [line for line in result.stdout.splitlines() if "relative mean norm" in line][-1]
+    step, loss, ratio = re.fullmatch(
+        r"step (\d+): (?:loss ([\d.]+), )?relative mean norm ([\d.]+)", line
+    ).groups()
+    return int(step), loss and float(loss), float(ratio)
+
+
+def equal(one, other):
+    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    return all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_pytorch_loop(tmp_path):
+    """Against AdamW; and stopped half-way."""
+    _, coupled_loss, coupled = run(
+        "pytorch_loop.py", "--steps", 150, "--checkpoint", tmp_path / "whole.pt"
+    )
+    _, adamw_loss, adamw = run(
+        *("pytorch_loop.py", "--steps", 150, "--optimizer", "adamw"),
+        *("--checkpoint", tmp_path / "adamw.pt"),
+    )
+    assert coupled < 0.1 < 0.5 < adamw
+    assert coupled_loss < adamw_loss + 0.3 < 3.5
+    cut = ("pytorch_loop.py", "--steps", 150, "--checkpoint", tmp_path / "cut.pt")
+    assert run(*cut, "--stop-after", 70)[0] == 70
+    assert run(*cut)[0] == 150
+    saved = [torch.load(tmp_path / f"{n}.pt", weights_only=True) for n in ("whole", "cut")]
+    torch.testing.assert_close(saved[0]["model"], saved[1]["model"], rtol=0, atol=0)
+    states = [checkpoint["optimizer"]["state"] for checkpoint in saved]
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+    shapes = [tuple(state["exp_avg_sq"].shape) for state in saved[0]["optimizer"]["state"].values()]
+    assert shapes[0] == (64,)  # the coupled group comes first
+
+
+def test_huggingface_trainer(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    arguments = ("huggingface_trainer.py", "--steps", 40, "--save-steps", 20)
+    step, _, ratio = run(*arguments, "--out", whole)
+    assert step == 40
+    assert ratio < 0.1
+    shutil.copytree(whole / "checkpoint-20", cut / "checkpoint-20")
+    assert run(*arguments, "--out", cut, "--resume")[0] == 40
+    assert equal(whole, cut)
+    state = torch.load(cut / "checkpoint-40" / "optimizer.pt", weights_only=True)
+    assert state["param_groups"][0]["coupled"]
+    assert state["state"][0]["exp_avg_sq"].shape == (64,)
+
+
+def test_accelerate_loop(tmp_path):
+    """Two processes over gloo are one with the same batches, up to the order of sums."""
+    arguments = ("accelerate_loop.py", "--steps", 30)
+    step, _, ratio = run(*arguments, "--out", tmp_path / "whole")
+    assert step == 30
+    assert ratio < 0.1
+    assert run(*arguments, "--out", tmp_path / "cut", "--stop-after", 12)[0] == 12
+    assert run(*arguments, "--out", tmp_path / "cut")[0] == 30
+    assert equal(tmp_path / "whole" / "model", tmp_path / "cut" / "model")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    run(*arguments, "--out", tmp_path / "two", launcher=torchrun)
+    one, two = (
+        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "two")
+    )
+    for name, value in one.items():
+        assert (value - two[name]).abs().max() < 1e-3, name
+
+
+def test_lightning_module(tmp_path):
+    arguments = ("lightning_module.py", "--steps", 40)
+    step, _, ratio = run(*arguments, "--out", tmp_path / "whole")
+    assert step == 40
+    assert ratio < 0.1
+    assert run(*arguments, "--out", tmp_path / "cut", "--stop-after", 20)[0] == 20
+    assert run(*arguments, "--out", tmp_path / "cut")[0] == 40
+    assert equal(tmp_path / "whole" / "model", tmp_path / "cut" / "model")
+
+
+def test_muon():
+    _, coupled_loss, coupled = run("muon.py", "--steps", 100)
+    _, adamw_loss, adamw = run("muon.py", "--steps", 100, "--embeddings", "adamw")
+    assert coupled < 0.1 < 0.4 < adamw
+    assert coupled_loss < adamw_loss + 0.3 < 3.5

@@ -8,10 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze
+from coupled_adam.lab.recipe import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Corpora are prepared once for the tests of this file, and not in the user's cache."""
+    folder = tmp_path_factory.getbasetemp() / "cache"
+    monkeypatch.setenv("COUPLED_ADAM_CACHE", str(folder))
 
 
 def run(*arguments, cwd=None):
@@ -39,13 +48,14 @@ def test_compare(small_recipe, text_file, tmp_path):
     assert "Coupled" in result.stdout
     runs = [f"{arm}-seed-{seed}" for arm in ("adamw", "coupled_adam") for seed in (1, 2)]
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        [*runs, "comparison.yaml", "corpus", "report"]
+        [*runs, "comparison.yaml", "report"]
     )
     for name in runs:
         folder = out / name
         assert {path.name for path in folder.iterdir()} == {
             *("config.yaml", "environment.json", "metrics.jsonl", "evaluation.json"),
-            *("checkpoints", "model"),
+            *("checkpoints", "model", "tensorboard", "unigram_counts.npy"),
+            *(["second_moments"] if name.startswith("adamw") else []),
         }
         environment = json.loads((folder / "environment.json").read_text())
         assert environment["packages"]["torch"] == torch.__version__
@@ -68,21 +78,10 @@ def test_compare(small_recipe, text_file, tmp_path):
         for arm in ("adamw", "coupled_adam")
     ]
     assert first[0] == first[1]
-
-    report = out / "report"
-    assert {path.name for path in report.iterdir()} == {
-        *("table.md", "results.json", "overview.png", "loss.png", "mean_norm.png"),
-        *("projection.png", "frequency.png"),
-    }
-    for picture in report.glob("*.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    results = json.loads((report / "results.json").read_text())
-    assert [(r["arm"], r["seed"]) for r in results] == [
-        *(("adamw", 1), ("coupled_adam", 1), ("adamw", 2), ("coupled_adam", 2)),
-    ]
-    table = (report / "table.md").read_text()
-    assert table.splitlines()[0].startswith("| D | N | Adam | L ↓ | Iso ↑ |")
-    assert all("(" in line for line in table.splitlines()[2:])  # mean (deviation)
+    assert (out / "report" / "index.html").exists()
+    # The configuration of a run is a recipe.
+    again = load_recipe(str(out / "adamw-seed-2" / "config.yaml"))
+    assert (again.seeds, list(again.arms), again.steps) == ([2], ["adamw"], 10)
 
     before = {name: (out / name / "evaluation.json").stat().st_mtime_ns for name in runs}
     again = run("compare", "--out", out, "--resume", "--seeds", 3)
@@ -115,12 +114,17 @@ def errors(small_recipe, text_file, tmp_path):
         "existing file": (("--out", text_file, *recipe), "exists"),
         "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
         "unknown option": (("--stesp", 3), "did you mean --steps?"),
-        "unknown argument": (("tiny",), "unrecognized arguments: tiny"),
+        "unknown argument": (("tiny",), "'tiny': what is no option must be key=value"),
+        "unknown key": (("model.n_layr=2",), "did you mean n_layer?"),
+        "wrong type": (("model.n_layer=two",), "model.n_layer"),
+        "impossible model": (("model.n_head=3", *recipe), "must be a multiple of model.n_head=3"),
+        "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
+        "unknown logger": (("--log", "paper"), "log"),
         "bad steps": (("--steps", 0), "steps"),
         "bad seeds": (("--seeds", "one"), "seeds"),
         "bad device": (("--device", "tpu"), "device"),
         "missing device": (("--device", "mps", "--out", new, *recipe), "is not available here"),
-        "unknown recipe": (("--recipe", "tinny"), "not one of ['tiny']"),
+        "unknown recipe": (("--recipe", "tinny"), "did you mean tiny?"),
     }
 
 
@@ -163,6 +167,18 @@ def test_help_and_version():
     assert result.returncode == 0
     for option in ("--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"):
         assert option in result.stdout
+
+
+def test_recipes(capsys):
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    for words in ("tiny", "124M-20B-scaled", "2.6B-210B", "2,666.7M", "Skylion007/openwebtext"):
+        assert words in listed
+    assert main(["recipes", "350M-10B"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed == load_recipe("350M-10B").to_dict()
+    assert main(["recipes", "350M-10b"]) == 2
+    assert "did you mean 350M-10B?" in capsys.readouterr().err
 
 
 def test_import_needs_torch_alone():

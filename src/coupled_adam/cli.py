@@ -1,8 +1,9 @@
 """The ``coupled-adam`` command."""
 
-import dataclasses
 import difflib
 import logging
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,127 +11,449 @@ from typing import Any, Literal
 
 try:
     import jsonargparse
-    from jsonargparse.typing import PositiveInt
+    from jsonargparse.typing import NonNegativeInt, PositiveInt
 
-    from coupled_adam.lab import UsageError
+    from coupled_adam.lab import PreemptedError, TrainingError, UsageError
 except ModuleNotFoundError as error:
     sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
 
+PREEMPTED = 75
+"""The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, 2 for unusable input, 130 when interrupted."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Run the command; return its exit code.
+
+    0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
+    75: stopped by SIGTERM, with a checkpoint. 130: interrupted by the user. After 1, 75 and 130 the
+    same command with ``--resume`` continues.
+    """
+    arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
     try:
         options = _parser().parse_args(arguments)
-        _compare(options.compare)
+        _COMMANDS[options.command](options[options.command])
     except (jsonargparse.ArgumentError, UsageError) as error:
-        message = " ".join(str(error).split())
-        print(f"coupled-adam: error: {message}{_hint(arguments, message)}", file=sys.stderr)
-        return 2
+        message = _one_line(error)
+        return _fail(2, f"error: {message}{_hint(arguments, message)}")
+    except TrainingError as error:
+        return _fail(1, f"error: {_one_line(error)}")
+    except OSError as error:
+        if error.errno is None:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        what = f"error: {os.strerror(error.errno)}{where}"
+        return _fail(1, f"{what}; what was finished is kept, continue with --resume")
+    except PreemptedError as error:
+        return _fail(PREEMPTED, f"{_one_line(error)}; continue with --resume")
     except KeyboardInterrupt:
-        print("coupled-adam: interrupted; add --resume to the command to continue", file=sys.stderr)
-        return 130
+        return _fail(130, "interrupted; add --resume to the command to continue")
     return 0
 
 
 def _parser() -> jsonargparse.ArgumentParser:
     from coupled_adam import __version__
 
+    parser = jsonargparse.ArgumentParser(
+        prog="coupled-adam", exit_on_error=False, version=__version__
+    )
+    subcommands = parser.add_subcommands(dest="command")
+    for name, command in _command_parsers().items():
+        subcommands.add_subcommand(name, command, help=_COMMANDS[name].__doc__)
+    return parser
+
+
+def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
     compare = jsonargparse.ArgumentParser(
         exit_on_error=False,
         description="Train a language model with AdamW and with Coupled Adam, all else the same, "
         "and show the difference: a table, and pictures in OUT/report. Without options: a small "
         "GPT-2 on the documentation inside Python, in a few minutes on two cores.",
     )
-    compare.add_argument("--recipe", default="tiny", help="name of a recipe, or a YAML file")
-    compare.add_argument("--text", help="train on this text file, or all text files in this folder")
-    compare.add_argument(
-        "--steps", type=PositiveInt, help="training steps, instead of the recipe's"
-    )
+    _add_recipe_options(compare)
+    compare.add_argument("--arms", nargs="+", metavar="ARM", help="some of the recipe's arms")
     compare.add_argument(
         "--seeds",
         type=PositiveInt,
         nargs="+",
         metavar="N",
-        help="one number: that many seeds, 1 to N; several: these seeds (default: 1)",
+        help="one number: that many seeds, 1 to N; several: these seeds",
     )
-    compare.add_argument(
-        "--out", help="a new folder for the results (default: runs/NAME, after the recipe)"
+    _add_run_options(compare, "a new folder for the results (default: runs/NAME, as the recipe)")
+
+    train = jsonargparse.ArgumentParser(
+        exit_on_error=False,
+        description="Train and evaluate one model of a recipe, for one job in a cluster's queue. "
+        "Runs in one folder are compared by coupled-adam report.",
     )
-    compare.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
-    compare.add_argument(
+    _add_recipe_options(train)
+    train.add_argument("--arm", required=True, help="an arm of the recipe")
+    train.add_argument("--seed", type=NonNegativeInt, default=1)
+    _add_run_options(train, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
+
+    evaluate = jsonargparse.ArgumentParser(
+        exit_on_error=False,
+        description="Evaluate a finished run, into its evaluation.json, or any causal language "
+        "model in a folder in Hugging Face format, into --out or the terminal: test loss, measures "
+        "of the embeddings, word similarity, downstream tasks.",
+    )
+    evaluate.add_argument("model", help="the folder of a run, or of a model")
+    evaluate.add_argument(
+        "--batches", type=PositiveInt, help="batches of held-out text (default: the recipe's, all)"
+    )
+    evaluate.add_argument(
+        "--word-similarity", metavar="DIR", help="folder of word-similarity sets as published"
+    )
+    evaluate.add_argument(
+        "--lm-eval",
+        nargs="*",
+        metavar="TASK",
+        help="tasks of lm-evaluation-harness; without names the seven of the paper",
+    )
+    evaluate.add_argument("--lm-eval-path", metavar="DIR", help="folder of tasks of your own")
+    evaluate.add_argument("--text", help="a model's held-out text: a file or a folder of them")
+    evaluate.add_argument("--out", help="a JSON file for a model's results")
+    evaluate.add_argument("--cache", help="folder of prepared corpora (default: the user's cache)")
+    evaluate.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
+
+    report = jsonargparse.ArgumentParser(
+        exit_on_error=False,
+        description="Write the report of finished runs: tables, pictures, and a page that holds "
+        "all of it.",
+    )
+    report.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
+    report.add_argument("--out", help="the report's folder (default: DIR/report, of the first DIR)")
+
+    recipes = jsonargparse.ArgumentParser(
+        exit_on_error=False, description="List the recipes, or print one as a complete YAML file."
+    )
+    recipes.add_argument("name", nargs="?", help="the recipe to print")
+
+    return {
+        "compare": compare,
+        "train": train,
+        "evaluate": evaluate,
+        "report": report,
+        "recipes": recipes,
+    }
+
+
+def _add_recipe_options(parser: jsonargparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values of the recipe: model.n_layer=24"
+    )
+    parser.add_argument(
+        "--recipe", default="tiny", help="name of a recipe (see coupled-adam recipes), or a file"
+    )
+    parser.add_argument(
+        "--text", help="train on this file, or all text files in this folder: data.text"
+    )
+    parser.add_argument("--steps", type=PositiveInt, help="training steps: training.steps")
+
+
+def _add_run_options(parser: jsonargparse.ArgumentParser, out: str) -> None:
+    parser.add_argument("--out", help=out)
+    parser.add_argument("--cache", help="folder of prepared corpora (default: the user's cache)")
+    parser.add_argument(
         "--resume",
         action="store_true",
-        help="continue what OUT holds: its recipe, text and seeds, from the last checkpoint",
+        help="continue what OUT holds: its recipe and text, from the last checkpoint",
     )
-    parser = jsonargparse.ArgumentParser(
-        prog="coupled-adam", exit_on_error=False, version=__version__
+    parser.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
+    parser.add_argument(
+        "--strategy",
+        type=Literal["ddp", "fsdp2"],
+        default="ddp",
+        help="how several processes (torchrun, srun) share a run; fsdp2 shards the model",
     )
-    subcommands = parser.add_subcommands(dest="command")
-    subcommands.add_subcommand("compare", compare, help="AdamW against Coupled Adam on real text")
-    return parser
+    parser.add_argument(
+        "--micro-batch-size",
+        type=PositiveInt,
+        help="sequences at a time in each process (default: all its share of the batch)",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument(
+        "--log",
+        type=Literal["tensorboard", "wandb"],
+        nargs="*",
+        default=["tensorboard"],
+        help="beside metrics.jsonl: tensorboard (default), wandb, both or none",
+    )
 
 
 def _compare(options: jsonargparse.Namespace) -> None:
-    from rich.console import Console
+    """AdamW against Coupled Adam on real text."""
+    import dataclasses
 
-    from coupled_adam.lab import comparison, reporting
+    from coupled_adam.lab import comparison
+    from coupled_adam.lab.corpus import default_cache
     from coupled_adam.lab.recipe import load_recipe
 
-    _quiet_libraries()  # after their imports, which set the levels they like
-    console = Console()
     recipe = load_recipe(options.recipe)
     out = Path(options.out or Path("runs") / recipe.name)
-    stored = comparison.stored(out) if options.resume else None
-    seeds = [1]
-    if stored is not None:
-        recipe, seeds = stored
-    if options.steps is not None:
-        recipe = _replaced(recipe, "training", steps=int(options.steps))
-    if options.text is not None:
-        recipe = _replaced(recipe, "data", text=str(Path(options.text).resolve()))
+    recipe = _overridden((comparison.stored(out) if options.resume else None) or recipe, options)
     if options.seeds is not None:
         count, *more = map(int, options.seeds)
         seeds = sorted({count, *more}) if more else list(range(1, count + 1))
-
+        recipe = dataclasses.replace(recipe, seeds=seeds)
+    if options.arms is not None:
+        arms = {arm: recipe.arms[_known_arm(arm, recipe)] for arm in options.arms}
+        recipe = dataclasses.replace(recipe, arms=arms)
+    machine = _machine(options)
+    console = _console()
     console.print(
-        f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)} on "
-        f"{recipe.data.text or 'the documentation inside Python'}; {recipe.training.steps} steps, "
-        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, seeds))}; results in {out}",
+        f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
+        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}; results in "
+        f"{out}",
         highlight=False,
     )
-    comparison.compare(recipe, seeds, out, device=options.device, resume=options.resume)
-    console.print(reporting.report(out))
-    console.print(f"pictures and numbers: {out / 'report'}", highlight=False)
+    cache = Path(options.cache) if options.cache else default_cache()
+    table = comparison.compare(recipe, out, machine=machine, cache=cache, resume=options.resume)
+    if table is not None:
+        _print_table(table)
+        console.print(f"the whole report: {out / 'report' / 'index.html'}", highlight=False)
 
 
-def _replaced(recipe: Any, part: str, **values: Any) -> Any:
-    changed = dataclasses.replace(getattr(recipe, part), **values)
-    return dataclasses.replace(recipe, **{part: changed})
+def _train(options: jsonargparse.Namespace) -> None:
+    """One run of a comparison."""
+    from coupled_adam.lab import comparison
+    from coupled_adam.lab.corpus import default_cache
+    from coupled_adam.lab.recipe import load_recipe
+
+    recipe = _overridden(load_recipe(options.recipe), options)
+    arm, seed = _known_arm(options.arm, recipe), int(options.seed)
+    folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
+    comparison.run(
+        recipe,
+        arm,
+        seed,
+        folder,
+        machine=_machine(options),
+        cache=Path(options.cache) if options.cache else default_cache(),
+        resume=options.resume,
+    )
+    _console().print(f"the run: {folder}", highlight=False)
+
+
+def _evaluate(options: jsonargparse.Namespace) -> None:
+    """Evaluate a run, or any causal language model."""
+    import json
+
+    from rich.pretty import pprint
+
+    from coupled_adam.lab import evaluation
+    from coupled_adam.lab.corpus import default_cache, prepare_corpus
+    from coupled_adam.lab.downstream import PAPER_TASKS, Downstream
+    from coupled_adam.lab.files import write_atomically
+    from coupled_adam.lab.recipe import load_recipe
+
+    device = _device(options.device)
+    _quiet_libraries()
+    folder = Path(options.model)
+    sets = options.word_similarity and evaluation.word_similarity_sets(
+        Path(options.word_similarity)
+    )
+    tasks_folder = Path(options.lm_eval_path) if options.lm_eval_path else None
+    downstream = None
+    if options.lm_eval is not None:
+        downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder)
+    elif tasks_folder is not None:
+        raise UsageError("--lm-eval-path needs --lm-eval, with the names of the tasks")
+    batches = None if options.batches is None else int(options.batches)
+    if evaluation.is_run(folder):
+        if options.text is not None or options.out is not None:
+            raise UsageError(f"--text and --out are for models; {folder} is a run with its own")
+        cache = Path(options.cache) if options.cache else default_cache()
+        recipe = load_recipe(str(folder / "config.yaml"))
+        result = evaluation.evaluate_run(
+            folder,
+            lambda: prepare_corpus(recipe, cache),
+            batches=batches,
+            sets=sets,
+            downstream=downstream,
+            device=device,
+        )
+        where: Path | None = folder / "evaluation.json"
+    else:
+        text = Path(options.text) if options.text else None
+        result = evaluation.evaluate_model(
+            folder, text=text, batches=batches, sets=sets, downstream=downstream, device=device
+        )
+        where = Path(options.out) if options.out else None
+        if where is not None:
+            write_atomically(where, json.dumps(result, indent=2))
+    console = _console()
+    shown = {name: value for name, value in result.items() if name != "singular_values"}
+    pprint(shown, console=console, expand_all=True)
+    if where is not None:
+        console.print(f"all numbers: {where}", highlight=False)
+
+
+def _report(options: jsonargparse.Namespace) -> None:
+    """Tables, pictures and a page from finished runs."""
+    from coupled_adam.lab.reporting import report
+
+    folders = [Path(folder) for folder in options.folders]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder")
+    out = Path(options.out) if options.out else folders[0] / "report"
+    console = _console()
+    _print_table(report(folders, out))
+    console.print(f"the whole report: {out / 'index.html'}", highlight=False)
+
+
+def _recipes(options: jsonargparse.Namespace) -> None:
+    """What there is to run."""
+    import torch
+    import yaml
+    from rich import box
+    from rich.table import Table
+
+    from coupled_adam.lab.models import build_model, count_parameters
+    from coupled_adam.lab.recipe import load_recipe, recipe_names
+
+    if options.name is not None:
+        print(yaml.safe_dump(load_recipe(options.name).to_dict(), sort_keys=False), end="")
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("recipe", "parameters", "tokens", "text", "arms", "seeds"):
+        number = name in ("parameters", "tokens", "arms", "seeds")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    recipes = [load_recipe(name) for name in recipe_names()]
+    with torch.device("meta"):
+        sizes = [count_parameters(build_model(recipe)) for recipe in recipes]
+    for size, recipe in sorted(zip(sizes, recipes), key=lambda row: (row[0], row[1].tokens)):
+        data = recipe.data
+        table.add_row(
+            recipe.name,
+            f"{size / 1e6:,.1f}M",
+            f"{recipe.tokens / 1e6:,.0f}M",
+            data.text or data.hub or data.tokens or "Python's documentation",
+            str(len(recipe.arms)),
+            str(len(recipe.seeds)),
+        )
+    _print_table(table)
+
+
+def _overridden(recipe: Any, options: jsonargparse.Namespace) -> Any:
+    from coupled_adam.lab.recipe import override, parse_overrides
+
+    values = parse_overrides(options.overrides)
+    if options.steps is not None:
+        values |= {"training.steps": int(options.steps), "training.tokens": None}
+    if options.text is not None:
+        text = str(Path(options.text).resolve())
+        values |= {"data.text": text, "data.hub": None, "data.tokens": None}
+    return override(recipe, values)
+
+
+def _known_arm(name: str, recipe: Any) -> str:
+    if name not in recipe.arms:
+        near = difflib.get_close_matches(name, recipe.arms, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(recipe.arms)}"
+        raise UsageError(f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
+    return name
+
+
+def _machine(options: jsonargparse.Namespace) -> Any:
+    from coupled_adam.lab.training import Machine
+
+    _quiet_libraries()  # after their imports, which set the levels they like
+    size = options.micro_batch_size
+    return Machine(
+        device=_device(options.device),
+        strategy=options.strategy,
+        micro_batch_size=None if size is None else int(size),
+        compile=options.compile,
+        log=tuple(options.log),
+    )
+
+
+def _device(name: str) -> str:
+    import torch
+
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if name == "auto":
+        return next(device for device, usable in available.items() if usable)
+    if not available[name]:
+        usable = [device for device, is_usable in available.items() if is_usable]
+        raise UsageError(f"--device {name} is not available here; of use are: {', '.join(usable)}")
+    return name
+
+
+def _console() -> Any:
+    """The terminal; of several processes, rank 0 alone writes to it."""
+    from rich.console import Console
+
+    return Console(quiet=_is_other_rank())
+
+
+def _print_table(table: Any) -> None:
+    """Print a table whole: in a narrow terminal, or a file, lines are longer and not cut."""
+    console = _console()
+    wide = console.measure(table, options=console.options.update(width=1000)).maximum
+    console.width = max(console.width, wide)
+    console.print(table)
+
+
+def _is_other_rank() -> bool:
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def _quiet_libraries() -> None:
     """Leave the terminal to our own lines and bars; warnings and errors stay."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def _fail(code: int, message: str) -> int:
+    if not _is_other_rank():
+        print(f"coupled-adam: {message}", file=sys.stderr)
+    return code
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _overrides_first(arguments: list[str]) -> list[str]:
+    """Put ``key=value`` right behind the command: options that take several values end at it."""
+    first = [a for a in arguments[1:] if re.match(r"(name|model|data|training|arms|seeds)[.=]", a)]
+    return [*arguments[:1], *first, *(a for a in arguments[1:] if a not in first)]
+
+
 def _hint(arguments: list[str], message: str) -> str:
-    """For an option that does not exist: the nearest that does, and where they are listed."""
+    """For an option that does not exist: the nearest that does, or where they are listed."""
     if "nrecognized arguments" not in message:
         return ""
-    known = ["--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"]
+    command = arguments[0] if arguments and arguments[0] in _COMMANDS else ""
+    parser = _command_parsers()[command] if command else _parser()
+    known = re.findall(r"--[a-z][a-z-]+", parser.format_help())
     near = [
         match
         for argument in arguments
-        if argument not in known
+        if argument.startswith("-") and argument not in known
         for match in difflib.get_close_matches(argument.partition("=")[0], known, n=1)
     ]
-    return f"; did you mean {near[0]}?" if near else "; see coupled-adam compare --help"
+    return f"; did you mean {near[0]}?" if near else "; see coupled-adam --help"
+
+
+_COMMANDS = {
+    "compare": _compare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "report": _report,
+    "recipes": _recipes,
+}
 
 
 if __name__ == "__main__":

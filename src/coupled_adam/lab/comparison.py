@@ -1,85 +1,130 @@
 """A comparison: every arm of a recipe with every seed, in one folder.
 
-The folder holds ``comparison.yaml`` (recipe and seeds), ``corpus/``, a run folder for each arm and
-seed, and ``report/``.
+The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and seed, and
+``report/``.
 """
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.corpus import prepare_corpus
-from coupled_adam.lab.evaluation import evaluate
+from coupled_adam.lab.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.evaluation import evaluate_run
+from coupled_adam.lab.files import write_atomically
 from coupled_adam.lab.recipe import Recipe, parse_recipe
-from coupled_adam.lab.training import train, write_atomically
+from coupled_adam.lab.reporting import report
+from coupled_adam.lab.training import Machine, train
 
 _FILE = "comparison.yaml"
 
 
-def stored(out: Path) -> tuple[Recipe, list[int]] | None:
-    """Recipe and seeds of a comparison folder; None for what is not one."""
+def stored(out: Path) -> Recipe | None:
+    """The recipe of a comparison folder; None for what is not one."""
     try:
-        content = yaml.safe_load((out / _FILE).read_text(encoding="utf-8"))
+        text = (out / _FILE).read_text(encoding="utf-8")
     except OSError:
         return None
-    return parse_recipe(yaml.safe_dump(content["recipe"]), str(out / _FILE)), content["seeds"]
+    return parse_recipe(text, str(out / _FILE))
 
 
 def compare(
-    recipe: Recipe, seeds: list[int], out: Path, *, device: str = "auto", resume: bool = False
-) -> None:
-    """Train and evaluate all runs into ``out``.
+    recipe: Recipe, out: Path, *, machine: Machine, cache: Path, resume: bool = False
+) -> Any:
+    """Train and evaluate all runs into ``out``; write its report.
+
+    Started as several processes (torchrun, srun), they train each run together; rank 0 evaluates.
 
     Args:
-        device: ``"auto"``, ``"cpu"``, ``"cuda"`` or ``"mps"``.
-        resume: go on in a folder that holds the same comparison; finished runs are kept, the run
-            that was cut off continues from its last checkpoint.
+        cache: the folder of prepared corpora.
+        resume: go on in a folder that holds the same comparison, with the same or more arms and
+            seeds; finished runs are kept, the run that was cut off continues from its last
+            checkpoint.
+
+    Returns:
+        The table for the terminal, on rank 0; None on the others.
 
     Raises:
         UsageError: the folder is in use or cannot be written, the text or the device cannot be
             used. A folder that was there before is unchanged.
+        TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
-    torch_device = _device(device)
-    made = _claim(recipe, seeds, out, resume)
-    try:
-        corpus = prepare_corpus(recipe, out / "corpus")
-    except UsageError:
+    with process_group(machine.device):
+        made = on_rank_zero(lambda: _claim(recipe, out, resume))
+        try:
+            corpus = prepare_corpus(recipe, cache)
+        except UsageError:
+            if rank() == 0 and not resume:
+                (out / _FILE).unlink()
+            if rank() == 0 and made is not None:
+                shutil.rmtree(made)
+            raise
+        runs = [out / f"{arm}-seed-{seed}" for seed in recipe.seeds for arm in recipe.arms]
+        for seed in recipe.seeds:
+            for arm in recipe.arms:
+                run = out / f"{arm}-seed-{seed}"
+                train(recipe, arm, seed, corpus, run, machine)
+                if world_size() == 1:
+                    evaluate_run(run, corpus, device=machine.device)
+        own_rank = rank()
+    if own_rank > 0:
+        return None
+    for run in runs:
+        evaluate_run(run, corpus, device=machine.device)
+    return report([out], out / "report")
+
+
+def run(
+    recipe: Recipe,
+    arm: str,
+    seed: int,
+    folder: Path,
+    *,
+    machine: Machine,
+    cache: Path,
+    resume: bool = False,
+) -> None:
+    """Train and evaluate one run of a comparison, for one job of a cluster; as :func:`compare`."""
+    with process_group(machine.device):
         if not resume:
-            (out / _FILE).unlink()
-        if made is not None:
-            shutil.rmtree(made)
-        raise
-    for seed in seeds:
-        for arm in recipe.arms:
-            run = out / f"{arm}-seed-{seed}"
-            train(recipe, arm, seed, corpus, run, torch_device.type)
-            evaluate(run, corpus, recipe.training, torch_device)
+            on_rank_zero(lambda: _check_new(folder))
+        corpus = prepare_corpus(recipe, cache)
+        train(recipe, arm, seed, corpus, folder, machine)
+        own_rank = rank()
+    if own_rank == 0:
+        evaluate_run(folder, corpus, device=machine.device)
 
 
-def _claim(recipe: Recipe, seeds: list[int], out: Path, resume: bool) -> Path | None:
+def _check_new(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(
+            f"--out {folder} exists: continue it with --resume, or choose another folder"
+        )
+
+
+def _claim(recipe: Recipe, out: Path, resume: bool) -> Path | None:
     """Make the folder, or see that it may be continued; return the topmost folder made, if any."""
     found = stored(out) if resume else None
     if found is not None:
-        if found[0] != recipe:
-            raise UsageError(
-                f"--out {out} holds another comparison ({_difference(found[0], recipe)}): leave "
-                "those options out to continue it, or choose another folder"
-            )
-        seeds = sorted({*found[1], *seeds})
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if resume:
-            raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
-        raise UsageError(f"--out {out} exists: continue it with --resume, or choose another folder")
+        _check_same(found, recipe, out)
+        recipe = dataclasses.replace(
+            recipe,
+            arms={**found.arms, **recipe.arms},
+            seeds=sorted({*found.seeds, *recipe.seeds}),
+        )
+    elif resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
+    else:
+        _check_new(out)
     missing = [path for path in (*reversed(out.parents), out) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
-        content = {"seeds": seeds, "recipe": recipe.to_dict()}
-        write_atomically(out / _FILE, yaml.safe_dump(content, sort_keys=False))
+        write_atomically(out / _FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise UsageError(
@@ -88,31 +133,27 @@ def _claim(recipe: Recipe, seeds: list[int], out: Path, resume: bool) -> Path | 
     return missing[0] if missing else None
 
 
-def _difference(one: Recipe, other: Recipe) -> str:
-    def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in values.items():
-            nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-            result.update(nested if nested is not None else {f"{prefix}{key}": value})
-        return result
+def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
+    """Raise UsageError unless the recipes have the same runs in common."""
+    theirs, ours = _flat(found.to_dict()), _flat(recipe.to_dict())
+    shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
+    different = [
+        f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here"
+        for key in {**theirs, **ours}
+        if theirs.get(key) != ours.get(key)
+        and key != "seeds"
+        and (not key.startswith("arms.") or key.rpartition(".")[0] in shared)
+    ]
+    if different:
+        raise UsageError(
+            f"--out {out} holds another comparison ({', '.join(different)}): leave "
+            "those options out to continue it, or choose another folder"
+        )
 
-    theirs, ours = flat(one.to_dict()), flat(other.to_dict())
-    return ", ".join(
-        f"{key}={value!r} there, {ours.get(key)!r} here"
-        for key, value in theirs.items()
-        if ours.get(key) != value
-    )
 
-
-def _device(name: str) -> torch.device:
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if name == "auto":
-        name = next(device for device, usable in available.items() if usable)
-    if not available[name]:
-        usable = [device for device, is_usable in available.items() if is_usable]
-        raise UsageError(f"--device {name} is not available here; of use are: {', '.join(usable)}")
-    return torch.device(name)
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        result.update(nested if nested is not None else {f"{prefix}{key}": value})
+    return result

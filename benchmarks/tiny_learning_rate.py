@@ -5,16 +5,16 @@
 Writes the validation loss at the end of each run, and the machine. Half an hour on two cores.
 """
 
-import dataclasses
 import json
 import sys
 import tempfile
 from pathlib import Path
 
-from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.environment import environment
-from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training import train, write_atomically
+from coupled_adam.lab.files import write_atomically
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training import Machine, train
 
 RATES = (3e-3, 6e-3, 1e-2, 2e-2)
 SEEDS = (1, 2, 3)
@@ -25,13 +25,13 @@ def main(target: Path) -> None:
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        corpus = prepare_corpus(recipe, folder / "corpus")
+        corpus = prepare_corpus(recipe, default_cache())
         for lr in RATES:
-            training = dataclasses.replace(recipe.training, lr=lr)
+            at_rate = override(recipe, {"training.lr": lr})
             for seed in SEEDS:
                 for arm in recipe.arms:
                     run = folder / f"{arm}-{lr}-{seed}"
-                    train(dataclasses.replace(recipe, training=training), arm, seed, corpus, run)
+                    train(at_rate, arm, seed, corpus, run, Machine())
                     lines = (run / "metrics.jsonl").read_text().splitlines()
                     losses = [json.loads(line).get("valid_loss") for line in lines]
                     (*_, last) = filter(None, losses)

@@ -139,8 +139,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     notes = []
     if max(counts) > 1:
         notes.append(
-            "Mean (standard deviation in the last digit) over seeds. Bold: better than Standard, or "
-            "Standard better than its one counterpart, by a one-sided Student t-test at 95 %."
+            "Mean (standard deviation in the last digit) over seeds. Bold: better than Standard, "
+            "or Standard better than its one counterpart, by a one-sided Student t-test at 95 %."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.recipe} {r.label}" for r in rows if len(r.seeds) == 1)

@@ -1,5 +1,6 @@
 """The command as a user runs it: real processes, real folders."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -119,6 +120,7 @@ def errors(small_recipe, text_file, tmp_path):
         "wrong type": (("model.n_layer=two",), "model.n_layer"),
         "impossible model": (("model.n_head=3", *recipe), "must be a multiple of model.n_head=3"),
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
+        "missing wandb": (("--log", "wandb", *recipe), "pip install wandb"),
         "unknown logger": (("--log", "paper"), "log"),
         "bad steps": (("--steps", 0), "steps"),
         "bad seeds": (("--seeds", "one"), "seeds"),
@@ -133,6 +135,8 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
     cases = errors(small_recipe, text_file, tmp_path)
     if torch.backends.mps.is_available():
         del cases["missing device"]
+    if importlib.util.find_spec("wandb"):
+        del cases["missing wandb"]
     monkeypatch.chdir(tmp_path)
     before = snapshot(tmp_path)
     for name, (arguments, message) in cases.items():

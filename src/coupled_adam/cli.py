@@ -1,6 +1,7 @@
 """The ``coupled-adam`` command."""
 
 import difflib
+import importlib.util
 import logging
 import os
 import re
@@ -359,6 +360,9 @@ def _machine(options: jsonargparse.Namespace) -> Any:
     from coupled_adam.lab.training import Machine
 
     _quiet_libraries()  # after their imports, which set the levels they like
+    for name in options.log:
+        if importlib.util.find_spec(name) is None:
+            raise UsageError(f"--log {name} needs a package: pip install {name}")
     size = options.micro_batch_size
     return Machine(
         device=_device(options.device),

@@ -234,15 +234,31 @@ def close(one, other, tolerance):
 EXACT = ["training.precision=64-true", "training.lr=1e-3"]
 
 
+def slurm(lab, *arguments):
+    """Two processes as srun would start them, with what it tells them."""
+    told = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    told |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0"}
+    told |= {"SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
+    processes = [
+        subprocess.Popen(
+            lab.command(*arguments),
+            env={**os.environ, **told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one(lab):
-    """DDP and FSDP2 over gloo, and accumulation, with the same batches."""
+    """DDP (by torchrun, by SLURM) and FSDP2 over gloo, and accumulation: the same batches."""
     lab.run("one", "--arm", "coupled_adam", *EXACT)
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
     lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
     lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
+    slurm(lab, "slurm", "--arm", "coupled_adam", *EXACT)
     one = lab.weights("one")
-    for other in ("accumulated", "ddp", "fsdp2"):
+    for other in ("accumulated", "ddp", "fsdp2", "slurm"):
         close(one, lab.weights(other), 1e-10)
         for mine, theirs in zip(lab.metrics("one"), lab.metrics(other), strict=True):
             assert mine == pytest.approx(theirs, rel=1e-7), other
@@ -270,10 +286,12 @@ def test_sharded_run_is_killed_and_resumed(lab):
 
 
 @pytest.mark.slow
-def test_accumulation_may_change_on_resume(lab):
+def test_processes_and_accumulation_may_change_on_resume(lab):
+    """Two processes stop at the same step when SIGTERM comes; one continues, in other portions."""
     lab.run("whole", "--arm", "coupled_adam", *EXACT, *LONG)
     first = ["cut", "--arm", "coupled_adam", *EXACT, *LONG]
-    lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
+    stderr = lab.stop(*first, step=50, number=signal.SIGTERM, code=None, processes=2)
+    assert stderr.count("stopped by SIGTERM after step") == 1  # rank 0 speaks
     lab.run(*first, "--resume", "--micro-batch-size", 1)
     close(lab.weights("whole"), lab.weights("cut"), 1e-10)
 

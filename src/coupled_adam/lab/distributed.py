@@ -40,6 +40,8 @@ def rank() -> int:
 
 def nodes() -> int:
     """The number of machines, with as many processes on each."""
+    if world_size() == 1:
+        return 1
     if TorchElasticEnvironment.detect():
         return world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
     return int(os.environ.get("SLURM_NNODES", "1"))

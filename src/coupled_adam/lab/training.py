@@ -434,12 +434,7 @@ def _loggers(machine: Machine, folder: Path, step: int) -> list[Logger]:
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=step + 1))
     if "wandb" in machine.log:
         name = f"{folder.parent.name}/{folder.name}"
-        try:
-            loggers.append(
-                WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-"))
-            )
-        except ModuleNotFoundError:
-            raise UsageError("--log wandb needs a package: pip install wandb") from None
+        loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
     return loggers
 
 

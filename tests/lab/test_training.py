@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from tokenizers import ByteLevelBPETokenizer
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from coupled_adam.lab import training
 from coupled_adam.lab.callbacks import MetricsFile
@@ -121,12 +125,18 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
 
 
+def take_interrupts():
+    """In a process: Ctrl-C works also where these tests run in the background, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Laboratory:
     """The command on a small recipe and text, as processes."""
 
     def __init__(self, folder, recipe, text):
         self.folder = folder
-        self.common = ["--recipe", str(recipe), "--text", str(text), "--device", "cpu"]
+        self.common = ["--recipe", str(recipe), "--device", "cpu"]
+        self.common += [] if text is None else ["--text", str(text)]
         self.common += ["--cache", str(folder / "cache")]
 
     def command(self, out, *more, processes=1):
@@ -137,7 +147,7 @@ class Laboratory:
         train = ["coupled_adam.cli", "train", "--out", str(self.folder / out)]
         return [*python, *train, *self.common, *map(str, more)]
 
-    def start(self, out, *more, processes=1, **options):
+    def start(self, out, *more, processes=1, preexec_fn=take_interrupts):
         return subprocess.Popen(
             self.command(out, *more, processes=processes),
             stderr=subprocess.PIPE,
@@ -145,7 +155,7 @@ class Laboratory:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
-            **options,
+            preexec_fn=preexec_fn,
         )
 
     def run(self, out, *more, code=0, **options):
@@ -354,6 +364,54 @@ def test_every_family(lab, arguments):
     assert list((lab.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
     evaluation = json.loads((lab.folder / "run" / "evaluation.json").read_text())
     assert 0 < evaluation["test_loss"] < np.log(300)
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A data set as the hub has them, with splits of its own, and a tokenizer, in folders."""
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    texts = sorted(topics.values(), key=len)[-40:]
+    for split, part in (("train", texts[:36]), ("validation", texts[36:38]), ("test", texts[38:])):
+        lines = [json.dumps({"text": text}) + "\n" for text in part]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts[:36], 500, special_tokens=["<|endoftext|>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
+    ).save_pretrained(tmp_path / "tokenizer")
+    return [f"data.hub={folder}", f"data.tokenizer={tmp_path / 'tokenizer'}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "arm"),
+    [
+        ("30M", "coupled_adam"),
+        ("350M-10B", "adamw"),
+        ("124M-20B-scaled", "coupled_adam_n-5"),
+        ("124M-20B-sgd", "sgd_f100"),
+        ("2.6B-210B", "coupled_adam"),
+    ],
+)
+def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
+    """All of a recipe but its size: data set, tokenizer, bf16, warmup, evaluation in batches."""
+    lab = Laboratory(tmp_path, recipe, None)
+    small = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.intermediate_size=32"]
+    small += ["model.vocab_size=512", "training.batch_size=4", "training.sequence_length=64"]
+    small += ["training.evaluate_every=10", "data.held_out=0.1", "training.lr=1e-2"]
+    small += ["training.warmup=4"]
+    lab.run("run", "--arm", arm, "--steps", 30, *small, *hub, "--micro-batch-size", 2)
+    metrics = lab.metrics("run")
+    losses = [line["train_loss"] for line in metrics if "train_loss" in line]
+    assert losses[-1] < losses[0]
+    evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert np.isfinite(evaluation["test_loss"])
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["recipe"]["training"]["precision"] == "bf16-mixed"
+    facts = json.loads((tmp_path / "run" / "environment.json").read_text())["corpus"]
+    own_splits = recipe == "2.6B-210B"
+    assert (facts["documents"] == {"train": 36, "valid": 2, "test": 2}) == own_splits
 
 
 def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):

@@ -51,6 +51,7 @@ def make_run(folder, recipe, arm, seed, loss, **more):
         "test_tokens": 1000,
         "parameters": count_parameters(model),
         "embeddings": analyze(model.get_output_embeddings().weight, counts).to_dict(),
+        "singular_values": [3.0, 2.0, 1.0],
         **more,
     }
     (run / "evaluation.json").write_text(json.dumps(result))
@@ -143,7 +144,83 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     assert "**" not in text  # with one seed there is no test
     assert "One seed, so neither deviation nor test: small Standard, small Coupled." in text
     page = (tmp_path / "report" / "index.html").read_text()
-    assert f"Not finished, and not used: {cut}" in page
+    assert f"{cut}: not finished" in page
+
+
+def test_a_report_replaces_only_a_report(comparison):
+    """Not the runs, not what holds them, not a file: all of it would be lost."""
+    before = {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()}
+    run = comparison / "small-adamw-seed-1"
+    for out in (comparison, comparison.parent, run, run / "model", run / "config.yaml"):
+        with pytest.raises(UsageError, match="holds something else than a report"):
+            report([comparison], out)
+    assert {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()} == before
+    made = comparison / "report"
+    report([comparison], made)
+    (made / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="holds something else than a report"):
+        report([comparison], made)
+    assert (made / "notes.txt").read_text() == "mine"
+
+
+def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
+    """One name, two learning rates: two experiments, each with its own baseline."""
+    other = override(recipe, {"training.lr": 0.5})
+    for seed in (1, 2):
+        for arm, loss in (("adamw", 3.0), ("coupled_adam", 2.0)):
+            make_run(tmp_path / "one", recipe, arm, seed, loss + seed / 10)
+            make_run(tmp_path / "other", other, arm, seed, loss - seed / 10)
+    runs, _ = read_runs([tmp_path])
+    rows = table_rows(runs)
+    named = {f"small, training.lr={each.training.lr}" for each in (recipe, other)}
+    assert {row.experiment for row in rows} == named
+    assert sorted(row.cells["test_loss"].text for row in rows) == [
+        *("1.85 (7)", "2.15 (7)", "2.85 (7)", "3.15 (7)"),
+    ]
+    report([tmp_path], tmp_path / "report")
+    assert len(list((tmp_path / "report" / "figures").glob("*/overview.png"))) == 2
+
+
+def test_a_sweep_has_the_baseline_of_its_recipe(tmp_path, recipe):
+    """As 124M-20B-scaled, whose AdamW is that of 124M-20B."""
+    n = {"optimizer": "coupled_adam", "second_moment_scale": 2.0}
+    scaled = override(recipe, {"name": "small-scaled", "arms": {"n-1": n}, "seeds": [1, 2]})
+    for seed in (1, 2):
+        make_run(tmp_path / "one", recipe, "adamw", seed, 3 + seed / 10)
+        make_run(tmp_path / "other", scaled, "n-1", seed, 2 + seed / 10)
+    rows = table_rows(read_runs([tmp_path])[0])
+    assert [row.experiment for row in rows] == ["small", "small"]
+    assert rows[1].cells["test_loss"].bold
+
+
+def test_a_run_counts_once(comparison, recipe):
+    """A copy would feign a smaller p; so would a folder that is named twice."""
+    shutil.copytree(comparison / "small-adamw-seed-1", comparison / "z" / "copy")
+    runs, left_out = read_runs([comparison, comparison / "z", comparison / "z" / ".." / "z"])
+    assert len(runs) == 6
+    [(folder, reason)] = left_out.items()
+    assert folder.resolve() == comparison / "z" / "copy"
+    assert reason == f"the same arm and seed as {comparison / 'small-adamw-seed-1'}"
+
+
+def test_a_damaged_run_is_named(comparison):
+    run = comparison / "small-adamw-seed-1"
+    whole = (run / "metrics.jsonl").read_text()
+    for file in ("metrics.jsonl", "evaluation.json", "config.yaml"):
+        whole = (run / file).read_text()
+        (run / file).write_text(whole[: len(whole) // 2].rstrip("\n") + "{")
+        with pytest.raises(UsageError, match=r"small-adamw-seed-1 is damaged .*: move it away"):
+            report([comparison], comparison / "report")
+        (run / file).write_text(whole)
+    report([comparison], comparison / "report")
+
+
+def test_models_may_be_gone(comparison):
+    """The numbers suffice for a table; only pictures of models need the models."""
+    for model in comparison.rglob("model"):
+        shutil.rmtree(model)
+    assert "2.6 (1)" in printed(report([comparison], comparison / "report"))
+    assert (comparison / "report" / "overview.png").exists()
 
 
 def test_several_recipes_and_sweeps(tmp_path, recipe):

@@ -22,6 +22,10 @@ from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthan
         ([0.5, 0.5], "0.500"),
         ([], "–"),
         ([float("nan"), 1.0], "–"),
+        ([0.1 + 0.2, 0.3], "0.300"),  # the rounding of float64 is no deviation
+        ([-0.0001, 0.0001 / 3], "-0.00003 (9)"),
+        ([-0.0004], "0.000"),
+        ([1e-30, 3e-30], "0." + 29 * "0" + "2 (1)"),
     ],
 )
 def test_shorthand(values, text):
@@ -45,3 +49,6 @@ def test_no_t_test_without_a_deviation():
     assert one_sided_t_test([1.0, 1.0], [2.0, 2.0], "lower") == 0
     assert one_sided_t_test([1.0, 1.0], [2.0, 2.0], "higher") == 1
     assert one_sided_t_test([1.0, 1.0], [1.0, 1.0], "higher") == 1
+    assert one_sided_t_test([0.1 + 0.2] * 2, [0.3] * 2, "higher") == 1
+    expected = stats.t.cdf(-1.5 / np.sqrt((0 + 0.5) / 2), 2)
+    assert one_sided_t_test([1.0, 1.0], [2.0, 3.0], "lower") == pytest.approx(expected)

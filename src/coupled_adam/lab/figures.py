@@ -31,15 +31,18 @@ class Picture:
 
 
 def draw_all(runs: Sequence[Run]) -> list[Picture]:
-    """Every picture for which the runs have the data; those of single recipes come first."""
+    """Every picture for which the runs have the data; those of single experiments come first."""
     pictures = []
-    recipes = dict.fromkeys(run.recipe.name for run in runs)
-    for recipe in recipes:
-        mine = [run for run in runs if run.recipe.name == recipe]
+    experiments = list(dict.fromkeys(run.experiment for run in runs))
+    for number, experiment in enumerate(experiments, 1):
+        mine = [run for run in runs if run.experiment == experiment]
+        name = mine[0].recipe.name  # which is fit for a folder, and has no ~
+        folder = f"figures/{name}" if experiment == name else f"figures/{name}~{number}"
         colors = arm_colors(mine)
         # Pictures of single models show the first seed; curves show all.
         first = [run for run in mine if run.seed == min(r.seed for r in mine if r.arm == run.arm)]
         pair = [run for run in first if run.arm in ("adamw", "coupled_adam")] or first[:2]
+        pair = [run for run in pair if run.has_model]
         draws: dict[str, tuple[Callable[[Axes], None], str]] = {
             "loss": (
                 partial(plot_loss, runs=mine, colors=colors),
@@ -61,22 +64,25 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
             ),
         }
         overview = Figure(figsize=(11, 8.5), layout="constrained")
-        for (draw, _), ax in zip(draws.values(), overview.subplots(2, 2).flat, strict=True):
+        shown = list(draws.values())[: 4 if pair else 2]
+        for (draw, _), ax in zip(shown, overview.subplots(len(shown) // 2, 2).flat, strict=True):
             draw(ax)
-        name = "overview.png" if len(recipes) == 1 else f"figures/{recipe}/overview.png"
-        captions = " ".join(caption for _, caption in draws.values())
-        pictures.append(Picture(overview, name, f"{recipe}. {captions}"))
+        file = "overview.png" if len(experiments) == 1 else f"{folder}/overview.png"
+        captions = " ".join(caption for _, caption in shown)
+        pictures.append(Picture(overview, file, f"{experiment}. {captions}"))
         more: dict[str, tuple[Callable[[Axes], None], str]] = {
             "mean_norm_absolute": (
                 partial(plot_drift, runs=mine, colors=colors, metric="mean_norm"),
                 "Norm of the mean embedding over training.",
             ),
-            "spectrum": (
-                partial(plot_spectrum, runs=first, colors=colors),
-                "Singular values of the output embeddings, relative to the largest.",
-            ),
         }
-        baseline = [run for run in first if run.arm == "adamw" and run.second_moments()]
+        spectra = [run for run in first if run.value(("singular_values",))]
+        if spectra:
+            more["spectrum"] = (
+                partial(plot_spectrum, runs=spectra, colors=colors),
+                "Singular values of the output embeddings, relative to the largest.",
+            )
+        baseline = [run for run in first if run.is_baseline and run.second_moments()]
         if baseline:
             more["second_moment"] = (
                 partial(plot_second_moment, run=baseline[0]),
@@ -104,12 +110,12 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
                 "SGD for the embeddings: the measures against the factor.",
             )
         for file, (draw, caption) in more.items():
-            pictures.append(_single(draw, f"figures/{recipe}/{file}.png", f"{recipe}. {caption}"))
+            pictures.append(_single(draw, f"{folder}/{file}.png", f"{experiment}. {caption}"))
     return [*pictures, *_across(runs)]
 
 
 def _across(runs: Sequence[Run]) -> list[Picture]:
-    """The pictures that compare recipes, and the toy example."""
+    """The pictures that compare experiments, and the toy example."""
     pictures = []
     pairs = [run for run in runs if run.arm in ("adamw", "coupled_adam")]
     if len({run.recipe.tokens for run in pairs}) > 1:
@@ -133,7 +139,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
                     "Mean accuracy of the downstream tasks against the tokens trained on (App. G).",
                 )
             )
-    with_moments = [run for run in runs if run.arm == "adamw" and len(run.second_moments()) > 1]
+    with_moments = [run for run in runs if run.is_baseline and len(run.second_moments()) > 1]
     if with_moments:
         pictures.append(
             _single(
@@ -250,10 +256,8 @@ def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> Non
 def plot_spectrum(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """The singular values relative to the largest."""
     for run in runs:
-        values = run.value(("singular_values",))
-        if values is None:
-            values = np.linalg.svd(run.embeddings(), compute_uv=False)
-        relative = np.array(values) / values[0]
+        values = np.array(run.value(("singular_values",)))
+        relative = values / values[0]
         ax.plot(range(1, len(relative) + 1), relative, color=colors[run.arm], label=run.label)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"

@@ -3,7 +3,7 @@
 import base64
 import importlib.resources
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from coupled_adam.lab.tables import Column, Row, footnotes
 
 def render(
     runs: Sequence[Run],
-    unfinished: Sequence[Path],
+    left_out: Mapping[Path, str],
     rows: Sequence[Row],
     columns: Sequence[Column],
     pictures: Sequence[Picture],
@@ -27,7 +27,7 @@ def render(
     template = importlib.resources.files("coupled_adam.lab") / "templates" / "report.html"
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["short"] = short
-    first = {run.recipe.name: run for run in reversed(runs)}
+    first = {run.experiment: run for run in reversed(runs)}
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         rows=rows,
         columns=columns,
@@ -40,16 +40,16 @@ def render(
             }
             for picture in pictures
         ],
-        recipes=[
+        experiments=[
             {
                 "name": name,
                 "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
                 "environment": _environment(run),
             }
-            for name, run in sorted(first.items())
+            for name, run in reversed(first.items())
         ],
         runs=len(runs),
-        unfinished=[str(path) for path in unfinished],
+        left_out={str(path): reason for path, reason in left_out.items()},
     )
 
 

@@ -159,6 +159,8 @@ class Recipe:
         sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
         if len(sources) > 1:
             raise UsageError(f"data.{' and data.'.join(sources)} exclude each other: give one")
+        if data.separator == "":
+            raise UsageError("data.separator='' separates nothing: give some text, or null")
         if not 0 < data.held_out < 0.5:
             raise UsageError(f"data.held_out={data.held_out} must be between 0 and 0.5")
         self._check_training()

@@ -29,17 +29,23 @@ def report(folders: Sequence[Path], out: Path) -> Table:
     ``index.html`` holds everything, for a browser. Beside it ``table.md``, ``table.tex``,
     ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (every number of every
     run), ``overview.png`` and ``figures/``. What was not run is a dash. ``out`` is replaced as a
-    whole when the new report is complete.
+    whole when the new report is complete, if it is a report: nothing else is ever replaced.
 
     Raises:
-        UsageError: there is no finished run, or ``out`` cannot be written.
+        UsageError: there is no finished run, a run is damaged, or ``out`` holds something else.
     """
-    runs, unfinished = read_runs(folders)
+    if out.exists() and not _is_report(out):
+        raise UsageError(
+            f"--out {out} holds something else than a report, which would be lost: choose a new "
+            "folder"
+        )
+    runs, left_out = read_runs(folders)
     if not runs:
         places = ", ".join(map(str, folders))
         raise UsageError(f"{places}: no finished run in it; coupled-adam compare makes some")
     rows = table_rows(runs)
     columns = shown_columns(rows)
+    out = out.resolve()  # a link goes on leading to the report
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
@@ -56,7 +62,7 @@ def report(folders: Sequence[Path], out: Path) -> Table:
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.figure.savefig(path, dpi=130, format="png")
-        page = render(runs, unfinished, rows, columns, pictures, temporary)
+        page = render(runs, left_out, rows, columns, pictures, temporary)
         (temporary / "index.html").write_text(page, encoding="utf-8")
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
@@ -68,3 +74,14 @@ def report(folders: Sequence[Path], out: Path) -> Table:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return terminal(rows, columns)
+
+
+_FILES = {
+    *("index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"),
+    *("overview.png", "figures"),
+}
+
+
+def _is_report(folder: Path) -> bool:
+    """Whether a folder is empty or holds what this module writes, and nothing besides."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES

@@ -11,6 +11,18 @@ SIGNIFICANCE = 0.05
 """Below this p a difference is called significant: the 95 % of App. F."""
 
 
+def sample_deviation(values: Sequence[float]) -> float | None:
+    """The standard deviation with n - 1; None for fewer than two values.
+
+    It is exactly 0 where the values differ by no more than the rounding of float64.
+    """
+    if len(values) < 2:
+        return None
+    if max(values) - min(values) <= 1e-12 * max(map(abs, values)):
+        return 0.0
+    return float(np.std(values, ddof=1))
+
+
 def shorthand(values: Sequence[float], digits: int = 3) -> str:
     """Mean and sample standard deviation as ``0.123 (4)``, which is 0.123 +- 0.004 (App. F).
 
@@ -20,12 +32,18 @@ def shorthand(values: Sequence[float], digits: int = 3) -> str:
     if not values or not all(map(math.isfinite, values)):
         return "–"
     mean = float(np.mean(values))
-    deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-    if deviation == 0:
-        return f"{mean:.{digits}f}"
-    # Rounding may carry into the next digit: 0.0096 is 0.01, two decimals and not three.
-    decimals = max(0, -math.floor(math.log10(float(f"{deviation:.0e}"))))
-    return f"{mean:.{decimals}f} ({round(deviation * 10**decimals)})"
+    deviation = sample_deviation(values)
+    if not deviation:
+        return _fixed(mean, digits)
+    # As text, for rounding may carry: 0.0096 is 0.01, two decimals and not three.
+    digit, _, exponent = f"{deviation:.0e}".partition("e")
+    if int(exponent) > 0:
+        return f"{_fixed(mean, 0)} ({deviation:.0f})"
+    return f"{_fixed(mean, -int(exponent))} ({digit})"
+
+
+def _fixed(number: float, decimals: int) -> str:
+    return f"{round(number, decimals) + 0.0:.{decimals}f}"  # + 0.0: no minus before a zero
 
 
 def one_sided_t_test(
@@ -36,10 +54,18 @@ def one_sided_t_test(
     Equal variances are assumed, as Student did. Returns None with fewer than two values on either
     side, or where one is not finite: there is no test to make.
     """
-    if min(len(values), len(baseline)) < 2 or not all(map(math.isfinite, (*values, *baseline))):
+    if not all(map(math.isfinite, (*values, *baseline))):
         return None
-    if len({*values}) == 1 and len({*baseline}) == 1:  # no variance: the difference is exact
-        difference = values[0] - baseline[0] if better == "higher" else baseline[0] - values[0]
-        return 0.0 if difference > 0 else 1.0
-    alternative: Literal["less", "greater"] = "less" if better == "lower" else "greater"
-    return float(stats.ttest_ind(values, baseline, alternative=alternative).pvalue)
+    deviations = sample_deviation(values), sample_deviation(baseline)
+    if deviations[0] is None or deviations[1] is None:
+        return None
+    means = float(np.mean(values)), float(np.mean(baseline))
+    if deviations == (0, 0):  # no variance: the difference is exact
+        difference = means[0] - means[1] if better == "higher" else means[1] - means[0]
+        return 0.0 if difference > 1e-12 * max(map(abs, means)) else 1.0
+    # From the moments: ttest_ind takes its own, and warns where one side has no variance.
+    result = stats.ttest_ind_from_stats(
+        *(means[0], deviations[0], len(values), means[1], deviations[1], len(baseline)),
+        alternative="less" if better == "lower" else "greater",
+    )
+    return float(result.pvalue)

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coupled_adam.lab.runs import Run, short
-from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, sample_deviation, shorthand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,57 +66,61 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An arm of a recipe: a row of the table."""
+    """An arm of an experiment: a row of the table."""
 
-    recipe: str
+    experiment: str
     tokens: int
     parameters: int
     arm: str
     label: str
+    is_baseline: bool
     seeds: list[int]
     cells: dict[str, Cell]
 
 
 def table_rows(runs: Sequence[Run]) -> list[Row]:
-    """A row for each recipe and arm, the significantly better value of each pair in bold.
+    """A row for each experiment and arm, the significantly better value of each pair in bold.
 
-    An arm is compared with ``adamw`` of the same recipe: Student's t-test, one-sided, at 95 %, for
-    the one that has the better mean (App. F).
+    An arm is compared with plain AdamW of the same experiment: Student's t-test, one-sided, at
+    95 %, for the one that has the better mean (App. F). AdamW is bold where the only other arm is
+    significantly worse.
     """
-    groups: dict[tuple[str, str], list[Run]] = {}
+    experiments: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        groups.setdefault((run.recipe.name, run.arm), []).append(run)
+        experiments.setdefault(run.experiment, {}).setdefault(run.setup, []).append(run)
     rows = []
-    for (recipe, arm), mine in groups.items():
-        cells = {
-            column.key: _cell(column, mine, groups.get((recipe, "adamw")), arm)
-            for column in COLUMNS
-        }
-        first = mine[0]
-        seeds = [run.seed for run in mine]
-        rows.append(
-            Row(recipe, first.recipe.tokens, first.parameters, arm, first.label, seeds, cells)
-        )
-    # The baseline is bold where the only other arm is significantly worse.
-    for i, row in enumerate(rows):
-        others = [other for other in rows if other.recipe == row.recipe and other.arm != "adamw"]
-        if row.arm != "adamw" or len(others) != 1:
-            continue
-        for column in COLUMNS:
-            mine_, other = row.cells[column.key], others[0].cells[column.key]
-            p = one_sided_t_test(mine_.values, other.values, column.better)
-            bold = p is not None and p < SIGNIFICANCE
-            rows[i].cells[column.key] = dataclasses.replace(mine_, bold=bold)
+    for experiment, arms in experiments.items():
+        baseline = next((arm for arm in arms.values() if arm[0].is_baseline), None)
+        others = [arm for arm in arms.values() if arm is not baseline]
+        for arm in arms.values():
+            against = baseline
+            if arm is baseline:
+                against = others[0] if len(others) == 1 else None
+            cells = {column.key: _cell(column, arm, against) for column in COLUMNS}
+            if arm is baseline:  # its p would be for the reader the one of the other row
+                cells = {key: dataclasses.replace(cell, p=None) for key, cell in cells.items()}
+            first = arm[0]
+            rows.append(
+                Row(
+                    experiment,
+                    first.recipe.tokens,
+                    first.parameters,
+                    first.arm,
+                    first.label,
+                    first.is_baseline,
+                    [run.seed for run in arm],
+                    cells,
+                )
+            )
     return rows
 
 
-def _cell(column: Column, mine: list[Run], baseline: list[Run] | None, arm: str) -> Cell:
+def _cell(column: Column, mine: list[Run], against: list[Run] | None) -> Cell:
     values = _values(column, mine)
     p = None
-    if arm != "adamw" and baseline:
-        p = one_sided_t_test(values, _values(column, baseline), column.better)
-    text = shorthand(values, column.digits)
-    return Cell(values, text, p, p is not None and p < SIGNIFICANCE)
+    if against is not None:
+        p = one_sided_t_test(values, _values(column, against), column.better)
+    return Cell(values, shorthand(values, column.digits), p, p is not None and p < SIGNIFICANCE)
 
 
 def _values(column: Column, runs: list[Run]) -> list[float]:
@@ -143,14 +147,14 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
             "or Standard better than its one counterpart, by a one-sided Student t-test at 95 %."
         )
     if min(counts) == 1:
-        single = ", ".join(f"{r.recipe} {r.label}" for r in rows if len(r.seeds) == 1)
+        single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
         notes.append(f"One seed, so neither deviation nor test: {single}.")
-    for recipe in dict.fromkeys(row.recipe for row in rows):
-        seeds = {tuple(row.seeds) for row in rows if row.recipe == recipe}
-        if len(seeds) > 1:
-            notes.append(f"{recipe}: the arms were run with different seeds.")
-        if not any(row.arm == "adamw" for row in rows if row.recipe == recipe):
-            notes.append(f"{recipe}: no run of adamw to compare with.")
+    for experiment in dict.fromkeys(row.experiment for row in rows):
+        mine = [row for row in rows if row.experiment == experiment]
+        if len({tuple(row.seeds) for row in mine}) > 1:
+            notes.append(f"{experiment}: the arms were run with different seeds.")
+        if not any(row.is_baseline for row in mine):
+            notes.append(f"{experiment}: no run of adamw to compare with.")
     return notes
 
 
@@ -177,9 +181,9 @@ def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     ]
     group = None
     for row in rows:
-        if (row.recipe, row.tokens) != group:
+        if row.experiment != group:
             lines.append("\\midrule")
-            group = (row.recipe, row.tokens)
+            group = row.experiment
         cells = [row.cells[column.key] for column in columns]
         texts = [_latex_cell(cell) for cell in cells]
         label = "".join(_LATEX.get(c, c) for c in row.label)
@@ -203,25 +207,32 @@ def _latex_cell(cell: Cell) -> str:
 def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """A line for each arm: mean, standard deviation, number of seeds and p of each metric."""
     statistics = ("mean", "std", "n", "p")
-    header = ["recipe", "tokens", "parameters", "arm"]
+    header = ["experiment", "tokens", "parameters", "arm"]
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
     lines = []
     for row in rows:
-        line: list[Any] = [row.recipe, row.tokens, row.parameters, row.arm]
+        line: list[Any] = [row.experiment, row.tokens, row.parameters, row.arm]
         for column in columns:
             cell = row.cells[column.key]
             mean = float(np.mean(cell.values)) if cell.values else None
-            deviation = float(np.std(cell.values, ddof=1)) if len(cell.values) > 1 else None
-            line += [mean, deviation, len(cell.values), cell.p]
+            line += [mean, sample_deviation(cell.values), len(cell.values), cell.p]
         lines.append(line)
     return _csv([header, *lines])
 
 
 def runs_csv(runs: Sequence[Run]) -> str:
     """A line for each run, in full precision."""
-    header = ["recipe", "arm", "seed", "tokens", "parameters", *(c.key for c in COLUMNS), "folder"]
+    header = [
+        "experiment",
+        "arm",
+        "seed",
+        "tokens",
+        "parameters",
+        *(c.key for c in COLUMNS),
+        "folder",
+    ]
     lines = [
-        [run.recipe.name, run.arm, run.seed, run.recipe.tokens, run.parameters]
+        [run.experiment, run.arm, run.seed, run.recipe.tokens, run.parameters]
         + [run.value(column.path) for column in COLUMNS]
         + [str(run.folder)]
         for run in runs
@@ -237,10 +248,10 @@ def _csv(lines: list[list[Any]]) -> str:
 
 def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     """The table for the terminal."""
-    # One recipe's D and N go into the title, so that the rest fits into 80 characters.
+    # One size's D and N go into the title, so that the rest fits into 80 characters.
     first = rows[0]
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
-    names = ", ".join(dict.fromkeys(row.recipe for row in rows))
+    names = ", ".join(dict.fromkeys(row.experiment for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
     shown = Table(
         title=names + (size if one else ""),

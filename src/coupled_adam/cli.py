@@ -283,10 +283,17 @@ def _evaluate(options: jsonargparse.Namespace) -> None:
         if where is not None:
             write_atomically(where, json.dumps(result, indent=2))
     console = _console()
-    shown = {name: value for name, value in result.items() if name != "singular_values"}
-    pprint(shown, console=console, expand_all=True)
+    pprint(_without_spectra(result), console=console, expand_all=True)
     if where is not None:
         console.print(f"all numbers: {where}", highlight=False)
+
+
+def _without_spectra(result: Any) -> Any:
+    """The same nested dict, without the long lists of singular values."""
+    if not isinstance(result, dict):
+        return result
+    kept = {name: value for name, value in result.items() if name != "singular_values"}
+    return {name: _without_spectra(value) for name, value in kept.items()}
 
 
 def _report(options: jsonargparse.Namespace) -> None:

@@ -25,7 +25,7 @@ def z(c, matrix):
 
 def test_isotropy_by_definition():
     matrix = cloud()
-    _, vectors = np.linalg.eigh(matrix.T @ matrix)
+    vectors = torch.linalg.eigh(torch.from_numpy(matrix.T @ matrix))[1].numpy()
     signed = [z(c, matrix) for c in vectors.T]
     both = signed + [z(-c, matrix) for c in vectors.T]
     assert measures.isotropy(matrix) == pytest.approx(min(both) / max(both), rel=1e-12)
@@ -38,9 +38,9 @@ def test_isotropy_does_not_depend_on_signs(monkeypatch):
     """An eigensolver that returns other signs changes the published value, not ours."""
     matrix = cloud(shift=1.0)
     before = measures.isotropy(matrix), measures.isotropy(matrix, convention="published")
-    eigh = np.linalg.eigh
-    flip = np.array([-1, 1, -1, 1, 1, -1])
-    monkeypatch.setattr(np.linalg, "eigh", lambda gram: (eigh(gram)[0], eigh(gram)[1] * flip))
+    eigh = torch.linalg.eigh
+    flip = torch.tensor([-1, 1, -1, 1, 1, -1])
+    monkeypatch.setattr(torch.linalg, "eigh", lambda gram: (eigh(gram)[0], eigh(gram)[1] * flip))
     assert measures.isotropy(matrix) == before[0]
     assert measures.isotropy(matrix, convention="published") != pytest.approx(before[1])
 
@@ -193,16 +193,182 @@ def test_report_prints_and_round_trips():
     counts = np.arange(50)
     report = measures.analyze(cloud(), counts)
     assert report.unseen_tokens == 1
-    assert measures.EmbeddingReport(**json.loads(report.to_json())) == report
+    assert json.loads(report.to_json()) == report.to_dict()
+    assert report.to_dict()["centered"]["isotropy"] == report.centered.isotropy
     text = str(report)
     assert f"{report.isotropy:.4f}" in text
+    assert f"{report.all_but_the_top.participation_ratio:.1f}" in text
     assert "50 x 6" in text
     assert len({len(line) for line in text.splitlines()}) == 1  # aligned
     without = measures.analyze(cloud())
     assert without.norm_frequency_correlation is None
     assert "frequency" not in str(without)
+    assert len({len(line) for line in str(without).splitlines()}) == 1
     constant = measures.analyze(np.ones((4, 2)), np.arange(4))
     assert json.loads(constant.to_json())["norm_frequency_correlation"] is None
+
+
+def by_definition(matrix, counts=None):
+    """The measures of a matrix written out: over singular values, pairs, rows."""
+    sigma = np.linalg.svd(matrix, compute_uv=False)
+    q = sigma / sigma.sum()
+    norms = np.array([np.sqrt(e @ e) for e in matrix])
+    cosines = [
+        (a @ b) / np.sqrt((a @ a) * (b @ b))
+        for i, a in enumerate(matrix)
+        for b in matrix[:i]
+        if a.any() and b.any()
+    ]
+    mu = matrix.mean(0)
+    found = {
+        "mean_norm": np.sqrt(mu @ mu),
+        "mean_norm_ratio": np.sqrt(mu @ mu) / norms.mean(),
+        "condition": 100 * sigma[-1] / sigma[0],
+        "mean_cosine_similarity": np.mean(cosines),
+        "effective_rank": np.exp(-sum(x * np.log(x) for x in q if x > 0)),
+        "participation_ratio": (sigma**2).sum() ** 2 / (sigma**4).sum(),
+        "norm_mean": norms.mean(),
+        "norm_std": norms.std(),
+        "norm_min": norms.min(),
+        "norm_max": norms.max(),
+    }
+    if counts is not None:
+        seen = counts > 0
+        log_p = np.log(counts[seen] / counts.sum())
+        found["norm_frequency_correlation"] = np.corrcoef(norms[seen], log_p)[0, 1]
+        found["mean_frequency_correlation"] = np.corrcoef((matrix @ mu)[seen], log_p)[0, 1]
+    return found
+
+
+def test_all_measures_by_definition():
+    """As it is, less the mean, and less the mean and the top two principal directions."""
+    matrix = cloud()
+    matrix[7] = 0  # a row without a direction
+    counts = np.random.default_rng(3).integers(0, 9, 50)
+    report = measures.analyze(torch.from_numpy(matrix), counts, directions=2)
+    for name, expected in by_definition(matrix, counts).items():
+        assert getattr(report, name) == pytest.approx(expected, rel=1e-9), name
+        alone = getattr(measures, name, None)
+        if alone is not None:
+            arguments = (matrix, counts) if "frequency" in name else (matrix,)
+            assert alone(*arguments) == pytest.approx(expected, rel=1e-9), name
+    np.testing.assert_allclose(
+        report.singular_values, np.linalg.svd(matrix, compute_uv=False), rtol=1e-9
+    )
+
+    centred = matrix - matrix.mean(0)
+    _, _, directions = np.linalg.svd(centred, full_matrices=False)
+    topless = centred - centred @ directions[:2].T @ directions[:2]
+    for part, other in ((report.centered, centred), (report.all_but_the_top, topless)):
+        for name, expected in by_definition(other, counts).items():
+            if name == "mean_frequency_correlation":  # of rounding
+                assert getattr(part, name) is None
+                continue
+            # The smallest singular values are zero, but for a rounding that squares enlarge.
+            assert getattr(part, name) == pytest.approx(expected, rel=1e-7, abs=1e-5), name
+        assert part.isotropy == pytest.approx(measures.isotropy(other), rel=1e-9)
+    np.testing.assert_allclose(measures.subtract_mean(matrix), centred, atol=1e-12)
+    np.testing.assert_allclose(measures.all_but_the_top(matrix, 2), topless, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(2, 40),
+    columns=st.integers(1, 8),
+    directions=st.none() | st.integers(0, 8),
+    seed=st.integers(0, 1000),
+)
+def test_a_report_of_what_was_centered(rows, columns, directions, seed):
+    """The variants of a report are the reports of the variants."""
+    matrix = cloud(rows, columns, seed=seed)
+    if directions is not None and directions > columns:
+        with pytest.raises(ValueError, match=f"directions={directions} must be from 0 to H"):
+            measures.analyze(matrix, directions=directions)
+        return
+    report = measures.analyze(matrix, directions=directions)
+    assert report.top_directions == (1 if directions is None else directions)
+    names = ("isotropy", "mean_norm", "mean_cosine_similarity", "norm_mean", "norm_std")
+    for part, other in (
+        (report.centered, measures.subtract_mean(matrix)),
+        (report.all_but_the_top, measures.all_but_the_top(matrix, directions)),
+    ):
+        if part.norm_max < 1e-9:  # one point, or a line without its direction
+            assert part.mean_norm_ratio is part.condition is part.effective_rank is None
+            assert part.mean_cosine_similarity is part.participation_ratio is None
+            continue
+        again = measures.analyze(other)
+        for name in names:
+            if getattr(part, name) is not None:
+                expected = pytest.approx(getattr(again, name), rel=1e-6, abs=1e-9)
+                assert getattr(part, name) == expected, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_centering_keeps_the_kind(dtype):
+    tensor = torch.nn.Parameter(torch.from_numpy(cloud()).to(dtype))
+    for result in (measures.subtract_mean(tensor), measures.all_but_the_top(tensor)):
+        assert (result.dtype, result.shape) == (dtype, tensor.shape)
+        assert not result.requires_grad
+        assert measures.mean_norm_ratio(result) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert measures.subtract_mean(cloud().astype(np.float32)).dtype == torch.float64
+
+
+def test_rows_that_are_left_out():
+    """They have no part in anything: not even if they are not finite."""
+    matrix, counts = cloud(), np.arange(50) % 7
+    keep = np.random.default_rng(0).random(50) < 0.7
+    sets = {"set": measures.WordSimilaritySet((("0", "1"), ("1", "2"), ("2", "4")), (1, 2, 3))}
+    broken = matrix.copy()
+    broken[~keep] = np.nan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "_BLOCK_BYTES", 8 * 6 * 8)
+        report = measures.analyze(broken, counts, keep=keep)
+    expected = measures.analyze(matrix[keep], counts[keep])
+    assert report.excluded_rows == (~keep).sum()
+    assert report.unseen_tokens == (counts == 0).sum()
+    for name in ("isotropy", "mean_norm", "norm_frequency_correlation", "effective_rank"):
+        assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=1e-9)
+        assert getattr(report.centered, name) == pytest.approx(
+            getattr(expected.centered, name), rel=1e-9
+        )
+    keep[:] = True
+    keep[4] = False
+    score = measures.analyze(matrix, sets=sets, token_ids=int, keep=torch.from_numpy(keep))
+    assert (score.word_similarity.sets["set"].pairs, score.word_similarity.mean) == (2, None)
+    broken[9] = np.inf
+    keep = np.isfinite(broken).all(1)
+    keep[9] = True
+    with pytest.raises(ValueError, match="row 9 is not finite"):
+        measures.analyze(broken, keep=keep)
+    for wrong, message in (
+        (np.ones(49, bool), r"keep of shape \[49\]"),
+        (np.ones(50), "dtype float64: a boolean for each"),
+        (np.zeros(50, bool), "keep leaves no row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measures.analyze(matrix, keep=wrong)
+
+
+def test_word_similarity_of_the_variants():
+    """As of matrices that were made by subtracting first."""
+    matrix = cloud(shift=2)
+    pairs = tuple((str(i), str(i + 1)) for i in range(20))
+    ratings = tuple(np.random.default_rng(0).uniform(0, 10, 20))
+    sets = {"set": measures.WordSimilaritySet(pairs, ratings)}
+    report = measures.analyze(matrix, sets=sets, token_ids=int, directions=2)
+    for part, other in (
+        (report, matrix),
+        (report.centered, measures.subtract_mean(matrix)),
+        (report.all_but_the_top, measures.all_but_the_top(matrix, 2)),
+    ):
+        expected = measures.word_similarity(other, sets, int).sets["set"]
+        score = part.word_similarity.sets["set"]
+        assert score.r == pytest.approx(expected.r, rel=1e-9)
+        assert score.dot == pytest.approx(expected.dot, rel=1e-9)
+        assert score.interval == pytest.approx(expected.interval, rel=1e-9)
+    assert len({round(p.word_similarity.mean, 6) for p in (report, report.centered)}) == 2
+    with pytest.raises(ValueError, match="sets need token_ids"):
+        measures.analyze(matrix, sets=sets)
 
 
 @pytest.mark.slow

@@ -141,6 +141,33 @@ def test_correlation_by_definition(kind):
     assert report.to_dict()["sets"]["half"]["pairs"] == len(usable)
 
 
+def test_dot_products_and_intervals():
+    """The interval is Fisher's: tanh(atanh r +- 1.96 / sqrt(n - 3))."""
+    generator = np.random.default_rng(2)
+    matrix = generator.normal(size=(30, 4)) * generator.uniform(0.1, 4, (30, 1))
+    pairs = tuple((str(a), str(b)) for a, b in generator.integers(0, 30, (25, 2)))
+    ratings = tuple(generator.uniform(0, 10, 25))
+    sets = {"one": WordSimilaritySet(pairs, ratings), "half": WordSimilaritySet(pairs[:9], ratings)}
+    report = word_similarity(matrix, sets, int)
+    dots = [matrix[int(a)] @ matrix[int(b)] for a, b in pairs]
+    score = report.sets["one"]
+    assert score.dot == pytest.approx(100 * np.corrcoef(dots, ratings)[0, 1])
+    assert abs(score.dot - score.r) > 1
+    for r, interval in ((score.r, score.interval), (score.dot, score.dot_interval)):
+        reach = 1.959964 / math.sqrt(25 - 3)
+        expected = [100 * math.tanh(math.atanh(r / 100) + sign * reach) for sign in (-1, 1)]
+        assert interval == pytest.approx(expected, rel=1e-6)
+    # The mean of two independent numbers: half the root of the summed variances.
+    errors = [(1 - (s.r / 100) ** 2) ** 2 / (s.pairs - 3) for s in report.sets.values()]
+    reach = 100 * 1.959964 * math.sqrt(sum(errors)) / 2
+    assert report.interval == pytest.approx((report.mean - reach, report.mean + reach), rel=1e-6)
+    assert report.dot_mean == pytest.approx(sum(s.dot for s in report.sets.values()) / 2)
+    # Three pairs have a correlation, and no interval.
+    three = word_similarity(matrix, {"t": WordSimilaritySet(pairs[:3], ratings[:3])}, int)
+    assert three.sets["t"].r is not None
+    assert three.sets["t"].interval is three.interval is None
+
+
 def test_embeddings_without_a_direction_are_left_out():
     matrix = np.array([[1.0, 0], [1, 1], [0, 1], [-1, 1], [0, 0]])
     words = WordSimilaritySet(

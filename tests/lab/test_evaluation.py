@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from coupled_adam.embeddings import WordSimilaritySet, analyze
+from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.corpus import prepare_corpus
 from coupled_adam.lab.evaluation import (
@@ -32,7 +32,6 @@ from coupled_adam.lab.evaluation import (
     evaluate_run,
     is_run,
     load_tokenizer,
-    token_ids,
     word_similarity_sets,
 )
 from coupled_adam.lab.recipe import load_recipe
@@ -141,7 +140,7 @@ def test_a_run(run):
     assert result["input_embeddings"] == analyze(embeddings, counts).to_dict()
     assert result["embeddings"] != result["input_embeddings"]
     singular = np.linalg.svd(head.double().numpy(), compute_uv=False)
-    np.testing.assert_allclose(result["singular_values"], singular, rtol=1e-10)
+    np.testing.assert_allclose(result["embeddings"]["singular_values"], singular, rtol=1e-10)
     # The two matrices, positions, attention, feed-forward, three norms; no biases.
     assert result["parameters"] == 2 * 400 * 8 + 16 * 8 + 4 * 8 * 8 + 8 * 8 * 8 + 3 * 8
     assert result["word_similarity"] is result["lm_eval"] is None
@@ -234,7 +233,6 @@ def test_a_model_alone(gpt2, tmp_path):
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches", "word_similarity", "lm_eval")),
         "parameters": model.num_parameters(),
         "embeddings": analyze(model.lm_head.weight).to_dict(),
-        "singular_values": result["singular_values"],
         "input_embeddings": analyze(model.model.embed_tokens.weight).to_dict(),
     }
     # The folder that a run holds is such a folder.
@@ -339,12 +337,12 @@ def test_the_token_that_is_a_word():
     sentencepiece = word_level(
         None, pre_tokenizers.Metaspace(), ["\u2581a", "\u2581sea", "sea", "##side"]
     )
-    token_id = token_ids(wordpiece)
+    token_id = single_tokens(wordpiece)
     assert [token_id(w) for w in ("sea", "Jerusalem", "seaside", "s", "lake")] == [
         *(2, 4),
         *(None, None, None),
     ]
-    token_id = token_ids(sentencepiece)
+    token_id = single_tokens(sentencepiece)
     assert [token_id(w) for w in ("sea", "seaside", "lake")] == [2, None, None]
 
 
@@ -352,7 +350,7 @@ def test_the_token_that_is_a_word():
 def test_the_token_that_is_a_word_of_gpt2():
     """For byte-level BPE it is the token with a leading space, for all words of the sets."""
     tokenizer = load_tokenizer(DATA / "gpt2-tokenizer")
-    token_id = token_ids(tokenizer)
+    token_id = single_tokens(tokenizer)
     assert token_id("sea") == tokenizer.convert_tokens_to_ids("\u0120sea")
     assert token_id("seaside") is None
     sets = word_similarity_sets(DATA / "word-similarity")

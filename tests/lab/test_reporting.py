@@ -51,7 +51,6 @@ def make_run(folder, recipe, arm, seed, loss, **more):
         "test_tokens": 1000,
         "parameters": count_parameters(model),
         "embeddings": analyze(model.get_output_embeddings().weight, counts).to_dict(),
-        "singular_values": [3.0, 2.0, 1.0],
         **more,
     }
     (run / "evaluation.json").write_text(json.dumps(result))

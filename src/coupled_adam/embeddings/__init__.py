@@ -1,42 +1,61 @@
-"""How the embeddings of a model lie in space: the measures of arXiv 2502.08441.
+"""How the embeddings of a model lie in space: the measures of arXiv 2502.08441, and more.
 
-Every function takes an embedding matrix [V, H] as a torch tensor (any device, any floating-point
-dtype) or as an array, computes in float64, and needs extra memory for a few H x H matrices and
-blocks of rows, never for a copy of the matrix.
+Every measure takes an embedding matrix [V, H] as a torch tensor (any device, any floating-point
+dtype) or as an array, computes in float64 where the tensor is, and needs extra memory for a few
+H x H matrices and blocks of rows, never for a copy of the matrix.
 """
 
-from coupled_adam.embeddings.frequency import norm_frequency_correlation, unigram_counts
+from coupled_adam.embeddings.centering import all_but_the_top, subtract_mean
+from coupled_adam.embeddings.frequency import (
+    mean_frequency_correlation,
+    norm_frequency_correlation,
+    unigram_counts,
+)
 from coupled_adam.embeddings.geometry import (
     condition,
+    effective_rank,
     isotropy,
+    mean_cosine_similarity,
     mean_embedding,
     mean_norm,
     mean_norm_ratio,
+    participation_ratio,
     row_norms,
+    singular_values,
 )
-from coupled_adam.embeddings.report import EmbeddingReport, analyze
+from coupled_adam.embeddings.report import EmbeddingReport, Measures, analyze
 from coupled_adam.embeddings.similarity import (
     SetScore,
     WordSimilarityReport,
     WordSimilaritySet,
     read_word_similarity,
+    single_tokens,
     word_similarity,
 )
 
 __all__ = [
     "EmbeddingReport",
+    "Measures",
     "SetScore",
     "WordSimilarityReport",
     "WordSimilaritySet",
+    "all_but_the_top",
     "analyze",
     "condition",
+    "effective_rank",
     "isotropy",
+    "mean_cosine_similarity",
     "mean_embedding",
+    "mean_frequency_correlation",
     "mean_norm",
     "mean_norm_ratio",
     "norm_frequency_correlation",
+    "participation_ratio",
     "read_word_similarity",
     "row_norms",
+    "single_tokens",
+    "singular_values",
+    "subtract_mean",
     "unigram_counts",
     "word_similarity",
 ]

@@ -7,7 +7,13 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import Embeddings, row_norms
+from coupled_adam.embeddings.geometry import (
+    Embeddings,
+    as_array,
+    blocks,
+    mean_embedding,
+    row_norms,
+)
 
 _BLOCK = 2**24
 
@@ -52,13 +58,30 @@ def norm_frequency_correlation(
     Raises:
         ValueError: counts that are negative, not finite or not [V], or fewer than two positive.
     """
-    norms = row_norms(embeddings)
-    p = seen(counts, len(norms))
+    return correlation_with_log(row_norms(embeddings), counts)
+
+
+def mean_frequency_correlation(
+    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any]
+) -> float:
+    """The Pearson correlation of e_i . mu with log p_i: -1 to 1.
+
+    Below zero, the rarer a token the further it lies along the mean: the rare tokens are what the
+    mean has drifted with. Arguments, result and errors as of :func:`norm_frequency_correlation`.
+    """
+    mean = torch.from_numpy(mean_embedding(embeddings))
+    along = np.concatenate([as_array(rows @ mean.to(rows.device)) for rows in blocks(embeddings)])
+    return correlation_with_log(along, counts)
+
+
+def correlation_with_log(values: NDArray[np.float64], counts: torch.Tensor | NDArray[Any]) -> float:
+    """The correlation of values [V] with log counts [V], where those are above zero."""
+    p = seen(counts, len(values))
     used = p > 0
     with np.errstate(all="ignore"):
-        if np.ptp(norms[used]) == 0 or np.ptp(p[used]) == 0:
+        if np.ptp(values[used]) == 0 or np.ptp(p[used]) == 0:
             return float("nan")
-    return float(stats.pearsonr(norms[used], np.log(p[used])).statistic)
+    return float(stats.pearsonr(values[used], np.log(p[used])).statistic)
 
 
 def seen(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:

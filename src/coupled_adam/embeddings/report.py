@@ -3,60 +3,109 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.frequency import norm_frequency_correlation, seen
+from coupled_adam.embeddings.centering import top_directions
+from coupled_adam.embeddings.frequency import correlation_with_log, seen
+from coupled_adam.embeddings.geometry import Array, as_array
+from coupled_adam.embeddings.similarity import (
+    WordSimilarityReport,
+    WordSimilaritySet,
+    similarity_of,
+    word_vectors,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class EmbeddingReport:
-    """The measures of an embedding matrix; printed, a small table.
+class Measures:
+    """The measures of a cloud of embeddings; what a cloud does not have is None.
+
+    A cloud that is one point, as a matrix of equal rows less its mean, has no ratio, no spectrum
+    and no angles.
 
     Attributes:
-        vocab_size: V.
-        hidden_size: H.
         isotropy: Iso, 0 to 1, sign-safe; higher is better.
         isotropy_published: Iso with the eigenvectors' signs as the library returned them.
         mean_norm: ||mu||; lower is better.
         mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
         condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
-        norm_frequency_correlation: rho, -1 to 1; higher is better. None without counts, or where
-            all norms or all counts are the same.
-        unseen_tokens: how many tokens have zero counts, and so no part in rho. None without counts.
+        mean_cosine_similarity: of all pairs of rows, -1 to 1; lower is better.
+        effective_rank: 1 to min(V, H); higher is better.
+        participation_ratio: 1 to min(V, H); higher is better.
+        norm_mean, norm_std, norm_min, norm_max: of ||e_i|| over the rows.
+        norm_frequency_correlation: rho, of ||e_i|| and log p_i, -1 to 1; higher is better. None
+            without counts, or where all norms or all counts are the same.
+        mean_frequency_correlation: of e_i . mu and log p_i, -1 to 1; near 0 is better. None as rho
+            is, and where the mean is zero.
+        word_similarity: None without sets.
+        singular_values: [min(V, H)], descending.
+    """
+
+    isotropy: float
+    isotropy_published: float
+    mean_norm: float
+    mean_norm_ratio: float | None
+    condition: float | None
+    mean_cosine_similarity: float | None
+    effective_rank: float | None
+    participation_ratio: float | None
+    norm_mean: float
+    norm_std: float
+    norm_min: float
+    norm_max: float
+    norm_frequency_correlation: float | None
+    mean_frequency_correlation: float | None
+    word_similarity: WordSimilarityReport | None
+    singular_values: list[float] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingReport(Measures):
+    """The measures of an embedding matrix; printed, a small table.
+
+    Attributes:
+        vocab_size: V.
+        hidden_size: H.
+        excluded_rows: how many rows were left out of everything.
+        unseen_tokens: how many tokens have zero counts, and so no part in the correlations with
+            frequency. None without counts.
+        centered: the measures after subtracting the mean.
+        all_but_the_top: after subtracting the mean and ``top_directions`` principal directions.
+        top_directions: how many.
     """
 
     vocab_size: int
     hidden_size: int
-    isotropy: float
-    isotropy_published: float
-    mean_norm: float
-    mean_norm_ratio: float
-    condition: float
-    norm_frequency_correlation: float | None = None
-    unseen_tokens: int | None = None
+    excluded_rows: int
+    unseen_tokens: int | None
+    centered: Measures
+    all_but_the_top: Measures
+    top_directions: int
 
     def __str__(self) -> str:
-        rows = [
-            ("embeddings", "E", f"{self.vocab_size} x {self.hidden_size}"),
-            ("isotropy", "Iso", f"{self.isotropy:.4f}"),
-            ("  as published (signs arbitrary)", "", f"{self.isotropy_published:.4f}"),
-            ("mean norm", "‖μ‖", f"{self.mean_norm:.4f}"),
-            ("relative mean norm", "‖μ‖ʳ", f"{self.mean_norm_ratio:.4f}"),
-            ("condition, 100 σ_min/σ_max", "κ", f"{self.condition:.2f}"),
-        ]
+        variants = (self, self.centered, self.all_but_the_top)
+        header = f"{self.vocab_size} x {self.hidden_size}"
+        lines = [("embeddings", "E", header, "- mean", f"- top {self.top_directions}")]
+        for label, symbol, key, digits in MEASURES:
+            values = [number(variant, key) for variant in variants]
+            if values[0] is not None:
+                first, second, third = (shown(value, digits) for value in values)
+                lines.append((label, symbol, first, second, third))
         if self.unseen_tokens is not None:
-            rho = self.norm_frequency_correlation
-            rows.append(("norm vs. log frequency", "ρ", "-" if rho is None else f"{rho:.4f}"))
-            rows.append(("  tokens never seen, left out", "", str(self.unseen_tokens)))
-        return "\n".join(f"{name:<34}{symbol:<6}{value:>12}" for name, symbol, value in rows)
+            lines.append(("  tokens never seen, left out", "", str(self.unseen_tokens), "", ""))
+        if self.excluded_rows:
+            lines.append(("rows left out of everything", "", str(self.excluded_rows), "", ""))
+        return "\n".join(f"{a:<34}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The attributes as a dict."""
+        """The attributes as a dict of dicts."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
@@ -64,33 +113,208 @@ class EmbeddingReport:
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
+MEASURES = (
+    ("isotropy", "Iso", ("isotropy",), 4),
+    ("  as published (signs arbitrary)", "", ("isotropy_published",), 4),
+    ("mean norm", "‖μ‖", ("mean_norm",), 4),
+    ("relative mean norm", "‖μ‖ʳ", ("mean_norm_ratio",), 4),
+    ("condition, 100 σ_min/σ_max", "κ", ("condition",), 2),
+    ("mean cosine similarity", "cos", ("mean_cosine_similarity",), 4),
+    ("effective rank", "", ("effective_rank",), 1),
+    ("participation ratio", "", ("participation_ratio",), 1),
+    ("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
+    ("  standard deviation", "", ("norm_std",), 4),
+    ("norm vs. log frequency", "ρ", ("norm_frequency_correlation",), 4),
+    ("along the mean vs. log frequency", "", ("mean_frequency_correlation",), 4),
+    ("word similarity, mean of the sets", "r̄", ("word_similarity", "mean"), 2),
+    ("  by dot product", "", ("word_similarity", "dot_mean"), 2),
+)
+"""What tables show: label, symbol, where it is, and how many digits."""
+
+
+def number(measures: Measures, path: tuple[str, ...]) -> float | None:
+    """A number of a report; None where it has none."""
+    found: Any = measures
+    for key in path:
+        found = getattr(found, key, None)
+    return found  # type: ignore[no-any-return]
+
+
+def shown(value: float | None, digits: int) -> str:
+    """A number in a table; a dash where there is none."""
+    return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 def analyze(
-    embeddings: geometry.Embeddings, counts: torch.Tensor | NDArray[Any] | None = None
+    embeddings: geometry.Embeddings,
+    counts: torch.Tensor | NDArray[Any] | None = None,
+    *,
+    sets: Mapping[str, WordSimilaritySet] | None = None,
+    token_ids: Callable[[str], int | None] | None = None,
+    keep: torch.Tensor | NDArray[Any] | None = None,
+    directions: int | None = None,
 ) -> EmbeddingReport:
-    """Measure an embedding matrix.
+    """Measure an embedding matrix: as it is, centered, and without its top directions.
+
+    Exact, in three passes over the rows and two eigendecompositions of H x H matrices; the extra
+    memory is that of a few blocks of 64 MB and H x H matrices, whatever V is.
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or an array.
-        counts: unigram counts or probabilities [V], for the correlation with frequency.
+        counts: unigram counts or probabilities [V], for the correlations with frequency.
+        sets: word-similarity sets, as :func:`read_word_similarity` returns them.
+        token_ids: for ``sets``: from a word to its token, see :func:`single_tokens`.
+        keep: [V] booleans; rows that are False are left out of everything, as padding.
+        directions: for :func:`all_but_the_top`; None is one for each hundred of H, rounded up.
 
     Raises:
-        ValueError: not a non-empty real finite matrix; all rows zero; counts that do not fit.
+        ValueError: not a non-empty real finite matrix; all rows zero; counts, ids or ``keep`` that
+            do not fit; directions outside of 0 ... H.
     """
     geometry.check(embeddings)
     rows, columns = embeddings.shape
-    unseen = None if counts is None else int(np.sum(seen(counts, rows) == 0))
-    ratio = geometry.mean_norm_ratio(embeddings)
-    eigenvalues, eigenvectors = geometry.eigen(embeddings)
-    log_z = geometry.log_partition(embeddings, eigenvectors)
-    rho = None if counts is None else norm_frequency_correlation(embeddings, counts)
+    top = top_directions(columns, directions)
+    kept = _checked_keep(keep, rows)
+    p = None if counts is None else seen(counts, rows)
+    unseen = None if p is None else int((p == 0).sum())
+    words: list[str] = []
+    vectors = np.zeros((0, columns))
+    if sets is not None:
+        if token_ids is None:
+            raise ValueError("sets need token_ids, which find the token of a word")
+        words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
+
+    mean, norms = geometry.mean_and_norms(embeddings, kept)
+    geometry.check_not_zero(float(norms.max()))
+    used = len(norms)
+    centred_gram = geometry.gram(embeddings, mean, kept)
+    # Adding the mean's part loses nothing; subtracting it from the sum over raw rows would.
+    squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
+    centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
+
+    # Rows that are the mean differ from it by rounding, which has no direction.
+    floor = 1e-12 * float(norms.max())
+    raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
+    along = torch.empty_like(norms)
+    for block in geometry.blocks(embeddings, kept):
+        along[raw.rows : raw.rows + len(block)] = block @ mean
+        raw.add(block, geometry.project(block, basis))
+        # In the centred cloud's own axes, to take out the top ones is to leave out columns.
+        projections = geometry.project(block - mean, centred_basis)
+        centred.add(projections, projections)
+        topless.add(projections[:, : columns - top])
+    log_z = centred.partition.log_z()
+    topless_log_z, topless_squares = log_z.copy(), centred_squares.clone()
+    topless_log_z[:, columns - top :] = math.log(used)  # exp(0) for every row
+    topless_squares[columns - top :] = 0
+
+    p = p if p is None or kept is None else p[kept]
+    centred_vectors = vectors - as_array(mean)
+    taken = as_array(centred_basis)[:, columns - top :]
+    topless_vectors = centred_vectors - centred_vectors @ taken @ taken.T
+    scores = [
+        None if sets is None else similarity_of(words, rows, sets, cloud.floor)
+        for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
+    ]
+    measures = _measures(raw, squares, raw.partition.log_z(), p, scores[0])
     return EmbeddingReport(
+        **{
+            **vars(measures),
+            "mean_norm": float(mean.norm()),
+            "mean_norm_ratio": float(mean.norm()) / float(norms.mean()),
+            "mean_frequency_correlation": _correlation(as_array(along), p),
+        },
         vocab_size=rows,
         hidden_size=columns,
+        excluded_rows=rows - used,
+        unseen_tokens=unseen,
+        centered=_measures(centred, centred_squares, log_z, p, scores[1]),
+        all_but_the_top=_measures(topless, topless_squares, topless_log_z, p, scores[2]),
+        top_directions=top,
+    )
+
+
+class _Cloud:
+    """One of a report's three clouds, while its rows come by."""
+
+    def __init__(self, rows: int, floor: float) -> None:
+        self.rows = 0
+        self.floor = floor
+        self.partition = geometry.LogPartition()
+        self.angles = geometry.Angles()
+        self.norms = torch.empty(rows, dtype=torch.float64)
+
+    def add(self, vectors: Tensor, projections: Tensor | None = None) -> None:
+        """Some more rows [rows, any], and what they are along the eigenvectors."""
+        norms = vectors.norm(dim=1)
+        self.norms[self.rows : self.rows + len(norms)] = norms
+        self.rows += len(norms)
+        self.angles.add(vectors, norms, self.floor)
+        if projections is not None:
+            self.partition.add(projections)
+
+
+def _measures(
+    cloud: _Cloud,
+    squares: Tensor,
+    log_z: Array,
+    p: Array | None,
+    word_similarity: WordSimilarityReport | None,
+) -> Measures:
+    """The measures of a cloud whose mean is zero, from the eigenvalues of E^T E and log Z."""
+    norms = as_array(cloud.norms)
+    norms[norms <= cloud.floor] = 0
+    values = geometry.singular_values_of(squares.sort().values, len(norms))
+    is_point = not norms.any()
+    cosine = cloud.angles.mean_cosine()
+    return Measures(
         isotropy=geometry.isotropy_of(log_z),
         isotropy_published=geometry.isotropy_of(log_z[:1]),
-        mean_norm=geometry.mean_norm(embeddings),
-        mean_norm_ratio=ratio,
-        condition=geometry.condition_of(eigenvalues, rows),
-        norm_frequency_correlation=None if rho is None or math.isnan(rho) else rho,
-        unseen_tokens=unseen,
+        mean_norm=0.0,
+        mean_norm_ratio=None if is_point else 0.0,
+        condition=None if is_point else geometry.condition_of(values),
+        mean_cosine_similarity=None if math.isnan(cosine) else cosine,
+        effective_rank=None if is_point else geometry.effective_rank_of(values),
+        participation_ratio=None if is_point else geometry.participation_ratio_of(values),
+        norm_mean=float(norms.mean()),
+        norm_std=float(norms.std()),
+        norm_min=float(norms.min()),
+        norm_max=float(norms.max()),
+        norm_frequency_correlation=_correlation(norms, p),
+        mean_frequency_correlation=None,
+        word_similarity=word_similarity,
+        singular_values=values.tolist(),
     )
+
+
+def _correlation(values: Array, p: Array | None) -> float | None:
+    r = math.nan if p is None else correlation_with_log(values, p)
+    return None if math.isnan(r) else r
+
+
+def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.bool_] | None:
+    if keep is None:
+        return None
+    chosen = keep.detach().cpu().numpy() if isinstance(keep, Tensor) else np.asarray(keep)
+    if chosen.shape != (rows,) or chosen.dtype != np.bool_:
+        raise ValueError(
+            f"keep of shape {list(chosen.shape)} and dtype {chosen.dtype}: a boolean for each of "
+            f"the {rows} embeddings is needed"
+        )
+    if not chosen.any():
+        raise ValueError("keep leaves no row")
+    return chosen
+
+
+def _kept_tokens(
+    token_ids: Callable[[str], int | None], keep: NDArray[np.bool_] | None
+) -> Callable[[str], int | None]:
+    """The same function, without the tokens that are left out."""
+
+    def token_id(word: str) -> int | None:
+        token = token_ids(word)
+        if token is None or keep is None or not 0 <= token < len(keep) or keep[token]:
+            return token
+        return None
+
+    return token_id

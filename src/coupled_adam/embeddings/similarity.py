@@ -2,15 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import Array, Embeddings, check
+from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +27,18 @@ class SetScore:
     Attributes:
         r: 100 x Pearson correlation of ratings and cosine similarities, -100 to 100; None with
             fewer than three usable pairs, or where all ratings or all similarities are the same.
+        interval: its 95 % confidence interval, from Fisher's transformation; None with fewer than
+            four usable pairs.
+        dot: the same for dot products; None where r is, or where all products are the same.
+        dot_interval: as ``interval``.
         pairs: the usable pairs, of which r is made.
         total: all pairs of the set.
     """
 
     r: float | None
+    interval: tuple[float, float] | None
+    dot: float | None
+    dot_interval: tuple[float, float] | None
     pairs: int
     total: int
 
@@ -45,10 +51,14 @@ class WordSimilarityReport:
         sets: by the name of the set.
         mean: r-bar, the mean of r over the sets; None unless every set has an r, since the mean
             over fewer sets could not be compared.
+        interval: the 95 % confidence interval of the mean, which takes the sets as independent.
+        dot_mean: the same for dot products.
     """
 
     sets: dict[str, SetScore]
     mean: float | None
+    interval: tuple[float, float] | None
+    dot_mean: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
@@ -114,7 +124,7 @@ def word_similarity(
     sets: Mapping[str, WordSimilaritySet],
     token_ids: Callable[[str], int | None],
 ) -> WordSimilarityReport:
-    """Correlate the cosine similarity of words' embeddings with human ratings (arXiv 2502.08441).
+    """Correlate the similarity of words' embeddings with human ratings (arXiv 2502.08441).
 
     A pair is usable if each of its words is one token, with an embedding that is not zero and so
     has a direction.
@@ -122,57 +132,126 @@ def word_similarity(
     Args:
         embeddings: [V, H]; a torch tensor on any device, or an array.
         sets: by name, as :func:`read_word_similarity` returns them.
-        token_ids: the id of the token that is the word; None for a word of several tokens.
+        token_ids: the id of the token that is the word; None for a word of several tokens. See
+            :func:`single_tokens`.
 
     Raises:
         ValueError: not a non-empty real matrix; an embedding that is not finite; an id outside of
             0 ... V - 1.
     """
+    return similarity_of(*word_vectors(embeddings, sets, token_ids), sets)
+
+
+def single_tokens(tokenizer: Any) -> Callable[[str], int | None]:
+    """A function from a word to the token that is this word in a text, or None.
+
+    In a text a word follows another. So for byte-level BPE it is the token with the leading space,
+    for SentencePiece the one with its mark, for WordPiece the one that begins a word.
+
+    Args:
+        tokenizer: of transformers, or with the same ``encode`` and ``unk_token_id``.
+    """
+    before = tokenizer.encode("a", add_special_tokens=False)
+
+    def token_id(word: str) -> int | None:
+        ids = tokenizer.encode(f"a {word}", add_special_tokens=False)
+        if ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
+            return None
+        last: int = ids[-1]
+        return last
+
+    return token_id
+
+
+def word_vectors(
+    embeddings: Embeddings,
+    sets: Mapping[str, WordSimilaritySet],
+    token_ids: Callable[[str], int | None],
+) -> tuple[list[str], Array]:
+    """The words of some sets that are tokens, and their embeddings, [words, H]."""
     check(embeddings)
     words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
     ids = {word: token for word in sorted(words) if (token := token_ids(word)) is not None}
-    directions = _directions(embeddings, ids)
-    scores = {name: _score(entry, directions) for name, entry in sets.items()}
-    values = [score.r for score in scores.values() if score.r is not None]
-    complete = bool(values) and len(values) == len(scores)
-    return WordSimilarityReport(scores, math.fsum(values) / len(values) if complete else None)
-
-
-def _directions(embeddings: Embeddings, ids: Mapping[str, int]) -> dict[str, Array]:
-    """The embeddings of some words, as unit vectors [H]; without those that are zero."""
     for word, token in ids.items():
         if not 0 <= token < len(embeddings):
             raise ValueError(
                 f"{word!r} is token {token}, outside of 0 ... {len(embeddings) - 1}: does the "
                 "tokenizer belong to these embeddings?"
             )
-    chosen = embeddings[list(ids.values())]
-    if isinstance(chosen, torch.Tensor):
-        chosen = chosen.detach().to("cpu", torch.float64).numpy()
-    vectors = np.asarray(chosen, dtype=np.float64)
-    directions = {}
-    for (word, token), vector in zip(ids.items(), vectors):
-        if not np.isfinite(vector).all():
-            raise ValueError(f"embeddings: row {token} is not finite (NaN or infinity)")
-        if vector.any():
-            vector = vector / np.abs(vector).max()  # or the square of a tiny number is zero
-            directions[word] = vector / np.linalg.norm(vector)
-    return directions
+    vectors = as_array(as_float64(embeddings[list(ids.values())]))
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        row = list(ids.values())[int(np.argmin(finite))]
+        raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
+    return list(ids), vectors
 
 
-def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScore:
+def similarity_of(
+    words: Sequence[str],
+    vectors: Array,
+    sets: Mapping[str, WordSimilaritySet],
+    floor: float = 0.0,
+) -> WordSimilarityReport:
+    """The scores from the words' vectors [words, H]; not above the floor, one has no direction."""
+    largest = np.abs(vectors).max(axis=1, initial=0)
+    used = [i for i in range(len(words)) if largest[i] > floor]
+    # Scaled, or the squares of tiny and of huge numbers are beyond float64.
+    rows = {}
+    for i in used:
+        direction = vectors[i] / largest[i]
+        direction /= np.linalg.norm(direction)
+        rows[words[i]] = (vectors[i] / largest[used].max(), direction)
+    scores = {name: _score(entry, rows) for name, entry in sets.items()}
+    return WordSimilarityReport(
+        scores,
+        _mean([score.r for score in scores.values()]),
+        _mean_interval(list(scores.values())),
+        _mean([score.dot for score in scores.values()]),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+
+
+def _mean_interval(scores: Sequence[SetScore]) -> tuple[float, float] | None:
+    """Of the mean of independent correlations, each with the variance (1 - r^2)^2 / (n - 3)."""
+    mean = _mean([score.r for score in scores])
+    if mean is None or any(score.pairs < 4 for score in scores):
+        return None
+    variances = [(100 - (score.r or 0) ** 2 / 100) ** 2 / (score.pairs - 3) for score in scores]
+    reach = float(stats.norm.ppf(0.975)) * math.sqrt(math.fsum(variances)) / len(scores)
+    return max(mean - reach, -100.0), min(mean + reach, 100.0)
+
+
+def _score(entry: WordSimilaritySet, rows: Mapping[str, tuple[Array, Array]]) -> SetScore:
     usable = [
-        (rating, directions[first] @ directions[second])
+        (rating, rows[first], rows[second])
         for (first, second), rating in zip(entry.pairs, entry.ratings)
-        if first in directions and second in directions
+        if first in rows and second in rows
     ]
-    r = None
-    if len(usable) >= 3:
-        ratings, similarities = np.array(usable).T
-        # Equal similarities still differ by rounding, and a correlation with that means nothing.
-        if np.ptp(ratings) > 0 and np.ptp(similarities) > 1e-12:
-            r = 100 * float(stats.pearsonr(ratings, similarities).statistic)
-    return SetScore(r, len(usable), len(entry.pairs))
+    ratings = [rating for rating, _, _ in usable]
+    cosines = [float(first[1] @ second[1]) for _, first, second in usable]
+    dots = [float(first[0] @ second[0]) for _, first, second in usable]
+    # Equal cosines still differ by rounding, and a correlation with that means nothing.
+    r, interval = _correlation(ratings, cosines, 1e-12)
+    dot, dot_interval = _correlation(ratings, dots, 1e-12 * max(map(abs, dots), default=0))
+    return SetScore(r, interval, dot, dot_interval, len(usable), len(entry.pairs))
+
+
+def _correlation(
+    ratings: Sequence[float], similarities: Sequence[float], rounding: float
+) -> tuple[float | None, tuple[float, float] | None]:
+    """100 x Pearson's r, and its interval; None where there is nothing to correlate."""
+    if len(ratings) < 3 or np.ptp(ratings) == 0 or not np.ptp(similarities) > rounding:
+        return None, None
+    result = stats.pearsonr(ratings, similarities)
+    r = 100 * float(result.statistic)
+    if len(ratings) < 4:
+        return r, None
+    low, high = result.confidence_interval(0.95)
+    return r, (100 * float(low), 100 * float(high))
 
 
 def _read(path: Path, layout: _Format) -> WordSimilaritySet:

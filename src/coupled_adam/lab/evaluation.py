@@ -20,10 +20,10 @@ from coupled_adam.embeddings import (
     WordSimilaritySet,
     analyze,
     read_word_similarity,
+    single_tokens,
     unigram_counts,
     word_similarity,
 )
-from coupled_adam.embeddings.geometry import eigen
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.corpus import Corpus
 from coupled_adam.lab.documents import open_documents
@@ -55,8 +55,8 @@ def evaluate_run(
     it was done anew.
 
     - ``test_loss``, in nats per token, over ``test_tokens`` predicted tokens, of ``test_batches``
-    - ``parameters``, N; ``embeddings``, the measures of the output embeddings; their
-      ``singular_values`` [H], descending; ``input_embeddings``, null where the two are tied
+    - ``parameters``, N; ``embeddings``, :meth:`EmbeddingReport.to_dict` of the output embeddings;
+      ``input_embeddings``, null where the two are tied
     - ``word_similarity``: :meth:`WordSimilarityReport.to_dict`, of the output embeddings, or null
     - ``lm_eval``: :meth:`Downstream.evaluate`, or null
 
@@ -81,7 +81,7 @@ def evaluate_run(
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = "singular_values" in done
+    has_measures = "centered" in done.get("embeddings", {})
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model = load_model(run / "model", device)
@@ -224,21 +224,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int | None]:
-    """A function from a word to the token that is this word in a text, or None.
-
-    In a text a word follows another. So for byte-level BPE it is the token with the leading space,
-    for SentencePiece the one with its mark, for WordPiece the one that begins a word.
-    """
-    before = tokenizer.encode("a", add_special_tokens=False)
-
-    def token_id(word: str) -> int | None:
-        *context, last = tokenizer.encode(f"a {word}", add_special_tokens=False)
-        return last if context == before and last != tokenizer.unk_token_id else None
-
-    return token_id
-
-
 def output_embeddings(model: PreTrainedModel) -> torch.Tensor:
     """The matrix [V, H] that gives the logits."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -262,10 +247,8 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     inputs = inputs.detach()
     tied = inputs.data_ptr() == output.data_ptr()
     try:
-        squares, _ = eigen(output)
         return {
             "embeddings": analyze(output, counts).to_dict(),
-            "singular_values": np.sqrt(np.clip(squares[::-1], 0, None)).tolist(),
             "input_embeddings": None if tied else analyze(inputs, counts).to_dict(),
         }
     except ValueError as error:
@@ -326,7 +309,7 @@ def _word_similarity(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets
 ) -> dict[str, Any]:
     try:
-        report = word_similarity(output_embeddings(model), sets, token_ids(tokenizer))
+        report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer))
     except ValueError as error:
         raise UsageError(f"{model.name_or_path}: {error}") from None
     return {"word_similarity": report.to_dict()}

@@ -76,7 +76,7 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
                 "Norm of the mean embedding over training.",
             ),
         }
-        spectra = [run for run in first if run.value(("singular_values",))]
+        spectra = [run for run in first if run.value(("embeddings", "singular_values"))]
         if spectra:
             more["spectrum"] = (
                 partial(plot_spectrum, runs=spectra, colors=colors),
@@ -256,7 +256,7 @@ def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> Non
 def plot_spectrum(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """The singular values relative to the largest."""
     for run in runs:
-        values = np.array(run.value(("singular_values",)))
+        values = np.array(run.value(("embeddings", "singular_values")))
         relative = values / values[0]
         ax.plot(range(1, len(relative) + 1), relative, color=colors[run.arm], label=run.label)
     ax.set(

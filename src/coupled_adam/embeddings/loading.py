@@ -1,0 +1,274 @@
+"""Embedding matrices out of models, trained by anyone with anything.
+
+Only the embeddings are read, never the whole model. They are found by their names, as they are
+usual for each family of models.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from coupled_adam.embeddings.weights import (
+    SUFFIXES,
+    Weights,
+    open_archive,
+    open_distributed,
+    open_file,
+    open_hub_file,
+)
+
+_INPUT = (
+    "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
+    "wte.weight",
+    "embed_tokens.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+    "token_embedding.weight",
+    "embed_in.weight",
+    "word_embedding.weight",
+    "tokens_embed.weight",
+    "backbone.embeddings.weight",
+    "backbone.embedding.weight",
+    "model.embeddings.weight",
+    "rwkv.embeddings.weight",
+    "emb.weight",
+)
+_OUTPUT = (
+    "lm_head.weight",
+    "embed_out.weight",
+    "cls.predictions.decoder.weight",
+    "lm_head.decoder.weight",
+    "generator_lm_head.weight",
+    "lm_loss.weight",
+    "proj_out.weight",
+    "output_layer.weight",
+    "output.weight",
+    "head.weight",
+)
+_HEADS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "PreTraining")
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbeddingMatrix:
+    """An embedding matrix of a model.
+
+    Attributes:
+        matrix: [V, H], in the dtype it is stored in, on the CPU.
+        role: ``"input"`` or ``"output"``; ``"tied"`` where one matrix is both; ``"embeddings"``
+            where the file does not tell.
+        tensor: its name in the file; empty for a file that holds one array.
+    """
+
+    matrix: Tensor
+    role: Literal["input", "output", "tied", "embeddings"]
+    tensor: str
+
+
+def load_embeddings(
+    source: str | Path, *, tensor: str | None = None, revision: str | None = None
+) -> list[EmbeddingMatrix]:
+    """Find and read the token embeddings of a model: the input's, and the output's if another.
+
+    Args:
+        source: a folder in Hugging Face format (sharded or not), or the id of one on the hub; a
+            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; a checkpoint
+            of ours; a folder of torch.distributed.checkpoint.
+        tensor: the name of the tensor to read, where it is not to be found by its name.
+        revision: of a model on the hub: a branch, tag or commit.
+
+    Raises:
+        FileNotFoundError: there is no such file, folder or model.
+        ValueError: damaged files; weights that need pickle; no embeddings found by their names.
+    """
+    path = Path(source)
+    if path.is_dir():
+        weights = _open_folder(path)
+    elif path.is_file():
+        weights = open_file(path)
+    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) and path.suffix not in SUFFIXES:
+        weights = _open_hub(str(source), revision)
+    else:
+        raise FileNotFoundError(f"{source}: there is no such file, folder or model")
+    return _find(weights, tensor)
+
+
+def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
+    """Choose the tensors that are embeddings."""
+    matrices = {name: shape for name, shape in weights.shapes.items() if len(shape) == 2}
+    listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
+    if tensor is not None:
+        if tensor not in matrices:
+            raise ValueError(f"{weights.source} has no matrix {tensor!r}: there are {listed}")
+        return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
+    inputs, output = _named(matrices, _INPUT), _named(matrices, _OUTPUT)
+    if inputs is None and output is None:
+        if len(matrices) == 1:
+            (name,) = matrices
+            return [EmbeddingMatrix(_read(weights, name), "embeddings", name)]
+        what = f"name one of {listed}" if matrices else "there are no matrices in it"
+        raise ValueError(f"{weights.source}: no embeddings under a known name; {what}")
+    # Heads of classification and regression have such names, too.
+    if inputs and output and matrices[inputs] != matrices[output]:
+        same_width = matrices[inputs][1] == matrices[output][1]
+        if not same_width or matrices[output][0] < matrices[inputs][0] / 2:
+            output = None
+    if inputs is None or output is None:
+        name = inputs or output or ""
+        role: Literal["input", "output", "tied"] = "input" if inputs else "output"
+        if inputs and _is_tied(weights.config):
+            role = "tied"
+        return [EmbeddingMatrix(_read(weights, name), role, name)]
+    first, second = _read(weights, inputs), _read(weights, output)
+    if first.shape == second.shape and torch.equal(first, second):
+        return [EmbeddingMatrix(first, "tied", inputs)]
+    return [EmbeddingMatrix(first, "input", inputs), EmbeddingMatrix(second, "output", output)]
+
+
+def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
+    return -item[1][0] * item[1][1], item[0]
+
+
+def _named(matrices: Mapping[str, tuple[int, ...]], known: tuple[str, ...]) -> str | None:
+    """The matrix that has the first of the known names, whatever modules it is wrapped in."""
+    for ending in known:
+        found = [name for name in matrices if name == ending or name.endswith(f".{ending}")]
+        if found:
+            # Of several, as in a model that has a smaller one in it, the largest.
+            return min(found, key=lambda name: _largest((name, matrices[name])))
+    return None
+
+
+def _is_tied(config: Mapping[str, Any] | None) -> bool:
+    """Whether a model that stores no output embeddings uses the input's."""
+    if config is None or not config.get("tie_word_embeddings", True):
+        return False
+    return any(part in name for name in config.get("architectures") or () for part in _HEADS)
+
+
+def _read(weights: Weights, name: str) -> Tensor:
+    matrix = weights.read(name)
+    if not matrix.is_floating_point():
+        raise ValueError(
+            f"{weights.source}: {name} is quantised ({str(matrix.dtype).removeprefix('torch.')}); "
+            "floating-point numbers are needed"
+        )
+    return matrix
+
+
+def _open_folder(folder: Path) -> Weights:
+    run = folder / "config.yaml"
+    if run.exists() and not (folder / "config.json").exists():
+        return _open_run(folder)
+    if (folder / ".metadata").exists():
+        return open_distributed(folder)
+    config = _json(folder / "config.json") if (folder / "config.json").exists() else None
+    for stem in ("model", "pytorch_model"):
+        ending = ".safetensors" if stem == "model" else ".bin"
+        index = folder / f"{stem}{ending}.index.json"
+        whole = folder / f"{stem}{ending}"
+        if index.exists():
+            files = _indexed(_json(index), index)
+            return _join(str(folder), files, lambda file: open_file(folder / file), config)
+        if whole.exists():
+            opened = open_file(whole)
+            return dataclasses.replace(opened, source=str(folder), config=config)
+    raise ValueError(
+        f"{folder} has no weights that can be read: no model.safetensors (or its index), no "
+        "pytorch_model.bin, no distributed checkpoint"
+    )
+
+
+def _open_run(folder: Path) -> Weights:
+    """A run of ours: its model, or while it trains its last checkpoint."""
+    if (folder / "model").exists():
+        return _open_folder(folder / "model")
+    checkpoints = [
+        path
+        for path in (folder / "checkpoints").glob("step-*")
+        if re.fullmatch(r"step-\d+", path.name)
+    ]
+    if not checkpoints:
+        raise ValueError(f"{folder} is a run that has neither a model nor a checkpoint yet")
+    last = max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
+    return _open_folder(last) if last.is_dir() else open_archive(last)
+
+
+def _indexed(index: Mapping[str, Any], source: object) -> dict[str, str]:
+    """The file of each tensor; only files beside the index."""
+    files = index.get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ValueError(f"{source}: not an index of weights: it has no weight_map")
+    for file in files.values():
+        if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
+            raise ValueError(f"{source}: {file!r} is not the name of a file beside it")
+    return files
+
+
+def _join(
+    source: str,
+    files: Mapping[str, str],
+    open_file: Callable[[str], Weights],
+    config: Mapping[str, Any] | None,
+) -> Weights:
+    """Shards as one: only those are opened that hold what may be embeddings."""
+    wanted = {
+        name: file
+        for name, file in files.items()
+        if any(name == ending or name.endswith(f".{ending}") for ending in (*_INPUT, *_OUTPUT))
+    }
+    opened = {file: open_file(file) for file in sorted({*(wanted or files).values()})}
+    places = {name: shard for shard in opened.values() for name in shard.shapes}
+    for name, file in wanted.items():
+        if name not in opened[file].shapes:
+            raise ValueError(f"{source}: {name} is not in {file}, where the index has it")
+    shapes = {name: shard.shapes[name] for name, shard in places.items()}
+    return Weights(source, shapes, lambda name: places[name].read(name), config)
+
+
+def _open_hub(name: str, revision: str | None) -> Weights:
+    """A model on the hub: of its weights only the bytes of the embeddings are transferred."""
+    import huggingface_hub
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    def download(filename: str) -> dict[str, Any] | None:
+        try:
+            return _json(Path(huggingface_hub.hf_hub_download(name, filename, revision=revision)))
+        except RemoteEntryNotFoundError:
+            return None
+
+    try:
+        config = download("config.json")
+        index = download("model.safetensors.index.json")
+        if index is not None:
+            files = _indexed(index, f"{name}: model.safetensors.index.json")
+            return _join(name, files, lambda file: open_hub_file(name, file, revision), config)
+        whole = open_hub_file(name, "model.safetensors", revision)
+        return dataclasses.replace(whole, source=name, config=config)
+    except RemoteEntryNotFoundError:
+        raise ValueError(
+            f"{name} has no model.safetensors on the hub: download it and give its folder"
+        ) from None
+    except ValueError:
+        raise
+    except Exception as error:  # of the hub's and of its HTTP client's classes
+        reason = " ".join(str(error).split())[:300]
+        raise FileNotFoundError(
+            f"{name}: neither a file or folder here, nor a model that the hub gives us "
+            f"({type(error).__name__}: {reason})"
+        ) from None
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content

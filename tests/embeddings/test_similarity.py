@@ -1,14 +1,25 @@
 """Word similarity: the published files' formats, and the correlation by its definition."""
 
+import dataclasses
+import functools
+import hashlib
+import http.server
 import math
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from coupled_adam.embeddings import WordSimilaritySet, read_word_similarity, word_similarity
+from coupled_adam.embeddings import (
+    WordSimilaritySet,
+    download_word_similarity,
+    read_word_similarity,
+    similarity,
+    word_similarity,
+)
 
 # The formats, with words and ratings of our own.
 FILES = {
@@ -241,3 +252,55 @@ def test_published_files():
     shared = similarity.keys() & relatedness.keys()
     assert len(shared) > 50
     assert all(similarity[pair] == relatedness[pair] for pair in shared)
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """A folder of the sets, and a server of it in the place of the real one."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    write(folder)
+    formats = {
+        name: dataclasses.replace(
+            layout, sha256=hashlib.sha256((folder / layout.file).read_bytes()).hexdigest()
+        )
+        for name, layout in similarity._FORMATS.items()
+    }
+    monkeypatch.setattr(similarity, "_FORMATS", formats)
+    handler = functools.partial(QuietHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setattr(similarity, "_SOURCE", f"http://127.0.0.1:{server.server_address[1]}/")
+        yield folder
+        server.shutdown()
+        thread.join()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_download_is_checked_and_kept(served, tmp_path):
+    (served / "rw.txt").write_text(FILES["rw.txt"].replace("4.25", "9.25"))
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"hash of downloaded file \(rw\.txt\)"):
+        download_word_similarity(cache)
+    assert not (cache / "rw.txt").exists()
+    (served / "rw.txt").write_text(FILES["rw.txt"])
+    folder = download_word_similarity(cache)
+    assert read_word_similarity(folder) == read_word_similarity(served)
+    for path in served.iterdir():
+        path.unlink()
+    assert read_word_similarity(download_word_similarity(cache))["RW"].ratings == (4.25, 8.0)
+    with pytest.raises(OSError, match="404"):
+        download_word_similarity(tmp_path / "other")
+
+
+@pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs the published files")
+def test_checksums_are_those_of_the_published_files():
+    folder = Path(os.environ["COUPLED_ADAM_DATA"]) / "word-similarity"
+    for layout in similarity._FORMATS.values():
+        digest = hashlib.sha256((folder / layout.file).read_bytes()).hexdigest()
+        assert digest == layout.sha256, layout.file

@@ -23,17 +23,20 @@ from coupled_adam.embeddings.geometry import (
     row_norms,
     singular_values,
 )
+from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import EmbeddingReport, Measures, analyze
 from coupled_adam.embeddings.similarity import (
     SetScore,
     WordSimilarityReport,
     WordSimilaritySet,
+    download_word_similarity,
     read_word_similarity,
     single_tokens,
     word_similarity,
 )
 
 __all__ = [
+    "EmbeddingMatrix",
     "EmbeddingReport",
     "Measures",
     "SetScore",
@@ -42,8 +45,10 @@ __all__ = [
     "all_but_the_top",
     "analyze",
     "condition",
+    "download_word_similarity",
     "effective_rank",
     "isotropy",
+    "load_embeddings",
     "mean_cosine_similarity",
     "mean_embedding",
     "mean_frequency_correlation",

@@ -69,28 +69,63 @@ class WordSimilarityReport:
 class _Format:
     """A set as it was published: its file, and what stands in each line.
 
-    ``columns`` is the least and the greatest number, ``rating`` an index, ``highest`` the end of
-    the scale from 0. ``tagged``: words end in their part of speech, as ``sun-n``. ``header`` is the
-    first word of a header line, which copies have or not.
+    ``sha256`` is that of the copy to download. ``columns`` is the least and the greatest number,
+    ``rating`` an index, ``highest`` the end of the scale from 0. ``tagged``: words end in their
+    part of speech, as ``sun-n``. ``header`` is the first word of a header line, which copies have
+    or not.
     """
 
     file: str
-    separator: str
+    sha256: str
     columns: tuple[int, int]
     rating: int
-    highest: float
+    separator: str = "\t"
+    highest: float = 10
     tagged: bool = False
     header: str | None = None
 
 
 _FORMATS = {
-    "MEN": _Format("MEN_dataset_lemma_form_full", " ", (3, 3), 2, 50, tagged=True),
+    "MEN": _Format(
+        file="MEN_dataset_lemma_form_full",
+        sha256="d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
+        separator=" ",
+        columns=(3, 3),
+        rating=2,
+        highest=50,
+        tagged=True,
+    ),
     # The single ratings follow their mean; some pairs have fewer than ten.
-    "RW": _Format("rw.txt", "\t", (10, 13), 2, 10),
-    "SimLex-999": _Format("SimLex-999.txt", "\t", (10, 10), 3, 10, header="word1"),
-    "WordSim-353 similarity": _Format("wordsim_similarity_goldstandard.txt", "\t", (3, 3), 2, 10),
-    "WordSim-353 relatedness": _Format("wordsim_relatedness_goldstandard.txt", "\t", (3, 3), 2, 10),
+    "RW": _Format(
+        file="rw.txt",
+        sha256="f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
+        columns=(10, 13),
+        rating=2,
+    ),
+    "SimLex-999": _Format(
+        file="SimLex-999.txt",
+        sha256="34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
+        columns=(10, 10),
+        rating=3,
+        header="word1",
+    ),
+    "WordSim-353 similarity": _Format(
+        file="wordsim_similarity_goldstandard.txt",
+        sha256="f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107",
+        columns=(3, 3),
+        rating=2,
+    ),
+    "WordSim-353 relatedness": _Format(
+        file="wordsim_relatedness_goldstandard.txt",
+        sha256="66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa",
+        columns=(3, 3),
+        rating=2,
+    ),
 }
+_SOURCE = (
+    "https://raw.githubusercontent.com/flxst/coupled-adam/"
+    "714ba36f98416224eff0aab3092852ffc2c62337/tmic/datasets/"
+)
 
 
 def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
@@ -117,6 +152,34 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
         files = ", ".join(layout.file for layout in _FORMATS.values())
         raise ValueError(f"{folder} has no word-similarity set: none of {files}")
     return found
+
+
+def download_word_similarity(folder: Path | str | None = None) -> Path:
+    """Download the five sets, as far as they are not there; each is checked by its SHA-256.
+
+    They are taken from the public repository of the authors of Coupled Adam, at a fixed commit.
+    What their own authors ask is to be cited: see :func:`read_word_similarity`.
+
+    Args:
+        folder: to hold them; None is the user's cache.
+
+    Returns:
+        The folder, for :func:`read_word_similarity`.
+
+    Raises:
+        OSError: a set cannot be had, or the folder cannot be written.
+        ValueError: what was sent is not the set.
+    """
+    import pooch
+
+    sets = pooch.create(
+        path=folder or pooch.os_cache("coupled-adam") / "word-similarity",
+        base_url=_SOURCE,
+        registry={layout.file: f"sha256:{layout.sha256}" for layout in _FORMATS.values()},
+    )
+    for layout in _FORMATS.values():
+        sets.fetch(layout.file)
+    return Path(sets.path)
 
 
 def word_similarity(

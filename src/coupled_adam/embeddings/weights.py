@@ -9,6 +9,7 @@ import dataclasses
 import math
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -109,6 +110,7 @@ def open_distributed(folder: Path) -> Weights:
     Raises:
         ValueError: it is damaged, or its index names what such an index does not hold.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -134,9 +136,11 @@ def open_distributed(folder: Path) -> Weights:
     def read(name: str) -> Tensor:
         target = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
         try:
-            load({name: target}, storage_reader=Reader(folder), no_dist=True)
-        except Exception as error:  # of torch's own classes
-            reason = " ".join(str(error).split())[:200]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+                load({name: target}, storage_reader=Reader(folder), no_dist=True)
+        except (CheckpointException, Exception) as error:  # the former is no Exception
+            reason = str(error).strip().splitlines()[-1][:200]
             raise ValueError(f"{folder}: {name} cannot be read ({reason})") from None
         return target
 

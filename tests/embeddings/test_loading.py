@@ -1,0 +1,382 @@
+"""Embeddings out of models of many families, in every format; nothing of a pickle is executed."""
+
+import contextlib
+import http.server
+import json
+import pickle
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    StableLmConfig,
+    StableLmForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from coupled_adam.embeddings import load_embeddings
+
+V, H = 60, 8
+GPT = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": V}
+BERT = {
+    "vocab_size": V,
+    "hidden_size": H,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": V,
+}
+LLAMA = {**BERT, "num_key_value_heads": 2}
+T5 = {"vocab_size": V, "d_model": H, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+
+MODELS = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT)),
+    "gpt2 untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT, tie_word_embeddings=False)),
+    "llama untied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=False)),
+    "stablelm": lambda: StableLmForCausalLM(StableLmConfig(**LLAMA, tie_word_embeddings=True)),
+    "gemma": lambda: Gemma2ForCausalLM(Gemma2Config(**LLAMA, head_dim=4)),
+    "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**{**BERT, "tie_word_embeddings": False})),
+    "bert": lambda: BertForMaskedLM(BertConfig(**BERT)),
+    "roberta": lambda: RobertaForMaskedLM(RobertaConfig(**BERT)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**T5)),
+    "t5 untied": lambda: T5ForConditionalGeneration(T5Config(**T5, tie_word_embeddings=False)),
+    "mamba": lambda: MambaForCausalLM(
+        MambaConfig(vocab_size=V, hidden_size=H, num_hidden_layers=1, tie_word_embeddings=True)
+    ),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """The folder of a small GPT-2, and its embeddings."""
+    model = make("gpt2")
+    model.save_pretrained(tmp_path / "gpt2")
+    return tmp_path / "gpt2", model.transformer.wte.weight.detach()
+
+
+def expected(model):
+    """What transformers itself takes for the two matrices."""
+    matrices = {"input": model.get_input_embeddings(), "output": model.get_output_embeddings()}
+    weights = {role: module.weight.detach() for role, module in matrices.items() if module}
+    tied = len({matrix.data_ptr() for matrix in weights.values()}) == 1
+    return {"tied": weights["input"]} if tied else weights
+
+
+@pytest.mark.parametrize("shards", ["whole", "sharded", "bin"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_many_families(name, shards, tmp_path):
+    model = make(name).bfloat16()
+    if shards == "bin":
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(tmp_path)
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    else:
+        model.save_pretrained(tmp_path, max_shard_size="1KB" if shards == "sharded" else "5GB")
+        assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shards == "sharded")
+    found = {entry.role: entry.matrix for entry in load_embeddings(tmp_path)}
+    wanted = expected(model)
+    assert found.keys() == wanted.keys()
+    for role, matrix in wanted.items():
+        assert found[role].dtype == torch.bfloat16
+        assert torch.equal(found[role], matrix), role
+
+
+def test_only_the_shards_with_embeddings_are_opened(tmp_path):
+    """Of a large model a user may have only these; the others need not even be there."""
+    model = make("llama untied")
+    model.save_pretrained(tmp_path, max_shard_size="1KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    kept = {index["model.embed_tokens.weight"], index["lm_head.weight"]}
+    for path in tmp_path.glob("*.safetensors"):
+        if path.name not in kept:
+            path.unlink()
+    first, second = load_embeddings(str(tmp_path))
+    assert torch.equal(first.matrix, model.model.embed_tokens.weight)
+    assert torch.equal(second.matrix, model.lm_head.weight)
+    assert (first.tensor, second.tensor) == ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def test_models_without_a_language_model_head(tmp_path):
+    """A head that classifies is no output embedding; a bare encoder has none."""
+    classifier = GPT2ForSequenceClassification(GPT2Config(**GPT, num_labels=2))
+    classifier.save_pretrained(tmp_path / "classifier")
+    BertModel(BertConfig(**BERT)).save_pretrained(tmp_path / "bert")
+    for folder in ("classifier", "bert"):
+        (entry,) = load_embeddings(tmp_path / folder)
+        assert entry.role == "input"
+        assert entry.matrix.shape == (V, H)
+
+
+def test_single_files(tmp_path):
+    matrix = torch.randn(5, 3)
+    save_file({"anything": matrix, "vector": torch.ones(3)}, tmp_path / "one.safetensors")
+    (entry,) = load_embeddings(tmp_path / "one.safetensors")
+    assert (entry.role, entry.tensor) == ("embeddings", "anything")
+    assert torch.equal(entry.matrix, matrix)
+
+    for dtype in ("<f4", ">f8", "<f2"):
+        array = matrix.numpy().astype(dtype)
+        np.save(tmp_path / "one.npy", array)
+        (entry,) = load_embeddings(tmp_path / "one.npy")
+        np.testing.assert_array_equal(entry.matrix.numpy(), array)
+
+    save_file({"b": matrix, "a": torch.randn(9, 3)}, tmp_path / "two.safetensors")
+    with pytest.raises(ValueError, match=r"no embeddings under a known name; name one of a \[9, 3"):
+        load_embeddings(tmp_path / "two.safetensors")
+    (entry,) = load_embeddings(tmp_path / "two.safetensors", tensor="b")
+    assert torch.equal(entry.matrix, matrix)
+    with pytest.raises(ValueError, match=r"has no matrix 'c': there are a \[9, 3\], b \[5, 3\]"):
+        load_embeddings(tmp_path / "two.safetensors", tensor="c")
+
+
+def test_training_checkpoints(tmp_path):
+    """Nested as by nanoGPT, Lightning and torch.compile, with the optimizer's state beside."""
+    model = make("gpt2 untied")
+    loss = model(input_ids=torch.arange(9)[None], labels=torch.arange(9)[None]).loss
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss.backward()
+    optimizer.step()
+    weights = {f"_orig_mod.{name}": value for name, value in model.state_dict().items()}
+    for name, content in {
+        "ckpt.pt": {"model": weights, "optimizer": optimizer.state_dict(), "iter_num": 3},
+        "last.ckpt": {"state_dict": {f"model.{k}": v for k, v in weights.items()}, "epoch": 0},
+        "model.pth": weights,
+    }.items():
+        torch.save(content, tmp_path / name)
+        first, second = load_embeddings(tmp_path / name)
+        assert torch.equal(first.matrix, model.transformer.wte.weight)
+        assert torch.equal(second.matrix, model.lm_head.weight)
+    # As written before torch 1.6.
+    torch.save(weights, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_embeddings(tmp_path / "old.bin")[1].matrix, model.lm_head.weight)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_distributed_checkpoints(tmp_path):
+    model = make("llama untied")
+    dcp.save({"model": model.state_dict(), "step": torch.tensor(3)}, checkpoint_id=tmp_path / "c")
+    first, second = load_embeddings(tmp_path / "c")
+    assert torch.equal(first.matrix, model.model.embed_tokens.weight)
+    assert torch.equal(second.matrix, model.lm_head.weight)
+    for path in (tmp_path / "c").glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight cannot be read"):
+        load_embeddings(tmp_path / "c")
+    (tmp_path / "c" / ".metadata").write_bytes(b"\x80\x04")
+    with pytest.raises(ValueError, match="not a whole distributed checkpoint"):
+        load_embeddings(tmp_path / "c")
+
+
+class Malicious:
+    """Pickled, it writes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickles_are_not_executed(tmp_path):
+    harm = tmp_path / "harm"
+    pickle.loads(pickle.dumps(Malicious(harm)))
+    assert harm.exists()  # it would
+    harm.unlink()
+    torch.save({"wte.weight": torch.ones(2, 2), "x": Malicious(harm)}, tmp_path / "model.bin")
+    (tmp_path / "raw.pt").write_bytes(pickle.dumps(Malicious(harm)))
+    np.save(tmp_path / "object.npy", np.array([[Malicious(harm)]]), allow_pickle=True)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Malicious(harm)))
+    for name, message in {
+        "model.bin": "cannot be read without executing a pickle",
+        "raw.pt": "cannot be read without executing a pickle",
+        "object.npy": "not a whole .npy file of numbers",
+        "folder": r"its index names pathlib\.Path\.touch|pathlib.* is not allowed|getattr",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_embeddings(tmp_path / name)
+        assert not harm.exists()
+
+
+def test_an_index_cannot_lead_elsewhere(gpt2, tmp_path):
+    folder, _ = gpt2
+    (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
+    for file in ("../secret.safetensors", "/etc/passwd", ".hidden", 3):
+        index = {"weight_map": {"transformer.wte.weight": file}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(ValueError, match="is not the name of a file beside it"):
+            load_embeddings(folder)
+    for index, message in (("{", "not a JSON object"), ("{}", "it has no weight_map")):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=message):
+            load_embeddings(folder)
+
+
+def test_damaged_safetensors(gpt2):
+    """Truncated anywhere, with a header of nonsense, or shards that do not hold what is said."""
+    folder, _ = gpt2
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    header = int.from_bytes(whole[:8], "little")
+    for damaged in (
+        *(b"", whole[:4], whole[: header // 2], whole[: header + 8], whole[:-1]),
+        (2**63).to_bytes(8, "little") + whole[8:],
+        whole[:8] + b"x" * header + whole[8 + header :],
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
+            load_embeddings(folder)
+    path.write_bytes(whole)
+    index = {"weight_map": {"lm_head.weight": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is not in model\.safetensors"):
+        load_embeddings(folder)
+    index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"model-2\.safetensors"):
+        load_embeddings(folder)
+
+
+def test_what_is_no_model(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.txt").write_text("a")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("arm: adamw")
+    np.save(tmp_path / "ids.npy", np.ones((3, 3), int))
+    np.save(tmp_path / "cube.npy", np.ones((3, 3, 3)))
+    save_file({"wte.weight": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "int.safetensors")
+    save_file({"bias": torch.ones(2)}, tmp_path / "bias.safetensors")
+    for name, message in {
+        "empty": "has no weights that can be read",
+        "text.txt": r"a file that ends in \.safetensors, \.npy",
+        "run": "neither a model nor a checkpoint yet",
+        "ids.npy": "floating-point numbers are needed, not int64",
+        "cube.npy": r"has shape \[3, 3, 3\]",
+        "int.safetensors": r"wte\.weight is quantised \(int8\)",
+        "bias.safetensors": "there are no matrices in it",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load_embeddings(tmp_path / name)
+    for missing in ("missing.npy", "a/b/c", "/nowhere/at/all"):
+        with pytest.raises(FileNotFoundError, match="there is no such file, folder or model"):
+            load_embeddings(missing)
+
+
+class Hub(http.server.SimpleHTTPRequestHandler):
+    """What of the hub is needed: files at a revision, whole or in ranges; counts what it sends."""
+
+    folder: Path
+    sent: dict[str, int]
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.answer(head=True)
+
+    def do_GET(self):
+        self.answer(head=False)
+
+    def answer(self, head):
+        parts = self.path.split("/")
+        path = self.folder / parts[-1]
+        if parts[1:5] != ["someone", "model", "resolve", "main"] or not path.exists():
+            self.send_response(404)
+            known = parts[1:3] == ["someone", "model"]
+            self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        content = path.read_bytes()
+        total = len(content)
+        asked = self.headers.get("range")
+        if asked is not None:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            content = content[int(first) : int(last or total) + 1]
+        self.send_response(200 if asked is None else 206)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{path.name}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.end_headers()
+        if not head:
+            self.sent[path.name] = self.sent.get(path.name, 0) + len(content)
+            self.wfile.write(content)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub on this machine, that serves the model someone/model from a folder."""
+    folder = tmp_path / "served"
+    handler = type("Handler", (Hub,), {"folder": folder, "sent": {}})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        with contextlib.ExitStack() as stack:
+            stack.callback(thread.join)
+            stack.callback(server.shutdown)
+            yield handler
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_hub_sends_the_embeddings_alone(sharded, hub):
+    config = LlamaConfig(**{**LLAMA, "intermediate_size": 40_000}, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config).bfloat16()
+    model.save_pretrained(hub.folder, max_shard_size="1KB" if sharded else "5GB")
+    first, second = load_embeddings("someone/model")
+    assert torch.equal(first.matrix, model.model.embed_tokens.weight)
+    assert torch.equal(second.matrix, model.lm_head.weight)
+    assert first.matrix.dtype == torch.bfloat16
+    # The embeddings, and what is asked for as the header of a file.
+    sent = sum(size for name, size in hub.sent.items() if name.endswith("safetensors"))
+    weights = sum(path.stat().st_size for path in hub.folder.glob("*.safetensors"))
+    assert sent < 200_000 < weights / 5
+
+
+def test_what_the_hub_does_not_have(hub):
+    with pytest.raises(FileNotFoundError, match="someone/else: neither a file or folder here, nor"):
+        load_embeddings("someone/else")
+    make("gpt2").save_pretrained(hub.folder)
+    path = hub.folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-50])
+    with pytest.raises(ValueError, match="bytes came where"):
+        load_embeddings("someone/model")
+    path.write_bytes(b"\x08" + b"\0" * 7 + b"nonsense" + whole)
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):
+        load_embeddings("someone/model")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"has no model\.safetensors on the hub"):
+        load_embeddings("someone/model")

@@ -124,6 +124,49 @@ def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
     report.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
     report.add_argument("--out", help="the report's folder (default: DIR/report, of the first DIR)")
 
+    analyze = jsonargparse.ArgumentParser(
+        exit_on_error=False,
+        description="How healthy are the token embeddings of any model? Measures side by side: as "
+        "they are, less their mean, and less their top principal directions.",
+    )
+    analyze.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="a folder in Hugging Face format, an id on the hub, one of our runs, a checkpoint, or "
+        "a .safetensors or .npy file",
+    )
+    analyze.add_argument("--tensor", help="the name of the embeddings in the file")
+    analyze.add_argument("--revision", help="of models on the hub: branch, tag or commit")
+    analyze.add_argument("--counts", help="a .npy file of unigram counts, one for each token")
+    analyze.add_argument("--text", help="count the tokens of this file, or folder of text files")
+    analyze.add_argument("--tokens", nargs="+", metavar="FILE", help="count these token files")
+    analyze.add_argument("--tokenizer", help="folder or hub id (default: the model's own)")
+    analyze.add_argument(
+        "--word-similarity",
+        metavar="DIR",
+        help="folder of word-similarity sets as published; 'download' fetches and keeps them",
+    )
+    analyze.add_argument(
+        "--exclude",
+        type=Literal["padding", "unseen"],
+        nargs="+",
+        default=[],
+        help="leave out rows that are no token of the tokenizer, or tokens that never occur",
+    )
+    analyze.add_argument(
+        "--top",
+        type=NonNegativeInt,
+        metavar="N",
+        help="principal directions to take out (default: one for each hundred of H)",
+    )
+    analyze.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON, and nothing else"
+    )
+    analyze.add_argument("--csv", metavar="FILE", help="write all numbers as a table")
+    analyze.add_argument("--html", metavar="FILE", help="write a page with table and pictures")
+    analyze.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
+
     recipes = jsonargparse.ArgumentParser(
         exit_on_error=False, description="List the recipes, or print one as a complete YAML file."
     )
@@ -134,6 +177,7 @@ def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
         "train": train,
         "evaluate": evaluate,
         "report": report,
+        "analyze": analyze,
         "recipes": recipes,
     }
 
@@ -310,6 +354,67 @@ def _report(options: jsonargparse.Namespace) -> None:
     console.print(f"the whole report: {out / 'index.html'}", highlight=False)
 
 
+def _analyze(options: jsonargparse.Namespace) -> None:
+    """How healthy the embeddings of any model are."""
+    from coupled_adam.embeddings import download_word_similarity
+    from coupled_adam.lab import analysis, evaluation
+    from coupled_adam.lab.files import write_atomically
+    from coupled_adam.lab.page import render_analysis
+
+    given = [name for name in ("counts", "text", "tokens") if options[name] is not None]
+    if len(given) > 1:
+        raise UsageError(f"--{' and --'.join(given)} exclude each other: give one")
+    for option in ("csv", "html"):
+        path = options[option]
+        if path is not None and not Path(path).parent.is_dir():
+            raise UsageError(f"--{option}: there is no folder {Path(path).parent}: make it first")
+    device = _device(options.device)
+    _quiet_libraries()
+    sets = None
+    if options.word_similarity is not None:
+        folder = Path(options.word_similarity)
+        if options.word_similarity == "download":
+            try:
+                folder = download_word_similarity()
+            except (OSError, ValueError) as error:
+                raise UsageError(
+                    f"--word-similarity download: {_one_line(error)}; put the files as published "
+                    "into a folder, and name that"
+                ) from None
+        sets = evaluation.word_similarity_sets(folder)
+    source = analysis.Source(
+        tensor=options.tensor,
+        revision=options.revision,
+        tokenizer=options.tokenizer,
+        counts=Path(options.counts) if options.counts else None,
+        text=Path(options.text) if options.text else None,
+        tokens=[Path(path) for path in options.tokens or ()],
+    )
+    analyses = [
+        found
+        for model in options.models
+        for found in analysis.analyze_model(
+            model,
+            source,
+            sets=sets,
+            exclude=options.exclude,
+            directions=None if options.top is None else int(options.top),
+            device=device,
+        )
+    ]
+    if options.csv is not None:
+        write_atomically(Path(options.csv), analysis.analyses_csv(analyses))
+    if options.html is not None:
+        labels = [found.label for found in analyses]
+        drawn = analysis.analyses_pictures(analyses)
+        page = render_analysis(labels, analysis.table_rows(analyses), drawn)
+        write_atomically(Path(options.html), page)
+    if options.json:
+        print(analysis.analyses_json(analyses))
+        return
+    _print_table(analysis.analyses_table(analyses))
+
+
 def _recipes(options: jsonargparse.Namespace) -> None:
     """What there is to run."""
     import torch
@@ -463,6 +568,7 @@ _COMMANDS = {
     "train": _train,
     "evaluate": _evaluate,
     "report": _report,
+    "analyze": _analyze,
     "recipes": _recipes,
 }
 

@@ -26,7 +26,6 @@ from transformers import (
 
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
 from coupled_adam.lab import UsageError
-from coupled_adam.lab.corpus import prepare_corpus
 from coupled_adam.lab.evaluation import (
     evaluate_model,
     evaluate_run,
@@ -34,8 +33,6 @@ from coupled_adam.lab.evaluation import (
     load_tokenizer,
     word_similarity_sets,
 )
-from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training import Machine, train
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 needs_data = pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs real data")
@@ -55,59 +52,6 @@ SMALL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-
-
-def gpt2_config(vocab_size=448, **options):
-    """With rows that pad the vocabulary of the run's tokenizer."""
-    return GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=32,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-        **options,
-    )
-
-
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory):
-    """A finished run of seconds that was not evaluated, and its corpus; the model is untied."""
-    folder = tmp_path_factory.mktemp("trained")
-    text, path = folder / "text.txt", folder / "small.yaml"
-    text.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
-    path.write_text(f"""
-name: small
-model:
-  {{architecture: gpt2, vocab_size: 400, n_layer: 1, n_head: 2, n_embd: 8, bias: false,
-    tied: false}}
-data: {{text: {text}, held_out: 0.1}}
-training:
-  {{steps: 50, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 2, evaluate_every: 50}}
-arms: {{adamw: {{optimizer: adamw}}}}
-seeds: [1]
-""")
-    recipe = load_recipe(str(path))
-    corpus = prepare_corpus(recipe, folder / "cache")
-    train(recipe, "adamw", 1, corpus, folder / "run", Machine(log=()))
-    return folder / "run", corpus
-
-
-@pytest.fixture
-def run(trained, tmp_path):
-    """A copy of the run, and its corpus."""
-    return shutil.copytree(trained[0], tmp_path / "run"), trained[1]
-
-
-@pytest.fixture
-def gpt2(trained, tmp_path):
-    """A random tied GPT-2 in a folder, with the tokenizer of the run."""
-    folder = tmp_path / "gpt2"
-    torch.manual_seed(1)
-    GPT2LMHeadModel(gpt2_config()).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(trained[0] / "model").save_pretrained(folder)
-    return folder
 
 
 def loss_of(model, tokens, length):
@@ -240,7 +184,7 @@ def test_a_model_alone(gpt2, tmp_path):
     assert evaluate_model(gpt2)["embeddings"]["norm_frequency_correlation"] is None
 
 
-def broken_models(folder, gpt2):
+def broken_models(folder, gpt2, gpt2_options):
     """Folders that cannot be evaluated, by what is said of them."""
 
     def copy(name):
@@ -257,7 +201,9 @@ def broken_models(folder, gpt2):
     weights = (cut / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     yield cut, "SafetensorError"
-    GPT2Model(gpt2_config(tie_word_embeddings=False)).save_pretrained(folder / "headless")
+    GPT2Model(GPT2Config(**gpt2_options, tie_word_embeddings=False)).save_pretrained(
+        folder / "headless"
+    )
     yield folder / "headless", "weights are missing, so that they would be random: lm_head.weight"
     with torch.no_grad():
         model.transformer.wte.weight[5, 1] = math.nan
@@ -268,10 +214,10 @@ def broken_models(folder, gpt2):
     yield folder / "bert", "BertLMHeadModel predicts tokens from later ones"
 
 
-def test_what_is_no_model(gpt2, tmp_path):
+def test_what_is_no_model(gpt2, gpt2_options, tmp_path):
     folder = tmp_path / "broken"
     folder.mkdir()
-    for model, message in broken_models(folder, gpt2):
+    for model, message in broken_models(folder, gpt2, gpt2_options):
         with pytest.raises(UsageError) as error:
             evaluate_model(model)
         assert message in str(error.value), model
@@ -279,7 +225,7 @@ def test_what_is_no_model(gpt2, tmp_path):
         assert str(model) in str(error.value)
 
 
-def test_what_does_not_fit_the_model(gpt2, text_file, tmp_path):
+def test_what_does_not_fit_the_model(gpt2, gpt2_options, text_file, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     with pytest.raises(
@@ -287,7 +233,7 @@ def test_what_does_not_fit_the_model(gpt2, text_file, tmp_path):
     ):
         evaluate_model(gpt2, text=short)
     small = tmp_path / "small"
-    GPT2LMHeadModel(gpt2_config(vocab_size=100)).save_pretrained(small)
+    GPT2LMHeadModel(GPT2Config(**gpt2_options | {"vocab_size": 100})).save_pretrained(small)
     # GPT-2's tokenizer class makes itself without any file, and knows no word then.
     for asked in ({"text": text_file}, {"sets": SETS}):
         with pytest.raises(UsageError, match="small has no tokenizer"):

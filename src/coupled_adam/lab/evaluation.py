@@ -205,16 +205,16 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
     return model
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder.
+def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder, or of a model on the hub.
 
     Raises:
         UsageError: there is none.
     """
-    missing = f"{folder} has no tokenizer, which this needs: save it beside the model"
+    missing = f"{name} has no tokenizer, which this needs: save it beside the model"
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            name, local_files_only=Path(name).exists(), trust_remote_code=False
         )
     except Exception as error:  # in the libraries' own classes
         raise UsageError(f"{missing} ({_one_line(error)})") from None

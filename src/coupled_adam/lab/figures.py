@@ -1,6 +1,8 @@
 """The pictures of a report, from finished runs."""
 
 import dataclasses
+import functools
+import io
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,12 +15,11 @@ from matplotlib.ticker import EngFormatter
 from numpy.typing import NDArray
 
 from coupled_adam import CoupledAdam
-from coupled_adam.embeddings import mean_embedding, row_norms
+from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.lab.runs import Run, short
 
 Array = NDArray[np.float64]
 TOY_EMBEDDINGS = ((-0.5, 0.9), (1.4, -0.3), (-0.1, -0.7))
-_SHOWN = 10_000  # points of a cloud; more of them cover each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,17 @@ class Picture:
     file: str
     caption: str
 
+    @functools.cached_property
+    def png(self) -> bytes:
+        """The image, drawn once."""
+        image = io.BytesIO()
+        self.figure.savefig(image, dpi=130, format="png")
+        return image.getvalue()
+
 
 def draw_all(runs: Sequence[Run]) -> list[Picture]:
     """Every picture for which the runs have the data; those of single experiments come first."""
-    pictures = []
+    drawn = []
     experiments = list(dict.fromkeys(run.experiment for run in runs))
     for number, experiment in enumerate(experiments, 1):
         mine = [run for run in runs if run.experiment == experiment]
@@ -69,7 +77,7 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
             draw(ax)
         file = "overview.png" if len(experiments) == 1 else f"{folder}/overview.png"
         captions = " ".join(caption for _, caption in shown)
-        pictures.append(Picture(overview, file, f"{experiment}. {captions}"))
+        drawn.append(Picture(overview, file, f"{experiment}. {captions}"))
         more: dict[str, tuple[Callable[[Axes], None], str]] = {
             "mean_norm_absolute": (
                 partial(plot_drift, runs=mine, colors=colors, metric="mean_norm"),
@@ -79,7 +87,7 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
         spectra = [run for run in first if run.value(("embeddings", "singular_values"))]
         if spectra:
             more["spectrum"] = (
-                partial(plot_spectrum, runs=spectra, colors=colors),
+                partial(plot_spectra, runs=spectra, colors=colors),
                 "Singular values of the output embeddings, relative to the largest.",
             )
         baseline = [run for run in first if run.is_baseline and run.second_moments()]
@@ -110,16 +118,16 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
                 "SGD for the embeddings: the measures against the factor.",
             )
         for file, (draw, caption) in more.items():
-            pictures.append(_single(draw, f"{folder}/{file}.png", f"{experiment}. {caption}"))
-    return [*pictures, *_across(runs)]
+            drawn.append(_single(draw, f"{folder}/{file}.png", f"{experiment}. {caption}"))
+    return [*drawn, *_across(runs)]
 
 
 def _across(runs: Sequence[Run]) -> list[Picture]:
     """The pictures that compare experiments, and the toy example."""
-    pictures = []
+    drawn = []
     pairs = [run for run in runs if run.arm in ("adamw", "coupled_adam")]
     if len({run.recipe.tokens for run in pairs}) > 1:
-        pictures.append(
+        drawn.append(
             _single(
                 partial(plot_against_tokens, runs=pairs, path=("test_loss",), ylabel="test loss"),
                 "figures/loss_against_tokens.png",
@@ -127,7 +135,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             )
         )
         if any(run.value(("lm_eval", "accuracy")) is not None for run in pairs):
-            pictures.append(
+            drawn.append(
                 _single(
                     partial(
                         plot_against_tokens,
@@ -141,7 +149,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             )
     with_moments = [run for run in runs if run.is_baseline and len(run.second_moments()) > 1]
     if with_moments:
-        pictures.append(
+        drawn.append(
             _single(
                 partial(plot_fitted_a, runs=with_moments),
                 "figures/second_moment_fit.png",
@@ -149,7 +157,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             )
         )
     if len({(run.parameters, run.recipe.tokens) for run in runs}) > 1:
-        pictures.append(
+        drawn.append(
             _single(
                 partial(plot_map, runs=runs),
                 "figures/map.png",
@@ -157,7 +165,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
                 "(as Fig. 6).",
             )
         )
-    pictures.append(
+    drawn.append(
         Picture(
             draw_toy_example(),
             "figures/toy_example.png",
@@ -165,7 +173,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             "update of each by three optimizers. Only Adam's updates do not sum to zero (red).",
         )
     )
-    return pictures
+    return drawn
 
 
 def arm_colors(runs: Sequence[Run]) -> dict[str, str]:
@@ -215,53 +223,22 @@ def plot_drift(
 def plot_projection(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Each cloud in the plane of its mean and of its largest spread across the mean."""
     for run in runs:
-        matrix = run.embeddings()
-        mean = mean_embedding(matrix)
-        along = mean / np.linalg.norm(mean)
-        across = matrix - np.outer(matrix @ along, along)
-        _, vectors = np.linalg.eigh(np.cov(across, rowvar=False))
-        points = matrix @ np.stack([along, vectors[:, -1]], axis=1)
-        points = points[np.random.default_rng(0).permutation(len(points))[:_SHOWN]]
-        color = colors[run.arm]
-        _scatter(ax, points[:, 0], points[:, 1], color, _label(run, runs))
-        ax.plot(np.linalg.norm(mean), 0, "X", color=color, markersize=9, mec="white", zorder=3)
-    ax.axhline(0, color="black", linewidth=0.5)
-    ax.axvline(0, color="black", linewidth=0.5)
-    ax.plot(0, 0, "+", color="black", markersize=18, mew=2.5, zorder=4)
-    ax.annotate("origin", (0, 0), xytext=(-12, -20), textcoords="offset points", ha="right")
-    ax.set(
-        title="Embeddings from the side (X: their mean)",
-        xlabel="along the mean embedding",
-        ylabel="largest spread across it",
-        aspect="equal",
-        adjustable="datalim",
-    )
-    ax.legend(markerscale=3)
+        pictures.plot_cloud(ax, run.embeddings(), colors[run.arm], _label(run, runs))
+    pictures.finish_clouds(ax)
 
 
 def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Norms of the embeddings against how often their tokens occur in the training text."""
     for run in runs:
-        probability = run.probabilities()
-        seen = probability > 0
-        norms = row_norms(run.embeddings())[seen]
-        _scatter(ax, probability[seen], norms, colors[run.arm], _label(run, runs))
-    ax.set(
-        title="Norm against frequency", xlabel="unigram probability", ylabel="‖eᵢ‖", xscale="log"
-    )
-    ax.set_ylim(0)
-    ax.legend(markerscale=3)
+        norms, label = row_norms(run.embeddings()), _label(run, runs)
+        pictures.plot_norms(ax, norms, run.probabilities(), colors[run.arm], label)
 
 
-def plot_spectrum(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
+def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """The singular values relative to the largest."""
     for run in runs:
         values = np.array(run.value(("embeddings", "singular_values")))
-        relative = values / values[0]
-        ax.plot(range(1, len(relative) + 1), relative, color=colors[run.arm], label=run.label)
-    ax.set(
-        title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
-    )
+        pictures.plot_spectrum(ax, values, colors[run.arm], run.label)
     _legend(ax)
 
 

@@ -1,7 +1,6 @@
-"""A report as one HTML page that needs nothing else."""
+"""A report, or an analysis, as one HTML page that needs nothing else."""
 
 import base64
-import importlib.resources
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,25 +20,14 @@ def render(
     rows: Sequence[Row],
     columns: Sequence[Column],
     pictures: Sequence[Picture],
-    folder: Path,
 ) -> str:
-    """The page, with the pictures that were saved in ``folder`` embedded; all text is escaped."""
-    template = importlib.resources.files("coupled_adam.lab") / "templates" / "report.html"
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["short"] = short
+    """The page of a report, with the pictures embedded; all text is escaped."""
     first = {run.experiment: run for run in reversed(runs)}
-    return environment.from_string(template.read_text(encoding="utf-8")).render(
+    return _template("report.html").render(
         rows=rows,
         columns=columns,
         footnotes=footnotes(rows),
-        pictures=[
-            {
-                "caption": picture.caption,
-                "data": _data_uri(folder / picture.file),
-                "wide": picture.figure.get_figwidth() > 8,
-            }
-            for picture in pictures
-        ],
+        pictures=[_embedded(picture) for picture in pictures],
         experiments=[
             {
                 "name": name,
@@ -53,8 +41,32 @@ def render(
     )
 
 
-def _data_uri(path: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+def render_analysis(
+    labels: Sequence[str], sections: Sequence[Any], pictures: Sequence[Picture]
+) -> str:
+    """The page of an analysis: its table, and the pictures."""
+    return _template("analysis.html").render(
+        labels=labels, sections=sections, pictures=[_embedded(picture) for picture in pictures]
+    )
+
+
+def _template(name: str) -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("coupled_adam.lab"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["short"] = short
+    return environment.get_template(name)
+
+
+def _embedded(picture: Picture) -> dict[str, Any]:
+    """A picture for the template, as a data URI."""
+    return {
+        "caption": picture.caption,
+        "data": "data:image/png;base64," + base64.b64encode(picture.png).decode(),
+        "wide": picture.figure.get_figwidth() > 8,
+    }
 
 
 def _environment(run: Run) -> dict[str, Any]:

@@ -61,8 +61,8 @@ def report(folders: Sequence[Path], out: Path) -> Table:
         for picture in pictures:
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
-            picture.figure.savefig(path, dpi=130, format="png")
-        page = render(runs, left_out, rows, columns, pictures, temporary)
+            path.write_bytes(picture.png)
+        page = render(runs, left_out, rows, columns, pictures)
         (temporary / "index.html").write_text(page, encoding="utf-8")
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")

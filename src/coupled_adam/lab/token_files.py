@@ -82,7 +82,7 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
         if not paths and split != "test":
             reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
             raise UsageError(f"data.tokens={folder}: {reason}")
-        found[split] = [_token_file(path, data, vocab_size) for path in paths]
+        found[split] = [token_file(path, data, vocab_size) for path in paths]
     if not found["test"]:
         half = sum(file.length for file in found["valid"]) // 2
         found["valid"], found["test"] = _cut(found["valid"], half)
@@ -94,7 +94,12 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     return found
 
 
-def _token_file(path: Path, data: Data, vocab_size: int) -> TokenFile:
+def token_file(path: Path, data: Data, vocab_size: int) -> TokenFile:
+    """All tokens of a file, with or without llm.c's header; its type is the file's or the recipe's.
+
+    Raises:
+        UsageError: a file that cannot be read, is cut off or of another format.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -1,0 +1,112 @@
+"""Pictures of embedding matrices, each drawn into the axes of a matplotlib figure."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from numpy.typing import NDArray
+
+from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, mean_embedding
+
+_POINTS = 10_000  # of a cloud; more of them cover each other
+_ROWS = 20_000  # that the axis of a projection is taken from
+_PAIRS = 200_000
+
+
+def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None = None) -> None:
+    """The cloud in the plane of its mean and of its largest spread across it; mean and origin.
+
+    Of a large matrix a sample is drawn, the same at each call; the mean is that of all rows.
+    """
+    mean = mean_embedding(embeddings)
+    sample = _sample(embeddings, _ROWS)
+    length = np.linalg.norm(mean)
+    along = mean / length if length > 0 else np.eye(len(mean))[0]
+    across = sample - np.outer(sample @ along, along)
+    _, vectors = np.linalg.eigh(across.T @ across)
+    points = sample[:_POINTS] @ np.stack([along, vectors[:, -1]], axis=1)
+    _scatter(ax, points[:, 0], points[:, 1], color, label)
+    ax.plot(length, 0, "X", color=color, markersize=9, mec="white", zorder=3)
+
+
+def finish_clouds(ax: Axes) -> None:
+    """The origin, and what the axes are."""
+    ax.axhline(0, color="black", linewidth=0.5)
+    ax.axvline(0, color="black", linewidth=0.5)
+    ax.plot(0, 0, "+", color="black", markersize=18, mew=2.5, zorder=4)
+    ax.annotate("origin", (0, 0), xytext=(-12, -20), textcoords="offset points", ha="right")
+    ax.set(
+        title="Embeddings from the side (X: their mean)",
+        xlabel="along the mean embedding",
+        ylabel="largest spread across it",
+        aspect="equal",
+        adjustable="datalim",
+    )
+    _legend(ax)
+
+
+def plot_norms(
+    ax: Axes, norms: Array, counts: NDArray[Any], color: str, label: str | None = None
+) -> None:
+    """Norms [V] against the unigram probability of their tokens, from counts [V]."""
+    p = counts / counts.sum()
+    seen = p > 0
+    _scatter(ax, p[seen], norms[seen], color, label)
+    ax.set(
+        title="Norm against frequency", xlabel="unigram probability", ylabel="‖eᵢ‖", xscale="log"
+    )
+    ax.set_ylim(0)
+    _legend(ax)
+
+
+def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
+    """How the norms [V] are distributed."""
+    _histogram(ax, norms, color, label)
+    ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
+    ax.set_xlim(0)
+    _legend(ax)
+
+
+def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None) -> None:
+    """Singular values, relative to the largest."""
+    ax.plot(range(1, len(values) + 1), values / values[0], color=color, label=label)
+    ax.set(
+        title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
+    )
+    _legend(ax)
+
+
+def plot_similarities(
+    ax: Axes, embeddings: Embeddings, color: str, label: str | None = None
+) -> None:
+    """The cosine similarities of pairs of rows drawn at random, the same at each call."""
+    sample = _sample(embeddings, _ROWS)
+    norms = np.linalg.norm(sample, axis=1)
+    directions = sample[norms > 0] / norms[norms > 0, None]
+    generator = np.random.default_rng(0)
+    first, second = generator.integers(0, len(directions), (2, _PAIRS))
+    pairs = zip(np.array_split(first, 20), np.array_split(second, 20))
+    cosines = [np.einsum("ih,ih->i", directions[i], directions[j])[i != j] for i, j in pairs]
+    _histogram(ax, np.concatenate(cosines), color, label)
+    ax.set(title="Similarities of pairs", xlabel="cos(eᵢ, eⱼ)", ylabel="density")
+    ax.set_xlim(-1, 1)
+    _legend(ax)
+
+
+def _sample(embeddings: Embeddings, rows: int) -> Array:
+    chosen = np.random.default_rng(0).permutation(len(embeddings))[:rows]
+    return as_array(as_float64(embeddings[chosen]))
+
+
+def _scatter(ax: Axes, x: Array, y: Array, color: str, label: str | None) -> None:
+    ax.scatter(x, y, s=3, alpha=0.35, color=color, linewidths=0, label=label, rasterized=True)
+
+
+def _histogram(ax: Axes, values: Array, color: str, label: str | None) -> None:
+    ax.hist(values, bins=100, density=True, histtype="stepfilled", alpha=0.35, color=color)
+    ax.hist(values, bins=100, density=True, histtype="step", color=color, label=label)
+
+
+def _legend(ax: Axes) -> None:
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(markerscale=3)

@@ -1,0 +1,252 @@
+"""``coupled-adam analyze``: models, files and counts in, table, JSON, CSV and a page out."""
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
+
+from coupled_adam.cli import main
+from coupled_adam.embeddings import analyze, single_tokens, unigram_counts
+from coupled_adam.lab.evaluation import text_tokens
+
+# In WordSim's format; which of the words are single tokens is up to the tokenizer.
+PAIRS = "the\ta\t5.0\nthe\tof\t1.0\nin\tof\t7.5\nto\tunfathomable\t3.0\nis\tto\t2.5\nif\tto\t4.5\n"
+
+
+@pytest.fixture
+def sets(tmp_path):
+    folder = tmp_path / "sets"
+    folder.mkdir()
+    (folder / "wordsim_similarity_goldstandard.txt").write_text(PAIRS)
+    (folder / "wordsim_relatedness_goldstandard.txt").write_text(PAIRS.replace("7.5", "0.5"))
+    return folder
+
+
+def run(capsys, *arguments):
+    """The exit code, and what went to standard output and standard error."""
+    code = main(["analyze", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def as_json(capsys, *arguments):
+    code, out, err = run(capsys, *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_json_is_all_there_is_on_standard_output(gpt2):
+    """From a process of its own: no library, no bar and no log writes between."""
+    result = subprocess.run(
+        [sys.executable, "-m", "coupled_adam.cli", "analyze", str(gpt2), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(result.stdout)
+    weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
+    expected = analyze(weight).to_dict()
+    assert {name: found[name] for name in expected} == expected  # in full precision
+    assert (found["role"], found["tensor"]) == ("tied", "transformer.wte.weight")
+    assert (found["dtype"], found["padding_rows"]) == ("float32", 48)
+    assert found["unseen_tokens"] is None
+
+
+def test_text_and_sets(gpt2, sets, text_file, capsys):
+    found = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets, "--top", 3)
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
+    counts = unigram_counts(text_tokens(text_file, tokenizer), len(weight))
+    report = analyze(weight, counts, directions=3)
+    assert found["norm_frequency_correlation"] == report.norm_frequency_correlation
+    assert found["unseen_tokens"] == (counts == 0).sum() >= 48
+    assert found["all_but_the_top"]["isotropy"] == report.all_but_the_top.isotropy
+    score = found["word_similarity"]["sets"]["WordSim-353 similarity"]
+    token_id = single_tokens(tokenizer)
+    usable = [pair for pair in PAIRS.splitlines() if all(map(token_id, pair.split("\t")[:2]))]
+    assert 3 < score["pairs"] == len(usable) < score["total"] == 6
+    low, high = score["interval"]
+    assert low < score["r"] < high
+
+
+def test_padding_and_unseen_rows_are_left_out(gpt2, text_file, capsys):
+    weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
+    found = as_json(capsys, gpt2, "--exclude", "padding")
+    assert found["excluded_rows"] == found["padding_rows"] == 48
+    assert found["isotropy"] == pytest.approx(analyze(weight[:400]).isotropy, rel=1e-12)
+    assert found["vocab_size"] == 448
+    both = as_json(capsys, gpt2, "--text", text_file, "--exclude", "padding", "unseen")
+    assert both["excluded_rows"] == both["unseen_tokens"] > 48
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    seen = unigram_counts(text_tokens(text_file, tokenizer), 448) > 0
+    assert both["mean_norm"] == pytest.approx(analyze(weight[seen]).mean_norm, rel=1e-12)
+
+
+def test_counts_and_token_files(gpt2, tmp_path, capsys):
+    """Of a vocabulary without the padding; a wrong file is refused, not guessed at."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 400, 5000).astype(np.uint16)
+    tokens[:2500].tofile(tmp_path / "a.bin")
+    tokens[2500:].tofile(tmp_path / "b.bin")
+    np.save(tmp_path / "counts.npy", np.bincount(tokens, minlength=400))
+    files = (tmp_path / "a.bin", tmp_path / "b.bin")
+    counted = as_json(capsys, gpt2, "--tokens", *files)
+    assert counted == as_json(capsys, gpt2, "--counts", tmp_path / "counts.npy")
+    assert counted["unseen_tokens"] == 48
+    assert -1 < counted["norm_frequency_correlation"] < 1
+    np.save(tmp_path / "long.npy", np.ones(449))
+    np.save(tmp_path / "negative.npy", -np.ones(448))
+    np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
+    (tmp_path / "text.npy").write_text("no")
+    for arguments, message in {
+        ("--counts", "long.npy"): "has shape [449]: a number for each of 448 rows",
+        ("--counts", "negative.npy"): "counts: negative",
+        ("--counts", "text.npy"): "not a .npy file of numbers",
+        ("--counts", "missing.npy"): "No such file",
+        ("--tokens", "c.bin"): "outside of 0 ... 447",
+        ("--tokens", "missing.bin"): "missing.bin: No such file",
+    }.items():
+        code, out, err = run(capsys, gpt2, arguments[0], tmp_path / arguments[1])
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert message in err
+    code, _, err = run(capsys, gpt2, "--counts", "a", "--text", "b")
+    assert (code, "--counts and --text exclude each other" in err) == (2, True)
+
+
+def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
+    """A run brings its counts; one that still trains is read from its checkpoint."""
+    folder, _ = trained
+    first, second = as_json(capsys, folder)
+    assert (first["role"], second["role"]) == ("input", "output")
+    assert second["norm_frequency_correlation"] is not None
+    assert first["padding_rows"] == 0
+    assert as_json(capsys, folder / "model")[0]["isotropy"] == first["isotropy"]
+    training = shutil.copytree(folder, tmp_path / "training")
+    shutil.rmtree(training / "model")
+    again = as_json(capsys, training)
+    for one, other in zip((first, second), again):
+        assert (other["tensor"], other["padding_rows"]) == (
+            f"state_dict.model.{one['tensor']}",
+            None,
+        )
+        assert other["isotropy"] == one["isotropy"]
+        assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
+
+
+def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
+    """In the terminal, in CSV, and in a page that escapes the names it is given."""
+    odd = tmp_path / "<b>odd"
+    shutil.copytree(gpt2, odd)
+    save_file({"E": torch.randn(30, 4, dtype=torch.float64)}, tmp_path / "plain.safetensors")
+    out, page = tmp_path / "out.csv", tmp_path / "page.html"
+    models = (odd, trained[0])
+    arguments = ("--word-similarity", sets, "--csv", out, "--html", page)
+    code, shown, err = run(capsys, *models, *arguments)
+    assert code == 0, err
+    assert "<b>odd, tied" in shown
+    assert "run, input" in shown
+    assert "less the mean and the top 1" in shown
+    rows = list(csv.DictReader(io.StringIO(out.read_text())))
+    assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
+    found = as_json(capsys, *models, "--word-similarity", sets)
+    assert [float(row["isotropy"]) for row in rows[::3]] == [entry["isotropy"] for entry in found]
+    score = found[0]["centered"]["word_similarity"]["sets"]["WordSim-353 similarity"]
+    assert float(rows[1]["WordSim-353 similarity r"]) == score["r"]
+    assert float(rows[1]["WordSim-353 similarity low"]) == score["interval"][0]
+    text = page.read_text()
+    assert "<b>" not in text
+    assert "&lt;b&gt;odd, tied" in text
+    assert text.count('src="data:image/png;base64,') == 5  # one has counts
+    code, shown, _ = run(capsys, tmp_path / "plain.safetensors")
+    assert code == 0
+    assert "30 x 4" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):
+    """The pictures decode, and nothing is wider than the window or fetched."""
+    page = tmp_path / "page.html"
+    assert run(capsys, gpt2, trained[0], "--html", page)[0] == 0
+    probe = """<script>addEventListener("load", () => {
+      const images = [...document.images];
+      document.title = JSON.stringify([
+        images.length, images.filter(i => !i.naturalWidth).length,
+        document.querySelectorAll("#measures td").length > 60,
+        document.documentElement.scrollWidth <= innerWidth,
+        performance.getEntriesByType("resource").filter(e => !e.name.startsWith("data:")).length,
+      ])})</script>"""
+    page.write_text(page.read_text().replace("</head>", probe + "</head>"))
+    for size in ("1200,900", "400,800"):
+        dump = subprocess.run(
+            [
+                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
+                *(f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"),
+                page.as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        ).stdout
+        found = json.loads(dump.partition("<title>")[2].partition("</title>")[0])
+        assert found == [5, 0, True, True, 0]
+
+
+def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_path, capsys):
+    """A vocabulary larger than the matrix: only what needs the tokenizer is refused."""
+    small = tmp_path / "small"
+    GPT2LMHeadModel(GPT2Config(**gpt2_options | {"vocab_size": 100})).save_pretrained(small)
+    AutoTokenizer.from_pretrained(gpt2).save_pretrained(small)
+    assert as_json(capsys, small)["padding_rows"] == 0
+    for arguments, message in {
+        ("--text", text_file): "outside of 0 ... 99",
+        ("--word-similarity", sets): "does the tokenizer belong",
+        ("--exclude", "padding"): "its tokenizer has a token 399, and its embeddings have 100",
+    }.items():
+        code, out, err = run(capsys, small, *arguments)
+        assert (code, out) == (2, "")
+        assert f"{small}: " in err
+        assert message in err
+    np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(448, 4)))
+    code, _, err = run(capsys, tmp_path / "matrix.npy", "--word-similarity", sets)
+    assert (code, "is a file, without a tokenizer: name it with --tokenizer" in err) == (2, True)
+    found = as_json(capsys, tmp_path / "matrix.npy", "--word-similarity", sets, "--tokenizer", gpt2)
+    assert found["padding_rows"] == 48
+    assert found["word_similarity"]["sets"]["WordSim-353 similarity"]["pairs"] > 3
+
+
+def test_unusable_input(gpt2, tmp_path, capsys):
+    torch.manual_seed(0)
+    T5EncoderModel(
+        T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1)
+    ).save_pretrained(tmp_path / "t5")
+    assert as_json(capsys, tmp_path / "t5")["role"] == "input"
+    np.save(tmp_path / "nan.npy", np.array([[1.0, 2.0], [np.nan, 0.0]]))
+    np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
+    for arguments, message in {
+        ("missing/model/here",): "there is no such file, folder or model",
+        (gpt2, "--tensor", "wpe"): "has no matrix 'wpe': there are transformer.wte.weight",
+        (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
+        (gpt2, "--top", 17): "directions=17 must be from 0 to H = 16",
+        (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
+        (tmp_path / "nan.npy",): "nan.npy: embeddings: row 1 is not finite",
+        (tmp_path / "zero.npy",): "every row is zero",
+        (gpt2, "--exclude", "some"): "'padding', 'unseen'",
+    }.items():
+        code, out, err = run(capsys, *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert message in err
+
+
+def test_a_page_or_table_that_cannot_be_written(gpt2, tmp_path, capsys):
+    for option in ("--csv", "--html"):
+        code, out, err = run(capsys, gpt2, option, tmp_path / "missing" / "file")
+        assert (code, out) == (2, "")
+        assert f"{option}: there is no folder {tmp_path / 'missing'}" in err

@@ -35,6 +35,7 @@ from transformers.optimization import (
 )
 
 from coupled_adam.embeddings import analyze
+from coupled_adam.embeddings.training import whole
 from coupled_adam.lab import PreemptedError, TrainingError, UsageError
 from coupled_adam.lab.callbacks import CheckpointIO, Checkpoints, MetricsFile, ProgressBar
 from coupled_adam.lab.corpus import Corpus
@@ -194,7 +195,7 @@ class LanguageModel(pl.LightningModule):
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_grad_norm, norm)
-        self._grad_norm = whole_tensor(norm)
+        self._grad_norm = whole(norm)
         if not torch.isfinite(self._grad_norm):
             raise self._failure(f"the norm of the gradient is {self._grad_norm.item()}")
 
@@ -252,12 +253,12 @@ class LanguageModel(pl.LightningModule):
 
     def measures(self) -> dict[str, float]:
         """The measures of the output embeddings."""
-        matrix = whole_tensor(output_embeddings(self.model).detach())
+        matrix = whole(output_embeddings(self.model))
         if rank() > 0:
             return {}
-        report = analyze(matrix).to_dict()
+        report = analyze(matrix)
         names = ("isotropy", "mean_norm", "mean_norm_ratio", "condition")
-        return {name: report[name] for name in names}
+        return {name: getattr(report, name) for name in names}
 
     def configure_optimizers(self) -> Any:
         """The arm's optimizer, with the schedule stepped at every step."""
@@ -281,7 +282,7 @@ class LanguageModel(pl.LightningModule):
         moment = optimizer.state.get(embedding, {}).get("exp_avg_sq")
         if moment is None or moment.shape != embedding.shape:
             return
-        moment = whole_tensor(moment)
+        moment = whole(moment)
         if rank() > 0:
             return
         correction = 1 - self.recipe.training.betas[1] ** self.global_step
@@ -414,12 +415,6 @@ def output_embeddings(model: PreTrainedModel) -> Tensor:
         model.reshard()
     weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     return weight
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor from all its parts; every process must call this."""
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
 
 
 def _strategy(machine: Machine) -> Any:

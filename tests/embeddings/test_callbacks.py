@@ -1,0 +1,170 @@
+"""Measures logged during training, by Lightning and by Hugging Face's Trainer, on sharded models.
+
+The same file is the program of each rank.
+"""
+
+import copy
+import csv
+import subprocess
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam.embeddings import analyze
+from coupled_adam.embeddings.lightning import EmbeddingMeasures
+from coupled_adam.embeddings.training import LOGGED, Monitor, model_embeddings
+from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
+
+V = 50
+
+
+def gpt2(**options):
+    """Without dropout, whose masks a sharded model would draw in another order."""
+    torch.manual_seed(0)
+    size = {"vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0, **options))
+
+
+def batches(number):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, V, (2, 16), generator=generator) for _ in range(number)]
+
+
+class Module(pl.LightningModule):
+    """A user's module around a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def configure_optimizers(self):
+        return CoupledAdamW(param_groups(self), lr=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*")
+def test_lightning(tmp_path):
+    """Every third optimizer step, whatever is accumulated; untied models have two matrices."""
+    module = Module(gpt2(tie_word_embeddings=False))
+    before = copy.deepcopy(module.model)
+    counts = torch.arange(V)
+    trainer = pl.Trainer(
+        max_steps=6,
+        accumulate_grad_batches=2,
+        log_every_n_steps=1,
+        accelerator="cpu",
+        logger=CSVLogger(tmp_path, flush_logs_every_n_steps=1),
+        callbacks=[EmbeddingMeasures(3, counts)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(torch.cat(batches(12)), 2))
+    with (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").open() as file:
+        lines = [row for row in csv.DictReader(file) if row["embeddings/isotropy"]]
+    assert [int(row["step"]) for row in lines] == [0, 3, 6]
+    for row, model in ((lines[0], before), (lines[-1], module.model)):
+        for prefix, layer in (
+            ("embeddings", model.lm_head),
+            ("input_embeddings", model.transformer.wte),
+        ):
+            report = analyze(layer.weight, counts)
+            for name in LOGGED:
+                assert float(row[f"{prefix}/{name}"]) == pytest.approx(getattr(report, name))
+
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        ids = batches(12)[index][0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_trainer(tmp_path):
+    """In its log, and so wherever the Trainer reports to."""
+    trainer = Trainer(
+        gpt2(),
+        TrainingArguments(
+            str(tmp_path),
+            max_steps=6,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            report_to="none",
+            use_cpu=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=Texts(),
+    )
+    trainer.add_callback(TrainerMeasures(trainer, 2))
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "embeddings/isotropy" in line]
+    assert [line["step"] for line in lines] == [0, 2, 4, 6]
+    report = analyze(trainer.model.lm_head.weight)
+    assert lines[-1]["embeddings/mean_norm"] == report.mean_norm
+    assert not any("input_embeddings" in name or "frequency" in name for name in lines[-1])
+
+
+def test_models_of_ones_own():
+    """Their matrices are named by a function; without one it is said what is needed."""
+    model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, V))
+    with pytest.raises(ValueError, match="Sequential holds no transformers model: give embeddings"):
+        Monitor(1).measure(model, True)
+    monitor = Monitor(1, find=lambda model: {"output": model[1].weight})
+    found = monitor.measure(model, True)
+    assert found["embeddings/isotropy"] == analyze(model[1].weight).isotropy
+    assert monitor.measure(model, False) == {}
+    assert list(model_embeddings(nn.ModuleDict({"inside": gpt2()}))) == ["output"]
+    with pytest.raises(ValueError, match="every=0 must be 1 or more"):
+        EmbeddingMeasures(0)
+
+
+def sharded():
+    """FSDP2: measured between steps, the matrices are gathered, and are those of now."""
+    whole = gpt2(tie_word_embeddings=False)
+    split = copy.deepcopy(whole)
+    for block in split.transformer.h:
+        fully_shard(block)
+    fully_shard(split)
+    optimizers = [CoupledAdamW(param_groups(model), lr=1e-2) for model in (whole, split)]
+    monitor = Monitor(1)
+    for ids in batches(4):
+        for model, optimizer in zip((whole, split), optimizers):
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            # Gathered for an evaluation, the copy must not be measured after the next step.
+            with torch.no_grad():
+                model(input_ids=ids)
+        found = monitor.measure(split, dist.get_rank() == 0)
+        expected = monitor.measure(whole, dist.get_rank() == 0)
+        assert found == pytest.approx(expected, rel=1e-3)
+        assert bool(found) == (dist.get_rank() == 0)
+
+
+@pytest.mark.slow
+def test_sharded():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", __file__]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sharded()
+    dist.destroy_process_group()

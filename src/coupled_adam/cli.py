@@ -167,6 +167,23 @@ def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
     analyze.add_argument("--html", metavar="FILE", help="write a page with table and pictures")
     analyze.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
 
+    theory = jsonargparse.ArgumentParser(
+        exit_on_error=False,
+        description="The paper's argument, measured on a trained model: over the vocabulary, the "
+        "gradient of the output embeddings sums to zero, and so do the updates of SGD and of "
+        "Coupled Adam, but not those of AdamW.",
+    )
+    theory.add_argument("model", help="the folder of a run, or of a causal language model")
+    theory.add_argument("--text", help="a model's text: a file or a folder of them")
+    theory.add_argument("--batches", type=PositiveInt, default=50, help="gradients to take")
+    theory.add_argument("--batch-size", type=PositiveInt, default=8, help="sequences in a batch")
+    theory.add_argument(
+        "--json", action="store_true", help="print all numbers as JSON, and nothing else"
+    )
+    theory.add_argument("--html", metavar="FILE", help="write a page with table and picture")
+    theory.add_argument("--cache", help="folder of prepared corpora (default: the user's cache)")
+    theory.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
+
     recipes = jsonargparse.ArgumentParser(
         exit_on_error=False, description="List the recipes, or print one as a complete YAML file."
     )
@@ -178,6 +195,7 @@ def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
         "evaluate": evaluate,
         "report": report,
         "analyze": analyze,
+        "theory": theory,
         "recipes": recipes,
     }
 
@@ -364,10 +382,7 @@ def _analyze(options: jsonargparse.Namespace) -> None:
     given = [name for name in ("counts", "text", "tokens") if options[name] is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: give one")
-    for option in ("csv", "html"):
-        path = options[option]
-        if path is not None and not Path(path).parent.is_dir():
-            raise UsageError(f"--{option}: there is no folder {Path(path).parent}: make it first")
+    _check_folders(options, "csv", "html")
     device = _device(options.device)
     _quiet_libraries()
     sets = None
@@ -407,12 +422,73 @@ def _analyze(options: jsonargparse.Namespace) -> None:
     if options.html is not None:
         labels = [found.label for found in analyses]
         drawn = analysis.analyses_pictures(analyses)
-        page = render_analysis(labels, analysis.table_rows(analyses), drawn)
+        title = f"Embeddings: {', '.join(labels)}"
+        rows = analysis.table_rows(analyses)
+        page = render_analysis(title, labels, rows, drawn, analysis.EXPLANATION)
         write_atomically(Path(options.html), page)
     if options.json:
         print(analysis.analyses_json(analyses))
         return
     _print_table(analysis.analyses_table(analyses))
+
+
+def _theory(options: jsonargparse.Namespace) -> None:
+    """The paper's argument, measured on a trained model."""
+    import itertools
+    import json
+
+    from coupled_adam.lab import evaluation, theory
+    from coupled_adam.lab.corpus import default_cache, prepare_corpus
+    from coupled_adam.lab.files import write_atomically
+    from coupled_adam.lab.page import render_analysis
+    from coupled_adam.lab.recipe import load_recipe
+    from coupled_adam.lab.training import held_out_batches
+
+    _check_folders(options, "html")
+    device = _device(options.device)
+    _quiet_libraries()
+    folder = Path(options.model)
+    tokens: Any
+    betas, eps = (0.9, 0.95), 1e-8  # the paper's
+    if evaluation.is_run(folder):
+        if options.text is not None:
+            raise UsageError(f"--text is for models; {folder} is a run with its own")
+        recipe = load_recipe(str(folder / "config.yaml"))
+        model = evaluation.load_model(folder / "model", device)
+        cache = Path(options.cache) if options.cache else default_cache()
+        tokens = prepare_corpus(recipe, cache).tokens("train")
+        length = recipe.training.sequence_length
+        betas, eps = recipe.training.betas, recipe.training.eps
+    else:
+        if options.text is None:
+            raise UsageError(f"{folder} is a model: name a text for it with --text")
+        model = evaluation.load_model(folder, device)
+        if not evaluation.is_causal(model):
+            raise UsageError(f"{folder}: a causal language model is needed")
+        tokens = evaluation.text_tokens(Path(options.text), evaluation.load_tokenizer(folder))
+        length = evaluation.block_length(model)
+    batches = held_out_batches(tokens, int(options.batch_size), length)
+    some = itertools.islice(batches, int(options.batches))
+    measured = theory.measure_theory(model, some, betas=betas, eps=eps)
+    if options.html is not None:
+        columns = ["gradient", *theory.OPTIMIZERS]
+        rows = [(label, "", values) for label, values in theory.theory_rows(measured)]
+        title = f"{folder.name}: what sums to zero over the vocabulary"
+        drawn = [theory.theory_picture(measured)]
+        page = render_analysis(title, columns, [("", rows)], drawn, theory.EXPLANATION)
+        write_atomically(Path(options.html), page)
+    if options.json:
+        print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
+        return
+    _print_table(theory.theory_table(measured, folder.name))
+
+
+def _check_folders(options: jsonargparse.Namespace, *names: str) -> None:
+    """Raise UsageError where a file is to be written into a folder that is not there."""
+    for name in names:
+        path = options[name]
+        if path is not None and not Path(path).parent.is_dir():
+            raise UsageError(f"--{name}: there is no folder {Path(path).parent}: make it first")
 
 
 def _recipes(options: jsonargparse.Namespace) -> None:
@@ -569,6 +645,7 @@ _COMMANDS = {
     "evaluate": _evaluate,
     "report": _report,
     "analyze": _analyze,
+    "theory": _theory,
     "recipes": _recipes,
 }
 

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
-from coupled_adam.embeddings.training import LOGGED, Monitor, model_embeddings
+from coupled_adam.embeddings.monitor import LOGGED, Monitor, model_embeddings
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
 
 V = 50

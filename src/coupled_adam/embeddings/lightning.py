@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coupled_adam.embeddings.training import Find, Monitor
+from coupled_adam.embeddings.monitor import Find, Monitor
 
 
 class EmbeddingMeasures(pl.Callback):

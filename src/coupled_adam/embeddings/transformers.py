@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coupled_adam.embeddings.training import Find, Monitor
+from coupled_adam.embeddings.monitor import Find, Monitor
 
 
 class EmbeddingMeasures(TrainerCallback):

@@ -39,6 +39,14 @@ from coupled_adam.lab.token_files import Tokens, token_file
 
 Excluded = Literal["padding", "unseen"]
 
+EXPLANATION = (
+    "Iso: isotropy, 0 to 1, for both signs of every eigenvector; ‖μ‖: norm of the mean embedding; "
+    "‖μ‖ʳ: relative to the mean norm; κ: 100 × smallest / largest singular value; cos: mean over "
+    "all pairs of rows; ρ: correlation of norm and log frequency; r: 100 × correlation of "
+    "similarity with human ratings, its 95 % confidence interval, and the usable of all pairs; r̄: "
+    "the mean over the sets. A dash: not measured, or not defined. Definitions: arXiv 2502.08441."
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:

@@ -42,11 +42,19 @@ def render(
 
 
 def render_analysis(
-    labels: Sequence[str], sections: Sequence[Any], pictures: Sequence[Picture]
+    title: str,
+    columns: Sequence[str],
+    sections: Sequence[tuple[str, Sequence[tuple[str, str, Sequence[str]]]]],
+    pictures: Sequence[Picture],
+    note: str,
 ) -> str:
-    """The page of an analysis: its table, and the pictures."""
+    """A page of one table, in sections of rows (label, symbol, values), and of pictures."""
     return _template("analysis.html").render(
-        labels=labels, sections=sections, pictures=[_embedded(picture) for picture in pictures]
+        title=title,
+        labels=columns,
+        sections=sections,
+        pictures=[_embedded(picture) for picture in pictures],
+        note=note,
     )
 
 

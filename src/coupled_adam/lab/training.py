@@ -35,7 +35,7 @@ from transformers.optimization import (
 )
 
 from coupled_adam.embeddings import analyze
-from coupled_adam.embeddings.training import whole
+from coupled_adam.embeddings.monitor import whole
 from coupled_adam.lab import PreemptedError, TrainingError, UsageError
 from coupled_adam.lab.callbacks import CheckpointIO, Checkpoints, MetricsFile, ProgressBar
 from coupled_adam.lab.corpus import Corpus

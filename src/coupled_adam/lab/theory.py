@@ -1,0 +1,256 @@
+"""The paper's argument, measured on a trained model: what sums to zero over the vocabulary.
+
+For a hidden state h and true token t the head's gradient is g_i = -(delta_it - p_i) h, and these
+sum to zero over i (arXiv 2502.08441). So do SGD's updates, and Coupled Adam's; AdamW's, which
+divide each row by its own second moment, do not, and the mean embedding drifts. With tied weights
+the input side adds a gradient that does not sum to zero either.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from coupled_adam import CoupledAdamW
+from coupled_adam.embeddings import mean_embedding, pictures
+from coupled_adam.lab import UsageError
+from coupled_adam.lab.figures import Picture
+from coupled_adam.lab.training import next_token_loss
+
+Side = Literal["output", "input", "both"]
+OPTIMIZERS = ("SGD", "AdamW", "Coupled Adam")
+
+EXPLANATION = (
+    "‖sum of the rows‖ / sum of their norms: 0, they cancel; 1, all point one way. The gradients "
+    "are taken at fixed weights, and each optimizer makes its updates of the same ones. Where the "
+    "cosine is above zero, the updates move the mean embedding further from the origin."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """How far the gradients of an embedding matrix, and the updates by them, sum to zero.
+
+    ``gradient`` and ``updates`` are ||sum_i x_i|| / sum_i ||x_i||, over the rows: 0 where they sum
+    to zero, 1 where all point the same way.
+
+    Attributes:
+        gradient: of the average gradient over the batches.
+        updates: of the last update, by optimizer.
+        input_share: of the sum of each optimizer's updates, how much is made by the gradient of
+            the input side, along that sum: 1 is all of it. None where there is one side only.
+        away: the cosine of the sum of the updates and the mean embedding: above zero, the mean
+            moves further from the origin. By optimizer.
+    """
+
+    gradient: float
+    updates: dict[str, float]
+    input_share: dict[str, float] | None
+    away: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Theory:
+    """The sums of a model's matrix or matrices, and the last updates [V, H] by optimizer.
+
+    Attributes:
+        tied: whether one matrix is input and output embeddings.
+        batches: how many gradients the optimizers saw.
+        sums: of the gradient from the head (``"output"``), from the lookup (``"input"``), and, of a
+            tied model, from both, which is what its optimizer sees.
+        updates: of what the optimizer of the output embeddings sees.
+    """
+
+    tied: bool
+    batches: int
+    sums: dict[Side, Sums]
+    updates: dict[str, Tensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: all but the updates."""
+        sums = {side: dataclasses.asdict(values) for side, values in self.sums.items()}
+        return {"tied": self.tied, "batches": self.batches, "sums": sums}
+
+
+def measure_theory(
+    model: PreTrainedModel,
+    batches: Iterable[Tensor],
+    *,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+) -> Theory:
+    """Take the gradients of some batches at fixed weights, and let each optimizer make its updates.
+
+    torch's own SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, each run on
+    the same gradients; only the last update is looked at, when the moments are averages over many
+    batches. A tied matrix is untied in memory, which tells the two sides of its gradient apart.
+
+    Args:
+        model: a causal language model; its weights are as they were afterwards, and untied.
+        batches: token ids, [sequences, length + 1] each.
+        betas: of AdamW and Coupled Adam; the first is SGD's momentum, too.
+        eps: of AdamW and Coupled Adam.
+
+    Raises:
+        UsageError: there are no batches, or a gradient is not finite.
+    """
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    inputs: Any = model.get_input_embeddings()
+    tied = head.weight is inputs.weight
+    if tied:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+    model.requires_grad_(False)
+    head.weight.requires_grad_(True)
+    inputs.weight.requires_grad_(True)
+
+    sides: tuple[Side, ...] = ("output", "input", "both") if tied else ("output", "input")
+    streams = {side: _Stream(head.weight, betas, eps, tied) for side in sides}
+    seen = 0
+    for batch in batches:
+        head.weight.grad = inputs.weight.grad = None
+        next_token_loss(model, batch.to(model.device)).backward()
+        gradients = {"output": head.weight.grad, "input": inputs.weight.grad}
+        if not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
+            raise UsageError(f"{model.name_or_path}: a gradient is not finite")
+        for side, stream in streams.items():
+            gradient = head.weight.grad + inputs.weight.grad if side == "both" else gradients[side]
+            stream.step(gradient, inputs.weight.grad)
+        seen += 1
+    if not seen:
+        raise UsageError("the text is shorter than one batch: give more of it")
+    mean = torch.from_numpy(mean_embedding(head.weight)).to(head.weight.device)
+    sums = {side: stream.sums(mean, seen, side == "both") for side, stream in streams.items()}
+    own = streams["both" if tied else "output"]
+    return Theory(tied, seen, sums, own.updates)
+
+
+class _Stream:
+    """A stream of gradients of one matrix, and what each optimizer makes of it."""
+
+    def __init__(
+        self, weight: Tensor, betas: tuple[float, float], eps: float, keep_input: bool
+    ) -> None:
+        self.betas, self.eps = betas, eps
+        self.total = torch.zeros_like(weight, requires_grad=False)
+        self.input_average = torch.zeros_like(self.total) if keep_input else None
+        self.parameters = {name: nn.Parameter(torch.zeros_like(weight)) for name in OPTIMIZERS}
+        one, two, three = self.parameters.values()
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "SGD": torch.optim.SGD([one], lr=1.0, momentum=betas[0]),
+            "AdamW": torch.optim.AdamW([two], lr=1.0, betas=betas, eps=eps, weight_decay=0),
+            "Coupled Adam": CoupledAdamW(
+                [three], lr=1.0, betas=betas, eps=eps, weight_decay=0, coupled=True
+            ),
+        }
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, input_gradient: Tensor) -> None:
+        """The next gradient, and the part of it that is the input side's."""
+        self.total += gradient
+        if self.input_average is not None:
+            self.input_average.lerp_(input_gradient, 1 - self.betas[0])
+        for name, parameter in self.parameters.items():
+            parameter.zero_()  # what it holds after the step is the update
+            parameter.grad = gradient
+            self.optimizers[name].step()
+
+    @property
+    def updates(self) -> dict[str, Tensor]:
+        """The last update [V, H] by each optimizer."""
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+
+    def sums(self, mean: Tensor, batches: int, both: bool) -> Sums:
+        """The sums of the average gradient and of the last updates."""
+        totals = {name: update.double().sum(0) for name, update in self.updates.items()}
+        share = None
+        if both and self.input_average is not None:
+            share = {}
+            for name, total in totals.items():
+                part = -(self.input_average.double() / self._denominator(name, batches)).sum(0)
+                share[name] = float(part @ total / (total @ total))
+        return Sums(
+            _cancellation(self.total),
+            {name: _cancellation(update) for name, update in self.updates.items()},
+            share,
+            {
+                name: float(torch.cosine_similarity(total, mean, dim=0))
+                for name, total in totals.items()
+            },
+        )
+
+    def _denominator(self, name: str, batches: int) -> Tensor | float:
+        """What an optimizer divides the average gradient by, at a learning rate of one."""
+        if name == "SGD":  # whose momentum is a sum, not an average
+            return 1 - self.betas[0]
+        state = self.optimizers[name].state[self.parameters[name]]
+        v_hat: Tensor = state["exp_avg_sq"].double() / (1 - self.betas[1] ** batches)
+        return (v_hat.sqrt() + self.eps) * (1 - self.betas[0] ** batches)
+
+
+def _cancellation(rows: Tensor) -> float:
+    """||sum_i x_i|| / sum_i ||x_i||."""
+    rows = rows.double()
+    return float(rows.sum(0).norm() / rows.norm(dim=1).sum())
+
+
+_SIDES: dict[Side, str] = {
+    "output": "of the head",
+    "input": "of the lookup",
+    "both": "of both, tied",
+}
+
+
+def theory_rows(theory: Theory) -> list[tuple[str, list[str]]]:
+    """For the terminal and the page: label, and the numbers for gradient and optimizers."""
+    rows = []
+    for side, sums in theory.sums.items():
+        values = [sums.gradient, *sums.updates.values()]
+        rows.append((f"sum over the rows, {_SIDES[side]}", [f"{value:.1e}" for value in values]))
+    last = theory.sums["both" if theory.tied else "output"]
+    if last.input_share is not None:
+        shares = ["–", *(f"{value:.0%}" for value in last.input_share.values())]
+        rows.append(("  the share of the lookup in it", shares))
+    away = ["–", *(f"{value:+.2f}" for value in last.away.values())]
+    rows.append(("cosine of the sum and the mean", away))
+    return rows
+
+
+def theory_table(theory: Theory, name: str) -> Table:
+    """For the terminal."""
+    table = Table(
+        title=f"{name}: {theory.batches} gradients at fixed weights",
+        caption="‖sum of the rows‖ / sum of their norms: 0, they cancel; 1, all point one way.",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for header in ("", "gradient", *OPTIMIZERS):
+        table.add_column(header, justify="right" if header else "left", no_wrap=True)
+    for label, values in theory_rows(theory):
+        table.add_row(label, *values)
+    return table
+
+
+def theory_picture(theory: Theory) -> Picture:
+    """Each optimizer's last update of every row, as a cloud: where its mean is, and the origin."""
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    for ax, (name, update) in zip(figure.subplots(1, 3), theory.updates.items()):
+        scaled = update / update.norm(dim=1).mean()
+        pictures.plot_cloud(ax, scaled, "#d55e00" if name == "AdamW" else "#0072b2")
+        pictures.finish_clouds(ax)
+        side = theory.sums["both" if theory.tied else "output"]
+        ax.set_title(f"{name}: sum {side.updates[name]:.1e}")
+        # The updates of a few frequent tokens are many times the mean, and would hide the others.
+        ax.set(xlabel="along the mean update", xlim=(-4, 4), ylim=(-3, 3))
+    return Picture(
+        figure,
+        "",
+        "The last update of every row by each optimizer, in units of the mean norm, seen along "
+        "their mean. X: the mean, which moves the mean embedding; +: the origin (as Fig. 1).",
+    )

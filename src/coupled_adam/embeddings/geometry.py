@@ -137,7 +137,7 @@ def gram(
 ) -> Tensor:
     """E^T E [H, H], of the rows (all, or those to keep) less a mean [H]."""
     centred = (block - mean for block in blocks(embeddings, keep))
-    return functools.reduce(Tensor.add_, (block.T @ block for block in centred))
+    return functools.reduce(Tensor.add_, map(_square, centred))
 
 
 def project(rows: Tensor, directions: Tensor) -> Tensor:
@@ -147,6 +147,14 @@ def project(rows: Tensor, directions: Tensor) -> Tensor:
     about half again as fast.
     """
     return (directions.T @ rows.T).T
+
+
+def _square(block: Tensor) -> Tensor:
+    """E^T E of some rows; numpy sees that the result is symmetric, and computes half of it."""
+    if block.device.type != "cpu":
+        return block.T @ block
+    rows = block.numpy()
+    return torch.from_numpy(rows.T @ rows)
 
 
 class LogPartition:

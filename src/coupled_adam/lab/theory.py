@@ -247,7 +247,8 @@ def theory_picture(theory: Theory) -> Picture:
         side = theory.sums["both" if theory.tied else "output"]
         ax.set_title(f"{name}: sum {side.updates[name]:.1e}")
         # The updates of a few frequent tokens are many times the mean, and would hide the others.
-        ax.set(xlabel="along the mean update", xlim=(-4, 4), ylim=(-3, 3))
+        limits = {"xlim": (-4, 4), "ylim": (-3, 3)}
+        ax.set(xlabel="along the mean update", adjustable="box", **limits)
     return Picture(
         figure,
         "",

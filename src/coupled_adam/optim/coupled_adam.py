@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
+from coupled_adam.optim import kernels, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.reference import coupled_adam_
 from coupled_adam.optim.state import OPTIONS
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+_Work = tuple[ModuleType | None, Tensor | None]
+"""A parameter's kernel and the column sums of its gradient's squares; None for the reference."""
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -48,6 +51,11 @@ class CoupledAdam(torch.optim.Adam):
             Coupled Adam (Sec. 6.1). Affects coupled groups only.
         vocab_dim (int): the dimension that counts the tokens: 0 for [V, H], 1 for [H, V].
             Affects coupled groups only.
+        max_grad_norm (float, optional): clip the norm of all gradients, as
+            :func:`torch.nn.utils.clip_grad_norm_` before the step does, at nearly no cost for the
+            coupled matrices, whose column sums give their norm. The norm before clipping is then in
+            ``grad_norm``, a 0-dim tensor, after each step. The gradients of coupled parameters are
+            not changed; it belongs to the optimizer, not to its state dict.
 
     Raises:
         ValueError: an option out of range, or a coupled parameter that is not a non-empty real
@@ -55,6 +63,9 @@ class CoupledAdam(torch.optim.Adam):
         RuntimeError: at ``step``, for a sparse gradient, a state of the wrong shape or device, or
             an implementation flag that the device does not support; no parameter has been changed.
     """
+
+    max_grad_norm: float | None = None
+    grad_norm: Tensor | None = None
 
     # Optimizer.__init__ adds the groups before our __init__ could complete self.defaults.
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
@@ -83,7 +94,11 @@ class CoupledAdam(torch.optim.Adam):
         coupled: bool = False,
         second_moment_scale: float = 1.0,
         vocab_dim: int = 0,
+        max_grad_norm: float | None = None,
     ) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"Invalid max_grad_norm: {max_grad_norm} (above 0, or None)")
+        self.max_grad_norm = max_grad_norm
         self._coupling_defaults = dict(zip(OPTIONS, (coupled, second_moment_scale, vocab_dim)))
         # Not super(): for CoupledAdamW that is AdamW, which does not take decoupled_weight_decay.
         torch.optim.Adam.__init__(
@@ -175,6 +190,10 @@ class CoupledAdam(torch.optim.Adam):
             state_steps.append(state["step"])
         return False  # none of them is complex
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: as in torch, and what the constructor was given."""
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step and return the closure's loss, if there is a closure.
@@ -195,10 +214,22 @@ class CoupledAdam(torch.optim.Adam):
             has_complex = self._init_group(group, *tensors)
             collected.append((group, tensors, has_complex))
 
-        for group, tensors, has_complex in collected:
+        works = [_works(group, tensors) for group, tensors, _ in collected]
+        clip = None
+        if self.max_grad_norm is not None:
+            clip = self._clip_factor([tensors[1] for _, tensors, _ in collected], works)
+
+        for (group, tensors, has_complex), group_works in zip(collected, works):
             if group["coupled"]:
-                self._step_coupled(group, *tensors)
+                self._step_coupled(group, *tensors, group_works, clip)
                 continue
+            grad_scale = getattr(self, "grad_scale", None)
+            if clip is not None and tensors[1]:
+                factor = clip.to(tensors[1][0].device)
+                if group["fused"]:  # torch's fused kernels divide by the scale
+                    grad_scale = 1 / factor if grad_scale is None else grad_scale / factor
+                else:
+                    torch._foreach_mul_(tensors[1], factor)
             beta1, beta2 = group["betas"]
             adam(
                 *tensors,
@@ -214,11 +245,32 @@ class CoupledAdam(torch.optim.Adam):
                 capturable=group["capturable"],
                 differentiable=group["differentiable"],
                 fused=group["fused"],
-                grad_scale=getattr(self, "grad_scale", None),
+                grad_scale=grad_scale,
                 found_inf=getattr(self, "found_inf", None),
                 decoupled_weight_decay=group["decoupled_weight_decay"],
             )
         return loss
+
+    def _clip_factor(self, grads: list[list[Tensor]], works: list[list[_Work]]) -> Tensor:
+        """What clipping multiplies all gradients with, as ``clip_grad_norm_`` does."""
+        norms = []
+        for group_grads, group_works in zip(grads, works):
+            known = [sums.sum().sqrt() for _, sums in group_works if sums is not None]
+            norms += known
+            if len(known) < len(group_grads):
+                others = [grad for grad, (_, sums) in zip(group_grads, group_works) if sums is None]
+                norm = torch.nn.utils.get_total_norm(others)
+                norms.append(sharded.whole(norm))
+        if not norms:
+            return torch.tensor(1.0)
+        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        grad_scale = getattr(self, "grad_scale", None)
+        if grad_scale is not None:
+            total = total / grad_scale.to(total.device)
+        self.grad_norm = total
+        assert self.max_grad_norm is not None
+        factor: Tensor = self.max_grad_norm / (total + 1e-6)
+        return factor.clamp(max=1.0)
 
     def _step_coupled(
         self,
@@ -229,50 +281,67 @@ class CoupledAdam(torch.optim.Adam):
         exp_avg_sqs: list[Tensor],
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
+        works: list[_Work],
+        clip: Tensor | None,
     ) -> None:
         # Set by GradScaler where fused=True: unscaling and skipping are then left to the step.
         grad_scale = getattr(self, "grad_scale", None)
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item():
-            return
 
+        beta1, beta2 = group["betas"]
+        # Numbers where reading them is free, tensors where that would wait for the device, cut the
+        # graph that is being compiled, or freeze them into one that is being captured.
+        traced = group["differentiable"] or torch.compiler.is_compiling()
         lr = group["lr"]
         if isinstance(lr, Tensor):
-            lr = lr.reshape(())
-        beta1, beta2 = group["betas"]
+            lr = lr.item() if lr.is_cpu and not traced else lr.reshape(())
         for i, (param, grad, step_t) in enumerate(zip(params, grads, state_steps)):
-            if grad_scale is not None:
-                unscaled = grad.to(exp_avg_sqs[i].dtype) / grad_scale.to(grad.device)
-                grad.copy_(unscaled)  # torch's fused kernels leave the gradient unscaled, too
-                grad = unscaled
-            step_t += 1
-            # A number where that is free, a tensor where reading it would wait for the device,
-            # cut the graph that is being compiled, or be frozen into one that is being captured:
-            # in float64 (which MPS lacks), as 1 - beta^t loses five digits in float32.
+            kernel, sums = works[i]
+            skip = None
+            if found_inf is not None and kernel is not None and param.is_cuda:
+                skip = found_inf.to(param.device)  # without waiting for it
+            elif found_inf is not None and found_inf.item():
+                continue
+            step_t += 1 if skip is None else (1 - skip).to(step_t.device)
             step: float | Tensor
-            if step_t.is_cpu and not (group["differentiable"] or torch.compiler.is_compiling()):
+            if step_t.is_cpu and not traced:
                 step = step_t.item()
-            else:
+            else:  # in float64 (which MPS lacks), as 1 - beta^t loses five digits in float32
                 wide = step_t.dtype if step_t.device.type == "mps" else torch.float64
                 step = step_t.to(wide, copy=True)
-            coupled_adam_(
-                param,
-                grad,
-                exp_avgs[i],
-                exp_avg_sqs[i],
-                step,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                max_exp_avg_sq=max_exp_avg_sqs[i] if group["amsgrad"] else None,
-                second_moment_scale=group["second_moment_scale"],
-                vocab_dim=group["vocab_dim"],
-                maximize=group["maximize"],
-                differentiable=group["differentiable"],
-            )
+            options = {
+                "lr": lr,
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "max_exp_avg_sq": max_exp_avg_sqs[i] if group["amsgrad"] else None,
+                "second_moment_scale": group["second_moment_scale"],
+                "vocab_dim": group["vocab_dim"],
+                "maximize": group["maximize"],
+            }
+            factor: Tensor | None = None if clip is None else clip.to(param.device)
+            if grad_scale is not None:
+                unscale = 1 / grad_scale.to(param.device)
+                factor = unscale if factor is None else unscale * factor
+            if kernel is not None and sums is not None:
+                kernels.coupled_adam_(
+                    *(kernel, param, grad, sums, exp_avgs[i], exp_avg_sqs[i], step),
+                    factor=1.0 if factor is None else factor,
+                    skip=skip,
+                    **options,
+                )
+            else:
+                if factor is not None:
+                    scaled = grad.to(exp_avg_sqs[i].dtype) * factor
+                coupled_adam_(
+                    *(param, grad if factor is None else scaled, exp_avgs[i], exp_avg_sqs[i], step),
+                    decoupled_weight_decay=group["decoupled_weight_decay"],
+                    differentiable=group["differentiable"],
+                    **options,
+                )
+            if grad_scale is not None:
+                grad.mul_(unscale)  # torch's fused kernels leave the gradient unscaled, too
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state written by this class, by ``torch.optim.Adam(W)``, or by any Coupled Adam.
@@ -326,7 +395,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
             differentiable, fused: as in :class:`torch.optim.AdamW`, same defaults.
-        coupled, second_moment_scale, vocab_dim: as in :class:`CoupledAdam`.
+        coupled, second_moment_scale, vocab_dim, max_grad_norm: as in :class:`CoupledAdam`.
     """
 
     def __init__(
@@ -346,6 +415,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         coupled: bool = False,
         second_moment_scale: float = 1.0,
         vocab_dim: int = 0,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -363,4 +433,17 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             coupled=coupled,
             second_moment_scale=second_moment_scale,
             vocab_dim=vocab_dim,
+            max_grad_norm=max_grad_norm,
         )
+
+
+def _works(group: dict[str, Any], tensors: _Tensors) -> list[_Work]:
+    """Choose a kernel for each parameter, and take the sums that it needs, and clipping."""
+    works: list[_Work] = []
+    for p, grad in zip(*tensors[:2]):
+        kernel = kernels.choose(group, p) if group["coupled"] else None
+        sums = None
+        if kernel is not None:
+            sums = kernels.sums_of_squares(kernel, grad, group["vocab_dim"])
+        works.append((kernel, sums))
+    return works

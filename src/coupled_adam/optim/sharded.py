@@ -13,6 +13,12 @@ def is_sharded(p: Tensor) -> bool:
     return hasattr(p, "placements")
 
 
+def whole(values: Tensor) -> Tensor:
+    """A tensor from all its parts, on every rank."""
+    full: Tensor = values.full_tensor() if is_sharded(values) else values  # type: ignore[attr-defined]
+    return full
+
+
 def mean(values: Tensor, vocab_dim: int) -> Tensor:
     """The mean over ``vocab_dim``, [H].
 

@@ -1,0 +1,125 @@
+"""The update of :mod:`coupled_adam.optim.reference`, fast.
+
+A kernel is a module with two functions, each of which passes once over its matrices:
+``sums_of_squares(grad, dtype)``, the column sums of g^2, and ``update_(param, grad, exp_avg,
+step_size, beta1=, decay=, factor=, skip=)``. Between them is arithmetic with vectors [H].
+``blocked`` and ``compiled`` are for CPUs, ``triton`` for GPUs.
+"""
+
+import functools
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coupled_adam.optim.sharded import is_sharded
+
+_WORTH_COMPILING = 2**20  # elements: a step of a millisecond
+
+
+def choose(group: dict[str, Any], param: Tensor) -> ModuleType | None:
+    """The kernel for a parameter of a coupled group; None for the reference.
+
+    The reference is for what is rare or must be traced: differentiable and compiled steps, sharded
+    parameters, an L2 penalty (it is part of the gradient whose squares are summed), matrices of
+    which neither rows nor columns lie together, and ``fused=False``.
+    """
+    if (
+        group["fused"] is False
+        or group["differentiable"]
+        or torch.compiler.is_compiling()
+        or is_sharded(param)
+        or (group["weight_decay"] != 0 and not group["decoupled_weight_decay"])
+        or 1 not in param.stride()
+        or any(isinstance(beta, Tensor) and not beta.is_cpu for beta in group["betas"])
+    ):
+        return None
+    if param.is_cpu:
+        if group["fused"] and param.numel() >= _WORTH_COMPILING:
+            from coupled_adam.optim.kernels import compiled
+
+            return compiled
+        from coupled_adam.optim.kernels import blocked
+
+        return blocked
+    if param.is_cuda and param.dtype != torch.float64 and _has_triton():
+        from coupled_adam.optim.kernels import triton
+
+        return triton
+    return None
+
+
+def sums_of_squares(kernel: ModuleType, grad: Tensor, vocab_dim: int) -> Tensor:
+    """sum_i g_i^2 over the vocabulary, [H], in float32 or wider."""
+    rows = grad.T if vocab_dim == 1 else grad
+    sums: Tensor = kernel.sums_of_squares(rows, torch.promote_types(grad.dtype, torch.float32))
+    return sums
+
+
+def coupled_adam_(
+    kernel: ModuleType,
+    param: Tensor,
+    grad: Tensor,
+    sums: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: float | Tensor,
+    *,
+    lr: float | Tensor,
+    beta1: float | Tensor,
+    beta2: float | Tensor,
+    eps: float,
+    weight_decay: float,
+    max_exp_avg_sq: Tensor | None,
+    second_moment_scale: float,
+    vocab_dim: int,
+    maximize: bool,
+    factor: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """:func:`coupled_adam.optim.reference.coupled_adam_` by a kernel, with the same arguments.
+
+    Args:
+        kernel: from :func:`choose`.
+        sums: :func:`sums_of_squares` of the gradient.
+        factor: on the gradient, to clip or to unscale it.
+        skip: a tensor of one number: where it is not 0, nothing is changed.
+    """
+    if vocab_dim == 1:
+        param, grad, exp_avg = param.T, grad.T, exp_avg.T
+    beta1, beta2 = float(beta1), float(beta2)
+    if isinstance(factor, Tensor) and factor.is_cpu:
+        factor = factor.item()
+
+    nu = exp_avg_sq if skip is None else exp_avg_sq.clone()
+    share = (1 - beta2) / len(param)
+    if isinstance(factor, Tensor):
+        nu.mul_(beta2).add_(sums * factor.square(), alpha=share)
+    else:
+        nu.mul_(beta2).add_(sums, alpha=share * factor * factor)
+    highest = nu
+    if max_exp_avg_sq is not None:
+        highest = torch.maximum(max_exp_avg_sq, nu)
+        max_exp_avg_sq.copy_(_unless(skip, highest, max_exp_avg_sq))
+    if skip is not None:
+        exp_avg_sq.copy_(_unless(skip, nu, exp_avg_sq))
+    denominator = (highest * (second_moment_scale / (1 - beta2**step))).sqrt_().add_(eps)
+    step_size = denominator.reciprocal_().mul_(lr / (1 - beta1**step))
+    kernel.update_(
+        *(param, grad, exp_avg, step_size),
+        beta1=beta1,
+        decay=1 - lr * weight_decay,
+        factor=-factor if maximize else factor,
+        **({} if skip is None else {"skip": skip}),
+    )
+
+
+def _unless(skip: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
+    return new if skip is None else torch.where(skip == 0, new, old)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,144 @@
+"""The update on a GPU: two Triton kernels, each of which passes over memory once.
+
+The order of all sums is fixed, so that results are the same bits at every call; nothing waits for
+the device, so that a step can be captured in a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_SUM_BLOCK = (64, 128)  # rows and columns that a program of the first kernel takes at a time
+_PROGRAMS = 1024  # of the first kernel at most, for a large matrix
+_BLOCK = (8, 256)
+
+
+def sums_of_squares(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_i g_i^2 over the rows of [V, H], [H], accumulated in a wider dtype."""
+    if grad.stride(0) == 1 and grad.stride(1) != 1:  # [H, V] in memory: each column lies together
+        lengths: Tensor = torch.linalg.vector_norm(grad.T, dim=1, dtype=dtype)
+        return lengths.square()
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    rows, columns = grad.shape
+    wide = triton.cdiv(columns, _SUM_BLOCK[1])
+    most = max(1, _PROGRAMS // wide)
+    parts = min(most, triton.cdiv(rows, _SUM_BLOCK[0]))
+    partial = torch.empty(parts, columns, dtype=dtype, device=grad.device)
+    _sums_of_squares[wide, parts](
+        grad, partial, rows, columns, grad.stride(0), *_SUM_BLOCK, num_warps=4
+    )
+    return partial.sum(0)
+
+
+def update_(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    step_size: Tensor,
+    *,
+    beta1: float,
+    decay: float | Tensor,
+    factor: float | Tensor,
+    skip: Tensor | None = None,
+) -> None:
+    """m <- beta1 m + (1 - beta1) factor g, then e <- decay e - step_size m, in place.
+
+    Args:
+        param, grad, exp_avg: [V, H], in any floating-point dtypes; rows or columns lie together.
+        step_size: [H], float32, which is computed in.
+        decay: 1 - lr x weight_decay of AdamW, or 1; a tensor is read on the device.
+        factor: on the gradient: 1, -1 to maximize, below 1 to clip; a tensor likewise.
+        skip: a tensor of one number: where it is not 0, nothing is changed.
+    """
+    across = param.stride(1) != 1
+    if across:  # [H, V] in memory: the step size is that of a row
+        param, grad, exp_avg = param.T, grad.T, exp_avg.T
+    if grad.stride(1) != 1:
+        grad = grad.contiguous()
+    rows, columns = param.shape
+    grid = (triton.cdiv(rows, _BLOCK[0]), triton.cdiv(columns, _BLOCK[1]))
+    _update[grid](
+        *(param, grad, exp_avg, step_size, rows, columns),
+        *(param.stride(0), grad.stride(0), exp_avg.stride(0)),
+        beta1,
+        decay,
+        factor,
+        skip,
+        isinstance(decay, Tensor),
+        isinstance(factor, Tensor),
+        across,
+        *_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums_of_squares(  # type: ignore[no-untyped-def]
+    grad,
+    partial,
+    rows,
+    columns,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    total = tl.zeros((ROWS, COLUMNS), dtype=partial.dtype.element_ty)
+    # Each program takes every parts-th block of rows: neighbours read what lies side by side.
+    for first in range(part * ROWS, rows, parts * ROWS):
+        row = first + tl.arange(0, ROWS)
+        place = row.to(tl.int64)[:, None] * stride + column[None, :]
+        mask = (row < rows)[:, None] & inside[None, :]
+        g = tl.load(grad + place, mask=mask, other=0.0).to(total.dtype)
+        total += g * g
+    tl.store(partial + part * columns + column, tl.sum(total, axis=0), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _update(  # type: ignore[no-untyped-def]
+    param,
+    grad,
+    exp_avg,
+    step_size,
+    rows,
+    columns,
+    param_stride,
+    grad_stride,
+    exp_avg_stride,
+    beta1,
+    decay,
+    factor,
+    skip,
+    DECAY_IS_TENSOR: tl.constexpr,
+    FACTOR_IS_TENSOR: tl.constexpr,
+    ACROSS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    wide = row.to(tl.int64)[:, None]  # a matrix may have more elements than int32 counts
+    if ACROSS:
+        s = tl.load(step_size + row, mask=row < rows, other=0.0)[:, None]
+    else:
+        s = tl.load(step_size + column, mask=column < columns, other=0.0)[None, :]
+    if DECAY_IS_TENSOR:
+        decay = tl.load(decay).to(s.dtype)
+    if FACTOR_IS_TENSOR:
+        factor = tl.load(factor).to(s.dtype)
+    if skip is not None:
+        mask &= (tl.load(skip + row * 0) == 0)[:, None]
+    m_place = exp_avg + wide * exp_avg_stride + column[None, :]
+    p_place = param + wide * param_stride + column[None, :]
+    g = tl.load(grad + wide * grad_stride + column[None, :], mask=mask, other=0.0).to(s.dtype)
+    m = tl.load(m_place, mask=mask, other=0.0).to(s.dtype)
+    p = tl.load(p_place, mask=mask, other=0.0).to(s.dtype)
+    # The moment as it is stored is what moves the parameter, also in half precision.
+    m = (m + (1 - beta1) * (factor * g - m)).to(exp_avg.dtype.element_ty)
+    p = decay * p - s * m.to(s.dtype)
+    tl.store(m_place, m, mask=mask)
+    tl.store(p_place, p.to(param.dtype.element_ty), mask=mask)

@@ -1,0 +1,313 @@
+"""Every kernel against the reference, and what the fast paths promise: memory, clipping.
+
+``python test_kernels.py triton`` runs the Triton kernels in Triton's interpreter, on CPU tensors.
+"""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coupled_adam import CoupledAdam, CoupledAdamW
+from coupled_adam.optim import kernels
+from coupled_adam.optim.kernels import blocked, compiled
+from coupled_adam.optim.reference import coupled_adam_
+
+DTYPES = {
+    torch.float64: 1e-12,
+    torch.float32: 2e-6,
+    # The reference rounds a decayed parameter twice in each of the three steps.
+    torch.bfloat16: 2**-5,
+    torch.float16: 2**-8,
+}
+
+
+def tensors(rows, columns, dtype, layout, seed=0):
+    """Parameter, gradient and first moment, [rows, columns], in a memory layout."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for scale in (1.0, 1e-2, 1e-2):
+        values = (torch.randn(rows, columns, generator=generator) * scale).to(dtype)
+        if layout == "transposed":
+            values = values.T.contiguous().T
+        elif layout == "slices":  # of wider rows
+            values = torch.cat([values, values], 1)[:, :columns]
+        made.append(values)
+    return made
+
+
+def compare(kernel, rows, columns, dtype, layout, vocab_dim=0, seed=0, **options):
+    """Three steps by a kernel and by the reference."""
+    p, g, m = tensors(rows, columns, dtype, layout, seed)
+    if layout == "mixed":  # a gradient that lies otherwise than its parameter
+        g = g.T.contiguous().T
+    wide = torch.promote_types(dtype, torch.float32)
+    nu = torch.rand(columns if vocab_dim == 0 else rows, generator=torch.Generator().manual_seed(1))
+    nu = (nu * 1e-4).to(wide)
+    highest = nu * 1.1 if options.pop("amsgrad", False) else None
+    numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "second_moment_scale": 1.0}
+    numbers |= {"weight_decay": 0.0, "maximize": False, "vocab_dim": vocab_dim, **options}
+    ours = [x.clone() if x is not None else None for x in (p, m, nu, highest)]
+    theirs = copy.deepcopy(ours)
+    for step in (1.0, 2.0, 3.0):
+        sums = kernels.sums_of_squares(kernel, g, vocab_dim)
+        torch.testing.assert_close(
+            sums, g.double().square().sum(vocab_dim).to(wide), rtol=2e-6, atol=0
+        )
+        kernels.coupled_adam_(
+            *(kernel, ours[0], g, sums, ours[1], ours[2], step), max_exp_avg_sq=ours[3], **numbers
+        )
+        coupled_adam_(theirs[0], g, *theirs[1:3], step, max_exp_avg_sq=theirs[3], **numbers)
+    for mine, reference in zip(ours, theirs):
+        if mine is not None:
+            tolerance = DTYPES[dtype] if mine.dtype == dtype else 2e-6
+            torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
+
+
+LAYOUTS = ("rows", "transposed", "slices", "mixed")
+OPTIONS = (
+    {},
+    {"weight_decay": 0.1},
+    {"maximize": True},
+    {"amsgrad": True, "second_moment_scale": 0.25},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocked(dtype, layout, options, monkeypatch):
+    """In one block, and in many."""
+    compare(blocked, 37, 11, dtype, layout, **options)
+    monkeypatch.setattr(blocked, "_BLOCK_BYTES", 200)
+    monkeypatch.setattr(blocked, "_SUM_ROWS", 5)
+    compare(blocked, 37, 11, dtype, layout, **options)
+    compare(blocked, 11, 37, dtype, layout, vocab_dim=1, **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 60),
+    columns=st.integers(1, 20),
+    vocab_dim=st.sampled_from([0, 1]),
+    layout=st.sampled_from(LAYOUTS),
+    block=st.integers(1, 2000),
+    sum_rows=st.integers(1, 70),
+    seed=st.integers(0, 100),
+)
+def test_blocked_any_shape(rows, columns, vocab_dim, layout, block, sum_rows, seed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocked, "_BLOCK_BYTES", block)
+        patch.setattr(blocked, "_SUM_ROWS", sum_rows)
+        compare(blocked, rows, columns, torch.float32, layout, vocab_dim, seed, weight_decay=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
+def test_compiled(monkeypatch):
+    """With the compiler, and without one."""
+    for dtype in DTYPES:
+        compare(compiled, 37, 11, dtype, "rows", weight_decay=0.1, maximize=True)
+    compare(compiled, 11, 37, torch.float32, "transposed", vocab_dim=1)
+    assert compiled._has_compiler
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-compiler-of-this-name",))
+    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
+    compiled._compiled.cache_clear()
+    try:
+        compare(compiled, 23, 7, torch.float32, "rows")
+        assert not compiled._has_compiler
+    finally:
+        compiled._has_compiler = True
+        compiled._compiled.cache_clear()
+        torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not kernels._has_triton(), reason="needs triton")
+def test_triton():
+    """In Triton's interpreter, which must be chosen before Triton is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__, "triton"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert "all equal" in result.stdout
+
+
+def triton_kernels():
+    from coupled_adam.optim.kernels import triton
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for layout in LAYOUTS:
+            compare(triton, 37, 11, dtype, layout, weight_decay=0.1)
+    for rows, columns in ((1, 1), (300, 130), (9, 700), (2049, 3)):
+        for vocab_dim in (0, 1):
+            compare(triton, rows, columns, torch.float32, "rows", vocab_dim, amsgrad=True)
+    compare(triton, 65, 129, torch.float32, "rows", maximize=True, second_moment_scale=4.0)
+
+    # Numbers on the device: the clip factor, the decay, and a step that is skipped.
+    p, g, m = tensors(40, 9, torch.float32, "rows")
+    nu = torch.full((9,), 1e-5)
+    before = [x.clone() for x in (p, m, nu)]
+    numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "second_moment_scale": 1.0}
+    numbers |= {"max_exp_avg_sq": None, "vocab_dim": 0, "maximize": False, "weight_decay": 0.1}
+    sums = kernels.sums_of_squares(triton, g, 0)
+    one = torch.tensor(1.0)
+    lr = torch.tensor(1e-2)
+    step = torch.tensor(1.0, dtype=torch.float64)
+    update = (triton, p, g, sums, m, nu, step)
+    kernels.coupled_adam_(*update, lr=lr, factor=0.5, skip=one, **numbers)
+    assert all(torch.equal(x, y) for x, y in zip((p, m, nu), before))
+    kernels.coupled_adam_(*update, lr=lr, factor=0.5, skip=one * 0, **numbers)
+    theirs = [x.clone() for x in before]
+    coupled_adam_(theirs[0], g * 0.5, *theirs[1:], 1.0, lr=1e-2, **numbers)
+    for mine, reference in zip((p, m, nu), theirs):
+        torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-9)
+    # The same bits at every call.
+    g = torch.randn(5000, 40)
+    assert torch.equal(
+        triton.sums_of_squares(g, torch.float32), triton.sums_of_squares(g, torch.float32)
+    )
+    print("all equal")
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most elements of any tensor that an operation makes anew."""
+
+    def __init__(self, known):
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(made, torch.Tensor):
+                storage = made.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.elements = max(self.elements, storage.nbytes() // 4)
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"weight_decay": 0.1}], ids=str)
+def test_no_temporary_of_the_matrix(options):
+    """A step makes vectors [H], and blocks where the gradient is scaled; nothing [V, H]."""
+    rows, columns = 60_000, 64
+    p = nn.Parameter(torch.randn(rows, columns))
+    optimizer = CoupledAdamW([p], coupled=True, **options)
+    p.grad = torch.randn(rows, columns)
+    optimizer.step()
+    state = optimizer.state[p]
+    elements = sum(value.numel() for value in state.values())
+    assert elements == rows * columns + columns + 1
+    with LargestTensor([p, p.grad, *state.values()]) as largest:
+        optimizer.step()
+    # The ones and zeros that go with a block of rows; a block itself where there is a factor.
+    block = blocked._BLOCK_BYTES * torch.get_num_threads() // 4
+    assert largest.elements <= (block if "max_grad_norm" in options else blocked._SUM_ROWS)
+    assert block < rows * columns
+
+
+def model():
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(40, 6), nn.Linear(6, 40)
+    return nn.Sequential(embedding, nn.Linear(6, 6), nn.Tanh(), head)
+
+
+def groups(network):
+    coupled = [network[0].weight, network[3].weight]
+    rest = [p for p in network.parameters() if all(p is not q for q in coupled)]
+    return [{"params": coupled, "coupled": True}, {"params": rest}]
+
+
+def set_gradients(network, step, scale=1.0):
+    generator = torch.Generator().manual_seed(step)
+    for p in network.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * scale
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fused": True},
+        {"fused": False},
+        {"foreach": True},
+        {"weight_decay": 0.1},
+        {"maximize": True},
+    ],
+    ids=str,
+)
+def test_folded_clipping(cls, options):
+    """Equal to clip_grad_norm_ and a step, whether the norm is above the limit or below."""
+    ours, theirs = model(), model()
+    optimizer = cls(groups(ours), lr=1e-2, max_grad_norm=3.0, **options)
+    control = cls(groups(theirs), lr=1e-2, **options)
+    for step in range(8):
+        scale = 0.01 if step % 3 == 0 else 1.0
+        set_gradients(ours, step, scale)
+        set_gradients(theirs, step, scale)
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 3.0)
+        control.step()
+        optimizer.step()
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+        assert (norm > 3.0) == (scale == 1.0)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_folded_clipping_without_gradients_and_in_copies():
+    ours = model()
+    optimizer = CoupledAdamW(groups(ours), max_grad_norm=2.0)
+    optimizer.step()
+    assert optimizer.grad_norm is None
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.max_grad_norm == 2.0
+    assert "max_grad_norm" not in str(optimizer.state_dict())
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="Invalid max_grad_norm"):
+            CoupledAdamW(groups(ours), max_grad_norm=wrong)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_folded_clipping_of_scaled_gradients(fused):
+    """Under GradScaler the norm is that of the unscaled gradients; an overflow changes nothing."""
+    ours, theirs = model(), model()
+    optimizer = CoupledAdamW(groups(ours), lr=1e-2, max_grad_norm=1.5, fused=fused)
+    control = CoupledAdamW(groups(theirs), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+    ids = torch.arange(12)
+    for step in range(5):
+        for network, one in ((ours, optimizer), (theirs, control)):
+            one.zero_grad()
+            loss = 30 * nn.functional.cross_entropy(network(ids), (ids + step) % 40)
+            (scaler.scale(loss) if network is ours else loss).backward()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1.5)
+        control.step()
+        if not fused:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+        assert norm > 1.5
+    before = copy.deepcopy(ours.state_dict())
+    set_gradients(ours, 0)
+    scaler.scale(torch.ones(()))
+    ours[0].weight.grad[3, 2] = torch.inf
+    scaler.step(optimizer)
+    torch.testing.assert_close(ours.state_dict(), before, rtol=0, atol=0)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+if __name__ == "__main__":
+    assert sys.argv[1] == "triton"
+    triton_kernels()

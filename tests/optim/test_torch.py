@@ -56,7 +56,7 @@ def assert_same_parameters(model, other):
 
 @pairs
 def test_signature(ours, theirs):
-    """The same arguments, order and defaults, then our three."""
+    """The same arguments, order and defaults, then our four."""
     mine = inspect.signature(ours).parameters
     torchs = inspect.signature(theirs).parameters
     assert list(mine)[: len(torchs)] == list(torchs)
@@ -64,7 +64,12 @@ def test_signature(ours, theirs):
         assert mine[name].default == parameter.default, name
         assert mine[name].kind == parameter.kind, name
     added = {name: p.default for name, p in mine.items() if name not in torchs}
-    assert added == {"coupled": False, "second_moment_scale": 1.0, "vocab_dim": 0}
+    assert added == {
+        "coupled": False,
+        "second_moment_scale": 1.0,
+        "vocab_dim": 0,
+        "max_grad_norm": None,
+    }
 
 
 @pairs

@@ -16,8 +16,9 @@ from coupled_adam.optim.reference import coupled_adam_
 from coupled_adam.optim.state import OPTIONS
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-_Work = tuple[ModuleType | None, Tensor | None]
-"""A parameter's kernel and the column sums of its gradient's squares; None for the reference."""
+_Work = tuple[ModuleType | None, Tensor | None, bool]
+"""A parameter's kernel, the column sums of its gradient's squares (None and None for the reference),
+and whether the first moment has been updated with them."""
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -214,7 +215,9 @@ class CoupledAdam(torch.optim.Adam):
             has_complex = self._init_group(group, *tensors)
             collected.append((group, tensors, has_complex))
 
-        works = [_works(group, tensors) for group, tensors, _ in collected]
+        # The first moment can be updated at once where the gradient is taken as it is.
+        at_once = self.max_grad_norm is None and getattr(self, "grad_scale", None) is None
+        works = [_works(group, tensors, at_once) for group, tensors, _ in collected]
         clip = None
         if self.max_grad_norm is not None:
             clip = self._clip_factor([tensors[1] for _, tensors, _ in collected], works)
@@ -255,10 +258,12 @@ class CoupledAdam(torch.optim.Adam):
         """What clipping multiplies all gradients with, as ``clip_grad_norm_`` does."""
         norms = []
         for group_grads, group_works in zip(grads, works):
-            known = [sums.sum().sqrt() for _, sums in group_works if sums is not None]
+            known = [sums.sum().sqrt() for _, sums, _ in group_works if sums is not None]
             norms += known
             if len(known) < len(group_grads):
-                others = [grad for grad, (_, sums) in zip(group_grads, group_works) if sums is None]
+                others = [
+                    grad for grad, (_, sums, _) in zip(group_grads, group_works) if sums is None
+                ]
                 norm = torch.nn.utils.get_total_norm(others)
                 norms.append(sharded.whole(norm))
         if not norms:
@@ -296,7 +301,7 @@ class CoupledAdam(torch.optim.Adam):
         if isinstance(lr, Tensor):
             lr = lr.item() if lr.is_cpu and not traced else lr.reshape(())
         for i, (param, grad, step_t) in enumerate(zip(params, grads, state_steps)):
-            kernel, sums = works[i]
+            kernel, sums, moved = works[i]
             skip = None
             if found_inf is not None and kernel is not None and param.is_cuda:
                 skip = found_inf.to(param.device)  # without waiting for it
@@ -329,6 +334,7 @@ class CoupledAdam(torch.optim.Adam):
                     *(kernel, param, grad, sums, exp_avgs[i], exp_avg_sqs[i], step),
                     factor=1.0 if factor is None else factor,
                     skip=skip,
+                    moved=moved,
                     **options,
                 )
             else:
@@ -437,13 +443,16 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         )
 
 
-def _works(group: dict[str, Any], tensors: _Tensors) -> list[_Work]:
+def _works(group: dict[str, Any], tensors: _Tensors, at_once: bool) -> list[_Work]:
     """Choose a kernel for each parameter, and take the sums that it needs, and clipping."""
     works: list[_Work] = []
-    for p, grad in zip(*tensors[:2]):
+    for p, grad, exp_avg in zip(*tensors[:3]):
         kernel = kernels.choose(group, p) if group["coupled"] else None
-        sums = None
-        if kernel is not None:
-            sums = kernels.sums_of_squares(kernel, grad, group["vocab_dim"])
-        works.append((kernel, sums))
+        if kernel is None:
+            works.append((None, None, False))
+        elif at_once and not group["maximize"]:
+            options = (group["betas"][0], group["vocab_dim"])
+            works.append((kernel, *kernels.sums_and_moment_(kernel, grad, exp_avg, *options)))
+        else:
+            works.append((kernel, kernels.sums_of_squares(kernel, grad, group["vocab_dim"]), False))
     return works

@@ -58,6 +58,18 @@ def sums_of_squares(kernel: ModuleType, grad: Tensor, vocab_dim: int) -> Tensor:
     return sums
 
 
+def sums_and_moment_(
+    kernel: ModuleType, grad: Tensor, exp_avg: Tensor, beta1: float | Tensor, vocab_dim: int
+) -> tuple[Tensor, bool]:
+    """The same, and whether the kernel has updated the first moment in the same pass."""
+    if not hasattr(kernel, "sums_and_moment_"):
+        return sums_of_squares(kernel, grad, vocab_dim), False
+    dtype, weight = torch.promote_types(grad.dtype, torch.float32), 1 - float(beta1)
+    if vocab_dim == 1:
+        grad, exp_avg = grad.T, exp_avg.T
+    return kernel.sums_and_moment_(grad, dtype, exp_avg, weight), True
+
+
 def coupled_adam_(
     kernel: ModuleType,
     param: Tensor,
@@ -78,6 +90,7 @@ def coupled_adam_(
     maximize: bool,
     factor: float | Tensor = 1.0,
     skip: Tensor | None = None,
+    moved: bool = False,
 ) -> None:
     """:func:`coupled_adam.optim.reference.coupled_adam_` by a kernel, with the same arguments.
 
@@ -86,6 +99,7 @@ def coupled_adam_(
         sums: :func:`sums_of_squares` of the gradient.
         factor: on the gradient, to clip or to unscale it.
         skip: a tensor of one number: where it is not 0, nothing is changed.
+        moved: the first moment has been updated by :func:`sums_and_moment_`.
     """
     if vocab_dim == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
@@ -113,6 +127,7 @@ def coupled_adam_(
         decay=1 - lr * weight_decay,
         factor=-factor if maximize else factor,
         **({} if skip is None else {"skip": skip}),
+        **({"moved": True} if moved else {}),
     )
 
 

@@ -4,6 +4,8 @@ Memory is passed over twice, which is the least possible: once over the gradient
 of squares, once over gradient, first moment and parameter.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,27 +15,26 @@ _SUM_ROWS = 4096  # that are summed one after the other; the rounding of float32
 
 def sums_of_squares(grad: Tensor, dtype: torch.dtype) -> Tensor:
     """sum_i g_i^2 over the rows of [V, H], [H], accumulated in a wider dtype; any strides."""
-    if grad.stride(0) == 1 and grad.stride(1) != 1:  # [H, V] in memory: each column lies together
+    if _lies_across(grad):
         lengths: Tensor = torch.linalg.vector_norm(grad.T, dim=1, dtype=dtype)
         return lengths.square()
-    rows, columns = grad.shape
-    height = min(_SUM_ROWS, rows)
-    zeros = torch.zeros(height, 1, dtype=dtype)
-    ones = torch.ones(max(height, columns), 1, dtype=dtype)
-    weight = ones[:columns, 0]
-    total: Tensor | None = None
-    for start in range(0, rows, height):
-        block = grad[start : start + height].to(dtype).contiguous()
-        size = len(block)
-        # Of the operations that sum over rows, torch has one that is as fast as memory: layer
-        # norm's gradient of its weight, sum_i dy_i (x_i - mean) rstd; dy = x, mean = 0, rstd = 1.
-        part: Tensor = torch.ops.aten.native_layer_norm_backward(
-            *(block, block, [columns], zeros[:size], ones[:size], weight, None),
-            output_mask=[False, True, False],
-        )[1]
-        total = part if total is None else total.add_(part)
-    assert total is not None  # there is a row
-    return total
+    rows = min(_SUM_ROWS, len(grad))
+    parts = [_sum(grad[start : start + rows], dtype) for start in range(0, len(grad), rows)]
+    return functools.reduce(Tensor.add_, parts)
+
+
+def sums_and_moment_(grad: Tensor, dtype: torch.dtype, exp_avg: Tensor, weight: float) -> Tensor:
+    """:func:`sums_of_squares`, and m <- m + weight (g - m) of each block while it is in the cache."""
+    if _lies_across(grad) or _lies_across(exp_avg):
+        exp_avg.lerp_(grad.to(exp_avg.dtype), weight)
+        return sums_of_squares(grad, dtype)
+    size = min(_rows_of_a_block(grad), _SUM_ROWS)
+    parts = []
+    for start in range(0, len(grad), size):
+        block = grad[start : start + size]
+        exp_avg[start : start + size].lerp_(block.to(exp_avg.dtype), weight)
+        parts.append(_sum(block, dtype))
+    return functools.reduce(Tensor.add_, parts)
 
 
 def update_(
@@ -45,6 +46,7 @@ def update_(
     beta1: float,
     decay: float,
     factor: float,
+    moved: bool = False,
 ) -> None:
     """m <- beta1 m + (1 - beta1) factor g, then e <- decay e - step_size m, in place.
 
@@ -53,17 +55,52 @@ def update_(
         step_size: [H].
         decay: 1 - lr x weight_decay of AdamW, or 1.
         factor: on the gradient: 1, -1 to maximize, below 1 to clip.
+        moved: m has been updated by :func:`sums_and_moment_`.
     """
-    if param.stride(0) < param.stride(1):  # [H, V] in memory
+    if _lies_across(param):
         param, grad, exp_avg, step_size = param.T, grad.T, exp_avg.T, step_size.unsqueeze(1)
-    rows, columns = param.shape
-    block = _BLOCK_BYTES * torch.get_num_threads() // (param.element_size() * columns)
-    for start in range(0, rows, max(block, 1)):
-        part = slice(start, start + max(block, 1))
-        p, g, m = param[part], grad[part], exp_avg[part]
-        if factor != 1:
-            g = g * factor
-        m.lerp_(g.to(m.dtype), 1 - beta1)
+    size = len(param) if moved and decay == 1 else _rows_of_a_block(param)
+    for start in range(0, len(param), size):
+        part = slice(start, start + size)
+        p, m = param[part], exp_avg[part]
+        if not moved:
+            g = grad[part] if factor == 1 else grad[part] * factor
+            m.lerp_(g.to(m.dtype), 1 - beta1)
         if decay != 1:
             p.mul_(decay)
         p.addcmul_(m, step_size if step_size.dim() == 1 else step_size[part], value=-1)
+
+
+def _lies_across(matrix: Tensor) -> bool:
+    """Whether the columns of [V, H] lie together in memory, and not the rows."""
+    return matrix.stride(0) == 1 and matrix.stride(1) != 1
+
+
+def _rows_of_a_block(matrix: Tensor) -> int:
+    row = matrix.element_size() * matrix.shape[1]
+    return max(1, _BLOCK_BYTES * torch.get_num_threads() // row)
+
+
+def _sum(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the operations that sum over rows, torch has one that is as fast as memory.
+
+    It is layer norm's gradient of its weight, sum_i dy_i (x_i - mean) rstd: dy = x, mean 0, rstd 1.
+    """
+    block = block.to(dtype).contiguous()
+    rows, columns = block.shape
+    zeros, ones = _constants(dtype)
+    if rows > len(zeros):
+        zeros, ones = torch.zeros(rows, 1, dtype=dtype), torch.ones(rows, 1, dtype=dtype)
+    result: Tensor = torch.ops.aten.native_layer_norm_backward(
+        *(block, block, [columns], zeros[:rows], ones[:rows]),
+        *(torch.ones(columns, dtype=dtype), None, _WEIGHT_ALONE),
+    )[1]
+    return result
+
+
+_WEIGHT_ALONE = [False, True, False]
+
+
+@functools.cache
+def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.zeros(4096, 1, dtype=dtype), torch.ones(4096, 1, dtype=dtype)

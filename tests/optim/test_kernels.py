@@ -112,18 +112,18 @@ def test_blocked_any_shape(rows, columns, vocab_dim, layout, block, sum_rows, se
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
-def test_compiled(monkeypatch):
+def test_compiled():
     """With the compiler, and without one."""
     for dtype in DTYPES:
         compare(compiled, 37, 11, dtype, "rows", weight_decay=0.1, maximize=True)
     compare(compiled, 11, 37, torch.float32, "transposed", vocab_dim=1)
     assert compiled._has_compiler
     torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("no-compiler-of-this-name",))
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     compiled._compiled.cache_clear()
+    without = {"cpp.cxx": ("no-compiler-of-this-name",), "force_disable_caches": True}
     try:
-        compare(compiled, 23, 7, torch.float32, "rows")
+        with torch._inductor.config.patch(without):
+            compare(compiled, 23, 7, torch.float32, "rows")
         assert not compiled._has_compiler
     finally:
         compiled._has_compiler = True

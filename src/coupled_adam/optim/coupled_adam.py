@@ -17,8 +17,8 @@ from coupled_adam.optim.state import OPTIONS
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 _Work = tuple[ModuleType | None, Tensor | None, bool]
-"""A parameter's kernel, the column sums of its gradient's squares (None and None for the reference),
-and whether the first moment has been updated with them."""
+"""A parameter's kernel and the column sums of its gradient's squares, None for the reference;
+whether the first moment has been updated with them."""
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -215,8 +215,9 @@ class CoupledAdam(torch.optim.Adam):
             has_complex = self._init_group(group, *tensors)
             collected.append((group, tensors, has_complex))
 
-        # The first moment can be updated at once where the gradient is taken as it is.
-        at_once = self.max_grad_norm is None and getattr(self, "grad_scale", None) is None
+        # The first moment can be updated at once where the gradient is sure to be taken as it is.
+        scaled = (getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        at_once = self.max_grad_norm is None and not any(scaled)
         works = [_works(group, tensors, at_once) for group, tensors, _ in collected]
         clip = None
         if self.max_grad_norm is not None:

@@ -24,7 +24,7 @@ def sums_of_squares(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def sums_and_moment_(grad: Tensor, dtype: torch.dtype, exp_avg: Tensor, weight: float) -> Tensor:
-    """:func:`sums_of_squares`, and m <- m + weight (g - m) of each block while it is in the cache."""
+    """:func:`sums_of_squares`, and m <- m + weight (g - m) while a block is in the cache."""
     if _lies_across(grad) or _lies_across(exp_avg):
         exp_avg.lerp_(grad.to(exp_avg.dtype), weight)
         return sums_of_squares(grad, dtype)

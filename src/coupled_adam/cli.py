@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 try:
     import jsonargparse
-    from jsonargparse.typing import NonNegativeInt, PositiveInt
+    from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
     from coupled_adam.lab import PreemptedError, TrainingError, UsageError
 except ModuleNotFoundError as error:
@@ -184,6 +184,39 @@ def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
     theory.add_argument("--cache", help="folder of prepared corpora (default: the user's cache)")
     theory.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
 
+    bench = jsonargparse.ArgumentParser(
+        exit_on_error=False,
+        description="How long a step takes, and what memory: Coupled Adam against torch's AdamW "
+        "and what other optimizers are installed, each in pairs with torch's fused AdamW. With "
+        "--recipe: whole training steps.",
+    )
+    bench.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values of the recipe: model.n_layer=24"
+    )
+    bench.add_argument(
+        "--shapes", nargs="+", metavar="VxH", help="embedding matrices: 50304x768 128256x2048"
+    )
+    bench.add_argument(
+        "--dtype", type=Literal["float32", "bfloat16", "float16", "float64"], default="float32"
+    )
+    bench.add_argument("--clip", action="store_true", help="clip the norm of the gradients, too")
+    bench.add_argument(
+        "--growth",
+        action="store_true",
+        help="instead: with V from 1k to 512k, H from 64 to 8192, and with parameters beside",
+    )
+    bench.add_argument("--recipe", help="instead: whole training steps of this recipe")
+    bench.add_argument("--steps", type=PositiveInt, default=20, help="training steps of each")
+    bench.add_argument("--optimizers", nargs="+", metavar="NAME", help="some of those in the table")
+    bench.add_argument(
+        "--seconds", type=PositiveFloat, default=4.0, help="for each optimizer, about"
+    )
+    bench.add_argument(
+        "--json", action="store_true", help="print all samples as JSON, and nothing else"
+    )
+    bench.add_argument("--picture", metavar="FILE", help="write a picture: .png, .svg or .pdf")
+    bench.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
+
     recipes = jsonargparse.ArgumentParser(
         exit_on_error=False, description="List the recipes, or print one as a complete YAML file."
     )
@@ -196,6 +229,7 @@ def _command_parsers() -> dict[str, jsonargparse.ArgumentParser]:
         "report": report,
         "analyze": analyze,
         "theory": theory,
+        "bench": bench,
         "recipes": recipes,
     }
 
@@ -483,6 +517,68 @@ def _theory(options: jsonargparse.Namespace) -> None:
     _print_table(theory.theory_table(measured, folder.name))
 
 
+def _bench(options: jsonargparse.Namespace) -> None:
+    """How long a step takes, and what memory."""
+    import itertools
+    import json
+
+    from tqdm import tqdm
+
+    from coupled_adam.lab import bench
+    from coupled_adam.lab.environment import environment
+    from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
+    from coupled_adam.lab.training_speed import training_speed
+
+    _check_folders(options, "picture")
+    if options.picture is not None:
+        bench.check_format(Path(options.picture))
+    device = _device(options.device)
+    _quiet_libraries()
+    if options.recipe is not None:
+        alone = ("shapes", "clip", "growth", "optimizers", "picture")
+        for name in alone:
+            if options[name]:
+                raise UsageError(f"--recipe times whole training steps; leave out --{name}")
+        recipe = override(load_recipe(options.recipe), parse_overrides(options.overrides))
+        speed = training_speed(recipe, device=device, steps=int(options.steps))
+        if options.json:
+            print(json.dumps({"environment": environment(), **speed.to_dict()}, indent=1))
+            return
+        ours, theirs = speed.tokens_per_second
+        low, middle, high = speed.ratio
+        print(
+            f"{recipe.name}: {speed.parameters / 1e6:.1f}M parameters, {speed.tokens:,} tokens a "
+            f"step: {ours:,.0f} tokens/s with CoupledAdamW, {theirs:,.0f} with {bench.BASELINE}; "
+            f"ratio in pairs {middle:.3f} ({low:.3f}–{high:.3f})"
+        )
+        return
+    if options.overrides:
+        raise UsageError(f"{options.overrides[0]} is of a recipe: name one with --recipe")
+    if options.growth:
+        if options.shapes or options.clip:
+            raise UsageError("--growth has its own shapes; leave out --shapes and --clip")
+        cases = list(itertools.chain(*bench.GROWTH.values()))
+    else:
+        shapes = options.shapes or bench.SHAPES["cuda" if device == "cuda" else "cpu"]
+        cases = [bench.parse_case(shape, options.dtype, options.clip) for shape in shapes]
+    bench.check_memory(cases, device)
+    here = bench.optimizers_here()
+    names = options.optimizers or (bench.GROWING if options.growth else list(here))
+    for name in names:
+        if name not in here:
+            raise UsageError(f"--optimizers: no {name!r}; there are {', '.join(here)}")
+    timed = bench.bench(cases, names, device=device, seconds=float(options.seconds))
+    results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
+    if options.picture is not None:
+        draw = bench.growth_picture if options.growth else bench.bench_picture
+        bench.save_figure(draw(results), Path(options.picture))
+    if options.json:
+        found = [result.to_dict() for result in results]
+        print(json.dumps({"environment": environment(), "results": found}))
+        return
+    _print_table(bench.bench_table(results))
+
+
 def _check_folders(options: jsonargparse.Namespace, *names: str) -> None:
     """Raise UsageError where a file is to be written into a folder that is not there."""
     for name in names:
@@ -646,6 +742,7 @@ _COMMANDS = {
     "report": _report,
     "analyze": _analyze,
     "theory": _theory,
+    "bench": _bench,
     "recipes": _recipes,
 }
 

@@ -54,8 +54,8 @@ def step_of_one_matrix(placement, options):
     assert torch.equal(again.state[split]["exp_avg_sq"].full_tensor(), moment.full_tensor())
 
 
-def fsdp2():
-    """A tied model under fully_shard, every rank with its part of the batch."""
+def fsdp2(max_grad_norm=None):
+    """A tied model under fully_shard, every rank with its part of the batch; clipped by itself."""
 
     class Tied(nn.Module):
         def __init__(self):
@@ -73,7 +73,10 @@ def fsdp2():
     split = copy.deepcopy(whole)
     fully_shard(split.block)
     fully_shard(split)
-    optimizers = [CoupledAdamW(param_groups(model), lr=1e-2) for model in (whole, split)]
+    optimizers = [
+        CoupledAdamW(param_groups(whole), lr=1e-2),
+        CoupledAdamW(param_groups(split), lr=1e-2, max_grad_norm=max_grad_norm),
+    ]
     assert isinstance(split.embed.weight, DTensor)
     assert split.head.weight is split.embed.weight
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -83,9 +86,14 @@ def fsdp2():
         own = ids[:, rank * 6 : (rank + 1) * 6]
         for model, (inputs, targets) in ((whole, ids), (split, own)):
             nn.functional.cross_entropy(model(inputs), targets).backward()
+        if max_grad_norm is not None:
+            norm = nn.utils.clip_grad_norm_(whole.parameters(), max_grad_norm)
+            assert norm > max_grad_norm
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if max_grad_norm is not None:
+            torch.testing.assert_close(optimizers[1].grad_norm, norm)
     for (name, expected), actual in zip(whole.named_parameters(), split.parameters()):
         difference = actual.full_tensor() - expected
         assert difference.abs().max() < 1e-12, name
@@ -99,6 +107,7 @@ CASES = {
     ),
     "columns": lambda: step_of_one_matrix(Shard(1), {}),
     "fsdp2": fsdp2,
+    "fsdp2, clipped": lambda: fsdp2(max_grad_norm=0.05),
 }
 
 

@@ -17,7 +17,7 @@ test: $(VENV)/installed
 	$(BIN)/pytest
 
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'

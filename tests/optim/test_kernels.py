@@ -6,8 +6,11 @@
 import copy
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, CoupledAdamW
 from coupled_adam.optim import kernels
-from coupled_adam.optim.kernels import blocked, compiled
+from coupled_adam.optim.kernels import blocked, compiled, native
 from coupled_adam.optim.reference import coupled_adam_
 
 DTYPES = {
@@ -44,8 +47,8 @@ def tensors(rows, columns, dtype, layout, seed=0):
     return made
 
 
-def compare(kernel, rows, columns, dtype, layout, vocab_dim=0, seed=0, **options):
-    """Three steps by a kernel and by the reference."""
+def compare(kernel, rows, columns, dtype, layout, vocab_dim=0, seed=0, at_once=False, **options):
+    """Three steps by a kernel and by the reference; the first moment moved with the sums or not."""
     p, g, m = tensors(rows, columns, dtype, layout, seed)
     if layout == "mixed":  # a gradient that lies otherwise than its parameter
         g = g.T.contiguous().T
@@ -58,12 +61,17 @@ def compare(kernel, rows, columns, dtype, layout, vocab_dim=0, seed=0, **options
     ours = [x.clone() if x is not None else None for x in (p, m, nu, highest)]
     theirs = copy.deepcopy(ours)
     for step in (1.0, 2.0, 3.0):
-        sums = kernels.sums_of_squares(kernel, g, vocab_dim)
-        torch.testing.assert_close(
-            sums, g.double().square().sum(vocab_dim).to(wide), rtol=2e-6, atol=0
-        )
+        sums, moved = kernels.sums_of_squares(kernel, g, vocab_dim), False
+        if at_once and not numbers["maximize"]:
+            sums, moved = kernels.sums_and_moment_(kernel, g, ours[1], 0.9, vocab_dim)
+            assert moved
+        squares = g.double().square().sum(vocab_dim)
+        torch.testing.assert_close(sums, squares.to(sums.dtype), rtol=2e-6, atol=0)
         kernels.coupled_adam_(
-            *(kernel, ours[0], g, sums, ours[1], ours[2], step), max_exp_avg_sq=ours[3], **numbers
+            *(kernel, ours[0], g, sums, ours[1], ours[2], step),
+            max_exp_avg_sq=ours[3],
+            moved=moved,
+            **numbers,
         )
         coupled_adam_(theirs[0], g, *theirs[1:3], step, max_exp_avg_sq=theirs[3], **numbers)
     for mine, reference in zip(ours, theirs):
@@ -89,8 +97,110 @@ def test_blocked(dtype, layout, options, monkeypatch):
     compare(blocked, 37, 11, dtype, layout, **options)
     monkeypatch.setattr(blocked, "_BLOCK_BYTES", 200)
     monkeypatch.setattr(blocked, "_SUM_ROWS", 5)
-    compare(blocked, 37, 11, dtype, layout, **options)
-    compare(blocked, 11, 37, dtype, layout, vocab_dim=1, **options)
+    for at_once in (False, True):
+        compare(blocked, 37, 11, dtype, layout, at_once=at_once, **options)
+        compare(blocked, 11, 37, dtype, layout, vocab_dim=1, at_once=at_once, **options)
+
+
+built = pytest.mark.skipif(native._library() is None, reason="built without a C compiler")
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_native_is_built():
+    assert native._library() is not None
+
+
+@built
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", ["rows", "slices"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_native(dtype, layout, options, at_once, monkeypatch):
+    """By one thread, by several, and by more than there are rows."""
+    for worth_a_thread in (2**17, 1):
+        monkeypatch.setattr(native, "_WORTH_A_THREAD", worth_a_thread)
+        for rows, columns in ((37, 11), (1, 1), (5000, 33)):
+            compare(native, rows, columns, dtype, layout, at_once=at_once, **options)
+
+
+@built
+def test_native_gives_the_same_bits_again():
+    p, g, _ = tensors(100_000, 7, torch.float32, "rows")
+    results = []
+    for _ in range(3):
+        q = nn.Parameter(p.clone())
+        optimizer = CoupledAdamW([q], coupled=True)
+        q.grad = g
+        optimizer.step()
+        results.append((q.detach(), optimizer.state[q]["exp_avg_sq"]))
+    for other in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], other))
+
+
+@built
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_native_not_finite(dtype, bad):
+    """What is not finite spoils what it spoils in the reference, no more and no less."""
+    p, g, _ = tensors(9, 4, dtype, "rows")
+    g[3, 2] = bad
+    results = []
+    for options in ({}, {"fused": False}):
+        q = nn.Parameter(p.clone())
+        optimizer = CoupledAdamW([q], coupled=True, amsgrad=True, **options)
+        q.grad = g
+        for _ in range(2):
+            optimizer.step()
+        results.append([q.detach(), *optimizer.state[q].values()])
+    for mine, reference in zip(*results):
+        assert torch.equal(mine.isnan(), reference.isnan())
+        assert torch.equal(mine.isinf(), reference.isinf())
+    assert results[0][0][:, 2].isnan().any()
+
+
+@built
+def test_native_without_openmp():
+    """Where no OpenMP is loaded it starts threads itself: the same numbers."""
+    program = (
+        "import ctypes, sys\n"
+        "library = ctypes.CDLL(sys.argv[1])\n"
+        "rows, columns, threads = 1001, 7, 3\n"
+        "g = (ctypes.c_float * (rows * columns))(*(i % 13 - 6 for i in range(rows * columns)))\n"
+        "sums = (ctypes.c_double * columns)()\n"
+        "size = ctypes.c_int64\n"
+        "failed = library.coupled_adam_sums(0, g, size(columns), None, size(0), size(rows),\n"
+        "    size(columns), ctypes.c_double(0), sums, threads)\n"
+        "assert not hasattr(ctypes.CDLL(None), 'GOMP_parallel')\n"
+        "expected = [sum(g[r * columns + c] ** 2 for r in range(rows)) for c in range(columns)]\n"
+        "assert failed == 0 and list(sums) == expected\n"
+    )
+    library = str(Path(native.__file__).with_name("libcoupled_adam.so"))
+    command = [sys.executable, "-c", program, library]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize("compiler", ["cc", "no-compiler-of-this-name"])
+def test_wheel(compiler, tmp_path):
+    """It holds the kernel for this platform, or is a wheel of Python alone where there is no cc."""
+    source = tmp_path / "source"
+    root = Path(__file__).parents[2]
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        source.mkdir(exist_ok=True)
+        shutil.copy(root / name, source)
+    shutil.copytree(root / "src", source / "src", ignore=shutil.ignore_patterns("*.so"))
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, source]
+    environment = {**os.environ, "CC": compiler}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    holds = "coupled_adam/optim/kernels/libcoupled_adam.so" in names
+    assert holds == (compiler == "cc")
+    assert wheel.stem.endswith("py3-none-any") == (not holds)
+    assert "coupled_adam/optim/kernels/native.c" in names
 
 
 @settings(max_examples=40, deadline=None)
@@ -196,8 +306,16 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.fixture(params=[pytest.param(True, marks=built), False], ids=["native", "blocked"])
+def kernel(request, monkeypatch):
+    """With the kernel in C, and where that has not been built."""
+    if not request.param:
+        monkeypatch.setattr(native, "fits", lambda *_: False)
+    return native if request.param else blocked
+
+
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"weight_decay": 0.1}], ids=str)
-def test_no_temporary_of_the_matrix(options):
+def test_no_temporary_of_the_matrix(options, kernel):
     """A step makes vectors [H], and blocks where the gradient is scaled; nothing [V, H]."""
     rows, columns = 60_000, 64
     p = nn.Parameter(torch.randn(rows, columns))
@@ -211,6 +329,9 @@ def test_no_temporary_of_the_matrix(options):
         optimizer.step()
     # The ones and zeros that go with a block of rows; a block itself where there is a factor.
     block = blocked._BLOCK_BYTES * torch.get_num_threads() // 4
+    if kernel is native:
+        assert largest.elements == 2 * columns  # the sums, in float64
+        return
     assert largest.elements <= (block if "max_grad_norm" in options else blocked._SUM_ROWS)
     assert block < rows * columns
 
@@ -246,7 +367,7 @@ def set_gradients(network, step, scale=1.0):
     ],
     ids=str,
 )
-def test_folded_clipping(cls, options):
+def test_folded_clipping(cls, options, kernel):
     """Equal to clip_grad_norm_ and a step, whether the norm is above the limit or below."""
     ours, theirs = model(), model()
     optimizer = cls(groups(ours), lr=1e-2, max_grad_norm=3.0, **options)
@@ -278,7 +399,7 @@ def test_folded_clipping_without_gradients_and_in_copies():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_folded_clipping_of_scaled_gradients(fused):
+def test_folded_clipping_of_scaled_gradients(fused, kernel):
     """Under GradScaler the norm is that of the unscaled gradients; an overflow changes nothing."""
     ours, theirs = model(), model()
     optimizer = CoupledAdamW(groups(ours), lr=1e-2, max_grad_norm=1.5, fused=fused)

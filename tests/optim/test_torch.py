@@ -257,9 +257,12 @@ def test_parameter_without_gradient_is_skipped():
     assert q not in optimizer.state
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_grad_scaler(fused):
-    """An fp16 overflow is skipped, with nothing changed; other steps are those without a scaler."""
+@pytest.mark.parametrize(("fused", "unscaled"), [(False, False), (True, False), (True, True)])
+def test_grad_scaler(fused, unscaled):
+    """An fp16 overflow is skipped, with nothing changed; other steps are those without a scaler.
+
+    Also where the gradients have been unscaled before, to be clipped.
+    """
     model, control = tiny_model(), tiny_model()
     optimizer = CoupledAdamW(param_groups(model), lr=1e-2, fused=fused)
     reference = CoupledAdamW(param_groups(control), lr=1e-2, fused=fused)
@@ -270,6 +273,8 @@ def test_grad_scaler(fused):
         if step == 3:
             before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
             model.embed.weight.grad[2, 1] = float("inf")
+            if unscaled:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             after = (model.state_dict(), optimizer.state_dict()["state"])
             torch.testing.assert_close(after, before, rtol=0, atol=0)

@@ -216,8 +216,8 @@ class CoupledAdam(torch.optim.Adam):
             collected.append((group, tensors, has_complex))
 
         # The first moment can be updated at once where the gradient is sure to be taken as it is.
-        scaled = (getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
-        at_once = self.max_grad_norm is None and not any(scaled)
+        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        at_once = self.max_grad_norm is None and scaling == (None, None)
         works = [_works(group, tensors, at_once) for group, tensors, _ in collected]
         clip = None
         if self.max_grad_norm is not None:
@@ -269,7 +269,10 @@ class CoupledAdam(torch.optim.Adam):
                 norms.append(sharded.whole(norm))
         if not norms:
             return torch.tensor(1.0)
-        total = torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]))
+        first = next(grad for group_grads in grads for grad in group_grads)
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+        total = torch.linalg.vector_norm(together)
         grad_scale = getattr(self, "grad_scale", None)
         if grad_scale is not None:
             total = total / grad_scale.to(total.device)
@@ -308,11 +311,12 @@ class CoupledAdam(torch.optim.Adam):
                 skip = found_inf.to(param.device)  # without waiting for it
             elif found_inf is not None and found_inf.item():
                 continue
-            step_t += 1 if skip is None else (1 - skip).to(step_t.device)
             step: float | Tensor
             if step_t.is_cpu and not traced:
-                step = step_t.item()
+                step = step_t.item() + (1 if skip is None else 1 - skip.item())
+                step_t.fill_(step)
             else:  # in float64 (which MPS lacks), as 1 - beta^t loses five digits in float32
+                step_t += 1 if skip is None else (1 - skip).to(step_t.device)
                 wide = step_t.dtype if step_t.device.type == "mps" else torch.float64
                 step = step_t.to(wide, copy=True)
             options = {
@@ -448,7 +452,7 @@ def _works(group: dict[str, Any], tensors: _Tensors, at_once: bool) -> list[_Wor
     """Choose a kernel for each parameter, and take the sums that it needs, and clipping."""
     works: list[_Work] = []
     for p, grad, exp_avg in zip(*tensors[:3]):
-        kernel = kernels.choose(group, p) if group["coupled"] else None
+        kernel = kernels.choose(group, p, grad, exp_avg) if group["coupled"] else None
         if kernel is None:
             works.append((None, None, False))
         elif at_once and not group["maximize"]:

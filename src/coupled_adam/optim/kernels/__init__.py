@@ -3,7 +3,8 @@
 A kernel is a module with two functions, each of which passes once over its matrices:
 ``sums_of_squares(grad, dtype)``, the column sums of g^2, and ``update_(param, grad, exp_avg,
 step_size, beta1=, decay=, factor=, skip=)``. Between them is arithmetic with vectors [H].
-``blocked`` and ``compiled`` are for CPUs, ``triton`` for GPUs.
+``triton`` is for GPUs; for CPUs ``native``, which is in C and does that arithmetic, too, and where
+it has not been built, or does not fit, ``compiled`` and ``blocked``.
 """
 
 import functools
@@ -14,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.kernels import blocked, native
 from coupled_adam.optim.sharded import is_sharded
 
 _WORTH_COMPILING = 2**20  # elements: a step of a millisecond
 
 
-def choose(group: dict[str, Any], param: Tensor) -> ModuleType | None:
+def choose(
+    group: dict[str, Any], param: Tensor, grad: Tensor, exp_avg: Tensor
+) -> ModuleType | None:
     """The kernel for a parameter of a coupled group; None for the reference.
 
     The reference is for what is rare or must be traced: differentiable and compiled steps, sharded
@@ -33,16 +37,16 @@ def choose(group: dict[str, Any], param: Tensor) -> ModuleType | None:
         or is_sharded(param)
         or (group["weight_decay"] != 0 and not group["decoupled_weight_decay"])
         or 1 not in param.stride()
-        or any(isinstance(beta, Tensor) and not beta.is_cpu for beta in group["betas"])
+        or not _on_host(*group["betas"])
     ):
         return None
     if param.is_cpu:
+        if group["vocab_dim"] == 0 and native.fits(param, grad, exp_avg):
+            return native
         if group["fused"] and param.numel() >= _WORTH_COMPILING:
             from coupled_adam.optim.kernels import compiled
 
             return compiled
-        from coupled_adam.optim.kernels import blocked
-
         return blocked
     if param.is_cuda and param.dtype != torch.float64 and _has_triton():
         from coupled_adam.optim.kernels import triton
@@ -107,8 +111,24 @@ def coupled_adam_(
     if isinstance(factor, Tensor) and factor.is_cpu:
         factor = factor.item()
 
+    share = (1 - beta2) / param.shape[0]
+    decay = 1 - lr * weight_decay
+    if kernel is native:
+        native.coupled_adam_(
+            *(param, grad, sums, exp_avg, exp_avg_sq, max_exp_avg_sq),
+            beta1=beta1,
+            beta2=beta2,
+            share=float(share * factor * factor),
+            scale=float(second_moment_scale / (1 - beta2**step)),
+            eps=eps,
+            lr=float(lr / (1 - beta1**step)),
+            factor=float(-factor if maximize else factor),
+            decay=float(decay),
+            moved=moved,
+        )
+        return
+
     nu = exp_avg_sq if skip is None else exp_avg_sq.clone()
-    share = (1 - beta2) / len(param)
     if isinstance(factor, Tensor):
         nu.mul_(beta2).add_(sums * factor.square(), alpha=share)
     else:
@@ -124,11 +144,15 @@ def coupled_adam_(
     kernel.update_(
         *(param, grad, exp_avg, step_size),
         beta1=beta1,
-        decay=1 - lr * weight_decay,
+        decay=decay,
         factor=-factor if maximize else factor,
         **({} if skip is None else {"skip": skip}),
         **({"moved": True} if moved else {}),
     )
+
+
+def _on_host(beta1: float | Tensor, beta2: float | Tensor) -> bool:
+    return not any(isinstance(beta, Tensor) and not beta.is_cpu for beta in (beta1, beta2))
 
 
 def _unless(skip: Tensor | None, new: Tensor, old: Tensor) -> Tensor:

@@ -69,6 +69,7 @@ def compare(kernel, rows, columns, dtype, layout, vocab_dim=0, seed=0, at_once=F
         torch.testing.assert_close(sums, squares.to(sums.dtype), rtol=2e-6, atol=0)
         kernels.coupled_adam_(
             *(kernel, ours[0], g, sums, ours[1], ours[2], step),
+            rows=p.shape[vocab_dim],
             max_exp_avg_sq=ours[3],
             moved=moved,
             **numbers,
@@ -274,9 +275,9 @@ def triton_kernels():
     lr = torch.tensor(1e-2)
     step = torch.tensor(1.0, dtype=torch.float64)
     update = (triton, p, g, sums, m, nu, step)
-    kernels.coupled_adam_(*update, lr=lr, factor=0.5, skip=one, **numbers)
+    kernels.coupled_adam_(*update, rows=40, lr=lr, factor=0.5, skip=one, **numbers)
     assert all(torch.equal(x, y) for x, y in zip((p, m, nu), before))
-    kernels.coupled_adam_(*update, lr=lr, factor=0.5, skip=one * 0, **numbers)
+    kernels.coupled_adam_(*update, rows=40, lr=lr, factor=0.5, skip=one * 0, **numbers)
     theirs = [x.clone() for x in before]
     coupled_adam_(theirs[0], g * 0.5, *theirs[1:], 1.0, lr=1e-2, **numbers)
     for mine, reference in zip((p, m, nu), theirs):

@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
 
 from coupled_adam import CoupledAdamW, param_groups
 
@@ -27,31 +33,50 @@ def gradient(step, dtype=torch.float64):
     return torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(step + 1))
 
 
-def step_of_one_matrix(placement, options):
-    """A matrix split over all ranks against the same matrix whole."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def step_of_one_matrix(placements, options, shape=None):
+    """A matrix split over the ranks of a mesh of one or two dimensions against the same whole."""
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),))
     whole = nn.Parameter(matrix())
-    split = nn.Parameter(distribute_tensor(matrix(), mesh, [placement]))
+    split = nn.Parameter(distribute_tensor(matrix(), mesh, placements))
     expected, actual = (CoupledAdamW([p], coupled=True, **options) for p in (whole, split))
     for step in range(STEPS):
         whole.grad = gradient(step)
-        split.grad = distribute_tensor(gradient(step), mesh, [placement])
+        split.grad = distribute_tensor(gradient(step), mesh, placements)
         expected.step()
         actual.step()
     moment = actual.state[split]["exp_avg_sq"]
     assert isinstance(moment, DTensor)
-    assert moment.shape == (H,)
+    vocab_dim = options.get("vocab_dim", 0)
+    length = matrix().shape[1 - vocab_dim]
+    assert moment.shape == (length,)
     # Only the order of the summation differs.
     torch.testing.assert_close(split.full_tensor(), whole.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moment.full_tensor(), expected.state[whole]["exp_avg_sq"])
-    if placement == Shard(0):  # replicated: the same bits on every rank
-        gathered = [torch.empty(H, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    if Shard(1 - vocab_dim) not in placements:  # replicated: the same bits on every rank
+        gathered = [torch.empty(length, dtype=torch.float64) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, moment.to_local())
         assert all(torch.equal(gathered[0], other) for other in gathered)
     # Saved and loaded as in one process.
     again = CoupledAdamW([split], coupled=True, **options)
     again.load_state_dict(copy.deepcopy(actual.state_dict()))
     assert torch.equal(again.state[split]["exp_avg_sq"].full_tensor(), moment.full_tensor())
+
+
+def clipped_matrix(placements, shape):
+    """The norm is that of all parts."""
+    mesh = init_device_mesh("cpu", shape)
+    whole = nn.Parameter(matrix())
+    split = nn.Parameter(distribute_tensor(matrix(), mesh, placements))
+    optimizers = [CoupledAdamW([p], coupled=True, max_grad_norm=1.0) for p in (whole, split)]
+    for step in range(STEPS):
+        whole.grad = gradient(step)
+        split.grad = distribute_tensor(gradient(step), mesh, placements)
+        for optimizer in optimizers:
+            optimizer.step()
+        norms = [optimizer.grad_norm for optimizer in optimizers]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-12, atol=0)
+        assert norms[0] > 1.0
+    torch.testing.assert_close(split.full_tensor(), whole.detach(), rtol=1e-12, atol=1e-12)
 
 
 def fsdp2(max_grad_norm=None):
@@ -99,22 +124,36 @@ def fsdp2(max_grad_norm=None):
         assert difference.abs().max() < 1e-12, name
 
 
+def two_by_rest():
+    return (2, dist.get_world_size() // 2)
+
+
 CASES = {
-    "rows": lambda: step_of_one_matrix(Shard(0), {}),
-    "rows, amsgrad": lambda: step_of_one_matrix(Shard(0), {"amsgrad": True}),
+    "rows": lambda: step_of_one_matrix([Shard(0)], {}),
+    "rows, reference": lambda: step_of_one_matrix([Shard(0)], {"fused": False}),
+    "rows, amsgrad": lambda: step_of_one_matrix([Shard(0)], {"amsgrad": True}),
     "rows, options": lambda: step_of_one_matrix(
-        Shard(0), {"second_moment_scale": 0.5, "maximize": True, "lr": torch.tensor(1e-2)}
+        [Shard(0)], {"second_moment_scale": 0.5, "maximize": True, "lr": torch.tensor(1e-2)}
     ),
-    "columns": lambda: step_of_one_matrix(Shard(1), {}),
+    "rows of [H, V]": lambda: step_of_one_matrix([Shard(1)], {"vocab_dim": 1}),
+    "columns": lambda: step_of_one_matrix([Shard(1)], {}),
+    "columns, reference": lambda: step_of_one_matrix([Shard(1)], {"fused": False}),
+    "copies of rows": lambda: step_of_one_matrix([Replicate(), Shard(0)], {}, two_by_rest()),
+    "rows and columns": lambda: step_of_one_matrix([Shard(0), Shard(1)], {}, two_by_rest()),
+    "rows of rows": lambda: step_of_one_matrix([Shard(0), Shard(0)], {}, two_by_rest()),
+    "rows and columns, clipped": lambda: clipped_matrix([Shard(0), Shard(1)], two_by_rest()),
     "fsdp2": fsdp2,
     "fsdp2, clipped": lambda: fsdp2(max_grad_norm=0.05),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_sharded(ranks):
-    """Heights 4 and 3 on two ranks; 2, 2, 2 and 1 on four; columns 2, 2, 2 and none on four."""
+    """Heights 4 and 3 on two ranks; 2, 2, 2 and 1 on four; columns 2, 2, 2 and none on four.
+
+    On eight ranks one has no row, and two have no column.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     result = subprocess.run(
         [*torchrun, "--nproc-per-node", str(ranks), __file__],

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +16,22 @@ from coupled_adam.optim.reference import coupled_adam_
 from coupled_adam.optim.state import OPTIONS
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-_Work = tuple[ModuleType | None, Tensor | None, bool]
-"""A parameter's kernel and the column sums of its gradient's squares, None for the reference;
-whether the first moment has been updated with them."""
+_Collected = tuple[dict[str, Any], _Tensors, bool]
+"""A param group, its tensors, and whether some of them are complex."""
+
+
+class _Work(NamedTuple):
+    """What is known of a parameter before its update.
+
+    Attributes:
+        kernel: None for the reference.
+        sums: the column sums of its gradient's squares, for the kernel.
+        moved: the first moment has been updated with them.
+    """
+
+    kernel: ModuleType | None
+    sums: Tensor | None
+    moved: bool
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -219,14 +232,15 @@ class CoupledAdam(torch.optim.Adam):
         scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         at_once = self.max_grad_norm is None and scaling == (None, None)
         works = [_works(group, tensors, at_once) for group, tensors, _ in collected]
+        wait = _sum_over_ranks(collected, works)
         clip = None
         if self.max_grad_norm is not None:
-            clip = self._clip_factor([tensors[1] for _, tensors, _ in collected], works)
+            wait()
+            clip = self._clip_factor(collected, works)
 
-        for (group, tensors, has_complex), group_works in zip(collected, works):
+        for group, tensors, has_complex in collected:
             if group["coupled"]:
-                self._step_coupled(group, *tensors, group_works, clip)
-                continue
+                continue  # until the sums of other ranks have come
             grad_scale = getattr(self, "grad_scale", None)
             if clip is not None and tensors[1]:
                 factor = clip.to(tensors[1][0].device)
@@ -253,24 +267,29 @@ class CoupledAdam(torch.optim.Adam):
                 found_inf=getattr(self, "found_inf", None),
                 decoupled_weight_decay=group["decoupled_weight_decay"],
             )
+        wait()
+        for (group, tensors, _), group_works in zip(collected, works):
+            if group["coupled"]:
+                self._step_coupled(group, *tensors, group_works, clip)
         return loss
 
-    def _clip_factor(self, grads: list[list[Tensor]], works: list[list[_Work]]) -> Tensor:
+    def _clip_factor(self, collected: list[_Collected], works: list[list[_Work]]) -> Tensor:
         """What clipping multiplies all gradients with, as ``clip_grad_norm_`` does."""
         norms = []
-        for group_grads, group_works in zip(grads, works):
-            known = [sums.sum().sqrt() for _, sums, _ in group_works if sums is not None]
-            norms += known
-            if len(known) < len(group_grads):
-                others = [
-                    grad for grad, (_, sums, _) in zip(group_grads, group_works) if sums is None
-                ]
-                norm = torch.nn.utils.get_total_norm(others)
-                norms.append(sharded.whole(norm))
+        dtype = torch.float32
+        for (_, tensors, _), group_works in zip(collected, works):
+            others = []
+            for grad, exp_avg_sq, work in zip(tensors[1], tensors[3], group_works):
+                dtype = torch.promote_types(dtype, grad.dtype)
+                if work.sums is None:
+                    others.append(grad)
+                else:
+                    columns = sharded.spread(work.sums, exp_avg_sq)
+                    norms.append(sharded.whole(columns.sum()).sqrt())
+            if others:
+                norms.append(sharded.whole(torch.nn.utils.get_total_norm(others)))
         if not norms:
             return torch.tensor(1.0)
-        first = next(grad for group_grads in grads for grad in group_grads)
-        dtype = torch.promote_types(first.dtype, torch.float32)
         together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
         total = torch.linalg.vector_norm(together)
         grad_scale = getattr(self, "grad_scale", None)
@@ -335,8 +354,17 @@ class CoupledAdam(torch.optim.Adam):
                 unscale = 1 / grad_scale.to(param.device)
                 factor = unscale if factor is None else unscale * factor
             if kernel is not None and sums is not None:
+                highest = options.pop("max_exp_avg_sq")
                 kernels.coupled_adam_(
-                    *(kernel, param, grad, sums, exp_avgs[i], exp_avg_sqs[i], step),
+                    kernel,
+                    sharded.local(param),
+                    sharded.local(grad),
+                    sums,
+                    sharded.local(exp_avgs[i]),
+                    sharded.local(exp_avg_sqs[i]),
+                    step,
+                    rows=param.shape[group["vocab_dim"]],
+                    max_exp_avg_sq=None if highest is None else sharded.local(highest),
                     factor=1.0 if factor is None else factor,
                     skip=skip,
                     moved=moved,
@@ -450,14 +478,38 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
 
 def _works(group: dict[str, Any], tensors: _Tensors, at_once: bool) -> list[_Work]:
     """Choose a kernel for each parameter, and take the sums that it needs, and clipping."""
-    works: list[_Work] = []
+    works = []
     for p, grad, exp_avg in zip(*tensors[:3]):
         kernel = kernels.choose(group, p, grad, exp_avg) if group["coupled"] else None
         if kernel is None:
-            works.append((None, None, False))
-        elif at_once and not group["maximize"]:
+            works.append(_Work(None, None, False))
+            continue
+        grad, exp_avg = sharded.local(grad), sharded.local(exp_avg)
+        if at_once and not group["maximize"]:
             options = (group["betas"][0], group["vocab_dim"])
-            works.append((kernel, *kernels.sums_and_moment_(kernel, grad, exp_avg, *options)))
+            sums, moved = kernels.sums_and_moment_(kernel, grad, exp_avg, *options)
         else:
-            works.append((kernel, kernels.sums_of_squares(kernel, grad, group["vocab_dim"]), False))
+            sums, moved = kernels.sums_of_squares(kernel, grad, group["vocab_dim"]), False
+        works.append(_Work(kernel, sums, moved))
     return works
+
+
+def _sum_over_ranks(collected: list[_Collected], works: list[list[_Work]]) -> Callable[[], None]:
+    """Start to add up the sums of all ranks; what it returns waits, and puts them into works."""
+    places, sums, params, vocab_dims = [], [], [], []
+    for (group, tensors, _), group_works in zip(collected, works):
+        for index, work in enumerate(group_works):
+            if work.sums is not None and sharded.is_sharded(tensors[0][index]):
+                places.append((group_works, index))
+                sums.append(work.sums)
+                params.append(tensors[0][index])
+                vocab_dims.append(group["vocab_dim"])
+    if not places:
+        return lambda: None
+    finish = sharded.over_rows(sums, params, vocab_dims)
+
+    def wait() -> None:
+        for (group_works, index), total in zip(places, finish()):
+            group_works[index] = group_works[index]._replace(sums=total)
+
+    return wait

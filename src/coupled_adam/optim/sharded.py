@@ -1,8 +1,11 @@
-"""The mean over all rows of a matrix, wherever its rows lie.
+"""Sums and means over all rows of a matrix, wherever its rows lie.
 
 ``torch.distributed.tensor`` is imported only where a DTensor shows that it has been: it would
 double the time of ``import coupled_adam``.
 """
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,86 @@ def whole(values: Tensor) -> Tensor:
     """A tensor from all its parts, on every rank."""
     full: Tensor = values.full_tensor() if is_sharded(values) else values  # type: ignore[attr-defined]
     return full
+
+
+def local(values: Tensor) -> Tensor:
+    """This rank's part, to be changed in place; all of a plain tensor."""
+    part: Tensor = values.to_local() if is_sharded(values) else values  # type: ignore[attr-defined]
+    return part
+
+
+def alike(*tensors: Tensor) -> bool:
+    """Whether all are plain, or all lie on the ranks in the same way, part by part."""
+    if not any(map(is_sharded, tensors)):
+        return True
+    if not all(map(is_sharded, tensors)):
+        return False
+    first, *others = tensors
+    mesh, placements = first.device_mesh, first.placements  # type: ignore[attr-defined]
+    if any(placement.is_partial() for placement in placements):
+        return False
+    return all(x.device_mesh == mesh and x.placements == placements for x in others)  # type: ignore[attr-defined]
+
+
+def over_rows(
+    sums: Sequence[Tensor], params: Sequence[Tensor], vocab_dims: Sequence[int]
+) -> Callable[[], list[Tensor]]:
+    """Start to make of sums over each rank's rows sums over all rows.
+
+    All that go the same way go together, in one all-reduce for each dimension of the mesh over
+    which rows are split.
+
+    Args:
+        sums: for each parameter, over the rows of its part, [columns of the part].
+        params: the parameters; sums of plain ones are left as they are.
+        vocab_dims: the dimension of each that counts its rows.
+
+    Returns:
+        A function that waits for the sums, and returns them.
+    """
+    ways: dict[Any, list[int]] = {}
+    for index, (p, vocab_dim) in enumerate(zip(params, vocab_dims)):
+        if not is_sharded(p):
+            continue
+        placements = p.placements  # type: ignore[attr-defined]
+        split = tuple(i for i, placed in enumerate(placements) if placed.is_shard(vocab_dim))
+        if split:
+            ways.setdefault((p.device_mesh, split, p.device), []).append(index)  # type: ignore[attr-defined]
+    if not ways:
+        return lambda: list(sums)
+    from torch.distributed import _functional_collectives as collectives
+
+    totals = []
+    for (mesh, split, device), members in ways.items():
+        # One dtype on all ranks, whichever kernels have made the sums.
+        wide = torch.float64 if device.type == "cpu" else torch.float32
+        total = torch.cat([sums[index].to(wide) for index in members])
+        for dimension in split:
+            total = collectives.all_reduce(total, "sum", (mesh, dimension))
+        totals.append((total, members))
+
+    def finish() -> list[Tensor]:
+        result = list(sums)
+        for total, members in totals:
+            parts = collectives.wait_tensor(total).split([len(sums[index]) for index in members])
+            for index, part in zip(members, parts):
+                result[index] = part.to(sums[index].dtype)
+        return result
+
+    return finish
+
+
+def spread(values: Tensor, like: Tensor) -> Tensor:
+    """Each rank's part of a vector [H] as a whole that is placed as another; plain, if that is."""
+    if not is_sharded(like):
+        return values
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    whole: Tensor = DTensor.from_local(
+        values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+    return whole
 
 
 def mean(values: Tensor, vocab_dim: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim.kernels import blocked, native
-from coupled_adam.optim.sharded import is_sharded
+from coupled_adam.optim.sharded import alike, local
 
 _WORTH_COMPILING = 2**20  # elements: a step of a millisecond
 
@@ -26,20 +26,22 @@ def choose(
 ) -> ModuleType | None:
     """The kernel for a parameter of a coupled group; None for the reference.
 
-    The reference is for what is rare or must be traced: differentiable and compiled steps, sharded
-    parameters, an L2 penalty (it is part of the gradient whose squares are summed), matrices of
-    which neither rows nor columns lie together, and ``fused=False``.
+    The reference is for what is rare or must be traced: differentiable and compiled steps, an L2
+    penalty (it is part of the gradient whose squares are summed), matrices of which neither rows
+    nor columns lie together, gradients that are placed otherwise than their parameter, and
+    ``fused=False``. All ranks decide that alike; which kernel it is may depend on a rank's part.
     """
     if (
         group["fused"] is False
         or group["differentiable"]
         or torch.compiler.is_compiling()
-        or is_sharded(param)
+        or not alike(param, grad, exp_avg)
         or (group["weight_decay"] != 0 and not group["decoupled_weight_decay"])
         or 1 not in param.stride()
         or not _on_host(*group["betas"])
     ):
         return None
+    param, grad, exp_avg = local(param), local(grad), local(exp_avg)
     if param.is_cpu:
         if group["vocab_dim"] == 0 and native.fits(param, grad, exp_avg):
             return native
@@ -57,8 +59,12 @@ def choose(
 
 def sums_of_squares(kernel: ModuleType, grad: Tensor, vocab_dim: int) -> Tensor:
     """sum_i g_i^2 over the vocabulary, [H], in float32 or wider."""
-    rows = grad.T if vocab_dim == 1 else grad
-    sums: Tensor = kernel.sums_of_squares(rows, torch.promote_types(grad.dtype, torch.float32))
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    if vocab_dim == 1:
+        grad = grad.T
+    if not grad.numel():  # a rank's part of a matrix may be empty
+        return grad.new_zeros(grad.shape[1], dtype=torch.float64 if kernel is native else dtype)
+    sums: Tensor = kernel.sums_of_squares(grad, dtype)
     return sums
 
 
@@ -66,7 +72,7 @@ def sums_and_moment_(
     kernel: ModuleType, grad: Tensor, exp_avg: Tensor, beta1: float | Tensor, vocab_dim: int
 ) -> tuple[Tensor, bool]:
     """The same, and whether the kernel has updated the first moment in the same pass."""
-    if not hasattr(kernel, "sums_and_moment_"):
+    if not hasattr(kernel, "sums_and_moment_") or not grad.numel():
         return sums_of_squares(kernel, grad, vocab_dim), False
     dtype, weight = torch.promote_types(grad.dtype, torch.float32), 1 - float(beta1)
     if vocab_dim == 1:
@@ -83,6 +89,7 @@ def coupled_adam_(
     exp_avg_sq: Tensor,
     step: float | Tensor,
     *,
+    rows: int,
     lr: float | Tensor,
     beta1: float | Tensor,
     beta2: float | Tensor,
@@ -100,7 +107,9 @@ def coupled_adam_(
 
     Args:
         kernel: from :func:`choose`.
-        sums: :func:`sums_of_squares` of the gradient.
+        param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: of a sharded parameter, a rank's part.
+        sums: :func:`sums_of_squares` of the gradient, over all ranks' rows.
+        rows: V.
         factor: on the gradient, to clip or to unscale it.
         skip: a tensor of one number: where it is not 0, nothing is changed.
         moved: the first moment has been updated by :func:`sums_and_moment_`.
@@ -111,9 +120,9 @@ def coupled_adam_(
     if isinstance(factor, Tensor) and factor.is_cpu:
         factor = factor.item()
 
-    share = (1 - beta2) / param.shape[0]
+    share = (1 - beta2) / rows
     decay = 1 - lr * weight_decay
-    if kernel is native:
+    if kernel is native and param.shape[1]:
         native.coupled_adam_(
             *(param, grad, sums, exp_avg, exp_avg_sq, max_exp_avg_sq),
             beta1=beta1,
@@ -141,6 +150,8 @@ def coupled_adam_(
         exp_avg_sq.copy_(_unless(skip, nu, exp_avg_sq))
     denominator = (highest * (second_moment_scale / (1 - beta2**step))).sqrt_().add_(eps)
     step_size = denominator.reciprocal_().mul_(lr / (1 - beta1**step))
+    if not param.numel():
+        return
     kernel.update_(
         *(param, grad, exp_avg, step_size),
         beta1=beta1,

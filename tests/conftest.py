@@ -4,6 +4,11 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Nothing is asserted of how long something takes, on whatever machine.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 SMALL = """
 name: small

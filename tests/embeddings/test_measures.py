@@ -97,7 +97,7 @@ def test_unigram_counts():
         measures.unigram_counts(tokens, 3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 30),
     columns=st.integers(1, 8),
@@ -271,7 +271,7 @@ def test_all_measures_by_definition():
     np.testing.assert_allclose(measures.all_but_the_top(matrix, 2), topless, atol=1e-12)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     rows=st.integers(2, 40),
     columns=st.integers(1, 8),

@@ -204,7 +204,7 @@ def test_wheel(compiler, tmp_path):
     assert "coupled_adam/optim/kernels/native.c" in names
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 60),
     columns=st.integers(1, 20),

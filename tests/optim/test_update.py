@@ -110,7 +110,7 @@ def test_oracle(cls, options, dtype, tolerance):
     assert optimizer.state[p]["step"].item() == 60
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 12),
@@ -176,7 +176,7 @@ def test_oracle_any_shape(
     assert optimizer.state[p]["exp_avg_sq"].shape == (columns,)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rows=st.integers(2, 50), columns=st.integers(1, 8), seed=st.integers(0, 2**16))
 def test_zero_sum_gradient_leaves_the_mean(rows, columns, seed):
     """The paper's point: sum_i g_i = 0 keeps mu where it was. With torch's AdamW it drifts."""

@@ -263,12 +263,12 @@ def _time(case: Case, name: str, makers: dict[str, Maker], device: str, seconds:
         order = (0, 1, 2) if len(samples) % 2 else (1, 0, 2)
         times = {i: _clock(steps[i], repeats[i], device) for i in order}
         samples.append((times[0], times[1], times[2]))
-    state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+    state = [x for s in optimizer.state.values() for x in s.values()]
     return Timed(
         case,
         name,
         samples,
-        state_bytes=sum(x.numel() * x.element_size() for x in state),
+        state_bytes=sum(_bytes(x) for x in state if isinstance(x, Tensor)),
         extra_bytes=_extra_bytes(step, device),
         moved_bytes=_moved_bytes(case, name),
     )
@@ -333,6 +333,13 @@ def _extra_bytes(step: Callable[[], Any], device: str) -> int:
     changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     peak: int = max(itertools.accumulate((e["args"]["Bytes"] for e in changes), initial=0))
     return peak
+
+
+def _bytes(x: Tensor) -> int:
+    """Of a tensor, or of those that a subclass keeps in its place: codes and scales."""
+    if hasattr(x, "__tensor_flatten__"):
+        return sum(_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return x.numel() * x.element_size()
 
 
 def _moved_bytes(case: Case, name: str) -> int | None:

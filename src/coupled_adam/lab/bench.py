@@ -421,7 +421,7 @@ GROWTH: dict[str, list[Case]] = {
 }
 """How the cost grows: with V from 1k to 512k, with H from 64 to 8192, with other parameters."""
 
-GROWING = ("CoupledAdamW", "CoupledAdamW fused", "AdamW foreach")
+GROWING = ("CoupledAdamW fused", "AdamW foreach")
 """What is timed there by default."""
 
 _AXES = {

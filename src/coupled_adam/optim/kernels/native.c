@@ -21,6 +21,7 @@
 #define FOR_EACH_CPU
 #endif
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 #define SUM_ROWS 256 /* added up in single precision, their sums in double precision */
 #define MAX_THREADS 256
 
@@ -56,9 +57,40 @@ typedef struct {
 } Part;
 
 #define DEFINE_KERNELS(NAME, T, WIDE, LOAD, STORE)                                               \
+    ALWAYS_INLINE static void add_square_##NAME(const T *restrict g, WIDE *restrict some,        \
+                                                int64_t columns) {                               \
+        for (int64_t i = 0; i < columns; i++) {                                                  \
+            const WIDE x = LOAD(g[i]);                                                           \
+            some[i] += x * x;                                                                    \
+        }                                                                                        \
+    }                                                                                            \
+                                                                                                 \
+    ALWAYS_INLINE static void add_square_and_move_##NAME(                                        \
+        const T *restrict g, WIDE *restrict some, T *restrict m, WIDE weight, int64_t columns) { \
+        for (int64_t i = 0; i < columns; i++) {                                                  \
+            const WIDE x = LOAD(g[i]), old = LOAD(m[i]);                                         \
+            some[i] += x * x;                                                                    \
+            m[i] = STORE(old + weight * (x - old));                                              \
+        }                                                                                        \
+    }                                                                                            \
+                                                                                                 \
+    ALWAYS_INLINE static void move_##NAME(T *restrict m, const T *restrict g, WIDE weight,       \
+                                          WIDE factor, int64_t columns) {                        \
+        for (int64_t i = 0; i < columns; i++) {                                                  \
+            const WIDE old = LOAD(m[i]);                                                         \
+            m[i] = STORE(old + weight * (factor * LOAD(g[i]) - old));                            \
+        }                                                                                        \
+    }                                                                                            \
+                                                                                                 \
+    ALWAYS_INLINE static void descend_##NAME(T *restrict p, const T *restrict m,                 \
+                                             const WIDE *restrict step_size, WIDE decay,         \
+                                             int64_t columns) {                                  \
+        for (int64_t i = 0; i < columns; i++)                                                    \
+            p[i] = STORE(decay * LOAD(p[i]) - step_size[i] * LOAD(m[i]));                        \
+    }                                                                                            \
+                                                                                                 \
     FOR_EACH_CPU static void sums_##NAME(Part *part) {                                           \
         const int64_t columns = part->columns;                                                   \
-        const WIDE weight = (WIDE)part->weight;                                                  \
         double *restrict sums = part->sums;                                                      \
         WIDE *restrict some = calloc((size_t)columns, sizeof(WIDE));                             \
         if (some == NULL) {                                                                      \
@@ -66,50 +98,32 @@ typedef struct {
             return;                                                                              \
         }                                                                                        \
         memset(sums, 0, (size_t)columns * sizeof(double));                                       \
-        for (int64_t row = part->first; row < part->last; row++) {                               \
-            const T *restrict g = (const T *)part->grad + row * part->grad_stride;               \
-            if (part->exp_avg == NULL) {                                                         \
-                for (int64_t i = 0; i < columns; i++) {                                          \
-                    const WIDE x = LOAD(g[i]);                                                   \
-                    some[i] += x * x;                                                            \
-                }                                                                                \
-            } else {                                                                             \
-                T *restrict m = (T *)part->exp_avg + row * part->exp_avg_stride;                 \
-                for (int64_t i = 0; i < columns; i++) {                                          \
-                    const WIDE x = LOAD(g[i]), old = LOAD(m[i]);                                 \
-                    some[i] += x * x;                                                            \
-                    m[i] = STORE(old + weight * (x - old));                                      \
-                }                                                                                \
+        for (int64_t row = part->first; row < part->last;) {                                     \
+            const int64_t stop = row + SUM_ROWS < part->last ? row + SUM_ROWS : part->last;      \
+            for (; row < stop; row++) {                                                          \
+                const T *g = (const T *)part->grad + row * part->grad_stride;                    \
+                T *m = (T *)part->exp_avg + row * part->exp_avg_stride;                          \
+                if (part->exp_avg == NULL)                                                       \
+                    add_square_##NAME(g, some, columns);                                         \
+                else                                                                             \
+                    add_square_and_move_##NAME(g, some, m, (WIDE)part->weight, columns);         \
             }                                                                                    \
-            if ((row - part->first) % SUM_ROWS == SUM_ROWS - 1 || row == part->last - 1)         \
-                for (int64_t i = 0; i < columns; i++) {                                          \
-                    sums[i] += some[i];                                                          \
-                    some[i] = 0;                                                                 \
-                }                                                                                \
+            for (int64_t i = 0; i < columns; i++) {                                              \
+                sums[i] += some[i];                                                              \
+                some[i] = 0;                                                                     \
+            }                                                                                    \
         }                                                                                        \
         free(some);                                                                              \
     }                                                                                            \
                                                                                                  \
     FOR_EACH_CPU static void update_##NAME(Part *part) {                                         \
-        const int64_t columns = part->columns;                                                   \
-        const WIDE weight = (WIDE)part->weight, factor = (WIDE)part->factor;                     \
-        const WIDE decay = (WIDE)part->decay;                                                    \
-        const WIDE *restrict step_size = part->step_size;                                        \
         for (int64_t row = part->first; row < part->last; row++) {                               \
-            T *restrict p = (T *)part->param + row * part->param_stride;                         \
-            T *restrict m = (T *)part->exp_avg + row * part->exp_avg_stride;                     \
-            if (part->grad == NULL) {                                                            \
-                for (int64_t i = 0; i < columns; i++)                                            \
-                    p[i] = STORE(decay * LOAD(p[i]) - step_size[i] * LOAD(m[i]));                \
-                continue;                                                                        \
-            }                                                                                    \
-            const T *restrict g = (const T *)part->grad + row * part->grad_stride;               \
-            for (int64_t i = 0; i < columns; i++) {                                              \
-                const WIDE old = LOAD(m[i]);                                                     \
-                const T moved = STORE(old + weight * (factor * LOAD(g[i]) - old));               \
-                m[i] = moved;                                                                    \
-                p[i] = STORE(decay * LOAD(p[i]) - step_size[i] * LOAD(moved));                   \
-            }                                                                                    \
+            T *p = (T *)part->param + row * part->param_stride;                                  \
+            T *m = (T *)part->exp_avg + row * part->exp_avg_stride;                              \
+            if (part->grad != NULL)                                                              \
+                move_##NAME(m, (const T *)part->grad + row * part->grad_stride,                  \
+                            (WIDE)part->weight, (WIDE)part->factor, part->columns);              \
+            descend_##NAME(p, m, part->step_size, (WIDE)part->decay, part->columns);             \
         }                                                                                        \
     }
 

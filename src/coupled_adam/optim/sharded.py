@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def is_sharded(p: Tensor) -> bool:
     """Whether this is a DTensor."""
-    return hasattr(p, "placements")
+    return type(p) not in _PLAIN and hasattr(p, "placements")
 
 
 def whole(values: Tensor) -> Tensor:

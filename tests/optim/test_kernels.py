@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, CoupledAdamW
@@ -157,6 +158,40 @@ def test_native_not_finite(dtype, bad):
         assert torch.equal(mine.isnan(), reference.isnan())
         assert torch.equal(mine.isinf(), reference.isinf())
     assert results[0][0][:, 2].isnan().any()
+
+
+@built
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}], ids=str)
+def test_native_is_not_given_what_it_cannot_take(options):
+    """Moments that somebody has cast, a slice of something, a subclass: other kernels take them."""
+    p, g, _ = tensors(9, 4, torch.bfloat16, "rows")
+    states = []
+    for fused in (None, False):
+        q = nn.Parameter(p.clone())
+        optimizer = CoupledAdamW([q], coupled=True, fused=fused, **options)
+        q.grad = g
+        optimizer.step()
+        state = optimizer.state[q]
+        for name in set(state) & {"exp_avg_sq", "max_exp_avg_sq"}:
+            state[name] = state[name].bfloat16()
+        optimizer.step()
+        state["exp_avg_sq"] = torch.stack([state["exp_avg_sq"].float()] * 2, 1)[:, 0]
+        optimizer.step()
+        states.append([q.detach(), state["exp_avg_sq"]])
+    for mine, reference in zip(*states):
+        torch.testing.assert_close(mine, reference, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_fake_tensors(fused):
+    """Tools that estimate memory run a step on tensors that have none."""
+    with FakeTensorMode():
+        p = nn.Parameter(torch.empty(9, 4))
+        p.grad = torch.empty(9, 4)
+        optimizer = CoupledAdamW([p], coupled=True, fused=fused)
+        for _ in range(2):
+            optimizer.step()
+        assert optimizer.state[p]["exp_avg_sq"].shape == (4,)
 
 
 @built

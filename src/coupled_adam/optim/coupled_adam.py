@@ -479,8 +479,12 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
 def _works(group: dict[str, Any], tensors: _Tensors, at_once: bool) -> list[_Work]:
     """Choose a kernel for each parameter, and take the sums that it needs, and clipping."""
     works = []
-    for p, grad, exp_avg in zip(*tensors[:3]):
-        kernel = kernels.choose(group, p, grad, exp_avg) if group["coupled"] else None
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = tensors
+    if not group["coupled"]:
+        return [_Work(None, None, False)] * len(params)
+    for index, (p, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs)):
+        moments = [each[index] for each in (exp_avg_sqs, max_exp_avg_sqs) if each]
+        kernel = kernels.choose(group, p, grad, exp_avg, moments)
         if kernel is None:
             works.append(_Work(None, None, False))
             continue

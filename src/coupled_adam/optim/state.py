@@ -31,12 +31,12 @@ def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
     if group["fused"]:
         _device_dtype_check_for_fused(p)
     on_device = group["capturable"] or group["fused"]
+    dtype = _get_scalar_dtype(is_fused=group["fused"])
     state = {
-        "step": torch.zeros(
-            (),
-            dtype=_get_scalar_dtype(is_fused=group["fused"]),
-            device=p.device if on_device else "cpu",
-        ),
+        # On a CPU as a constant, which can be read even where tensors have no memory.
+        "step": torch.zeros((), dtype=dtype, device=p.device)
+        if on_device and not p.is_cpu
+        else torch.tensor(0.0, dtype=dtype),
         "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
     }
     for name in SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]:

@@ -9,6 +9,7 @@ it has not been built, or does not fit, ``compiled`` and ``blocked``.
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -22,9 +23,12 @@ _WORTH_COMPILING = 2**20  # elements: a step of a millisecond
 
 
 def choose(
-    group: dict[str, Any], param: Tensor, grad: Tensor, exp_avg: Tensor
+    group: dict[str, Any], param: Tensor, grad: Tensor, exp_avg: Tensor, moments: Sequence[Tensor]
 ) -> ModuleType | None:
     """The kernel for a parameter of a coupled group; None for the reference.
+
+    Args:
+        moments: nu, and its maximum with ``amsgrad``.
 
     The reference is for what is rare or must be traced: differentiable and compiled steps, an L2
     penalty (it is part of the gradient whose squares are summed), matrices of which neither rows
@@ -43,7 +47,8 @@ def choose(
         return None
     param, grad, exp_avg = local(param), local(grad), local(exp_avg)
     if param.is_cpu:
-        if group["vocab_dim"] == 0 and native.fits(param, grad, exp_avg):
+        moments = [local(moment) for moment in moments]
+        if group["vocab_dim"] == 0 and native.fits(param, grad, exp_avg, moments):
             return native
         if group["fused"] and param.numel() >= _WORTH_COMPILING:
             from coupled_adam.optim.kernels import compiled

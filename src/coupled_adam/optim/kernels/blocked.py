@@ -88,19 +88,9 @@ def _sum(block: Tensor, dtype: torch.dtype) -> Tensor:
     """
     block = block.to(dtype).contiguous()
     rows, columns = block.shape
-    zeros, ones = _constants(dtype)
-    if rows > len(zeros):
-        zeros, ones = torch.zeros(rows, 1, dtype=dtype), torch.ones(rows, 1, dtype=dtype)
+    zeros, ones = torch.zeros(rows, 1, dtype=dtype), torch.ones(rows, 1, dtype=dtype)
     result: Tensor = torch.ops.aten.native_layer_norm_backward(
-        *(block, block, [columns], zeros[:rows], ones[:rows]),
-        *(torch.ones(columns, dtype=dtype), None, _WEIGHT_ALONE),
+        *(block, block, [columns], zeros, ones, torch.ones(columns, dtype=dtype), None),
+        output_mask=[False, True, False],
     )[1]
     return result
-
-
-_WEIGHT_ALONE = [False, True, False]
-
-
-@functools.cache
-def _constants(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.zeros(4096, 1, dtype=dtype), torch.ones(4096, 1, dtype=dtype)

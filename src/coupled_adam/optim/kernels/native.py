@@ -6,6 +6,7 @@ there was no C compiler is without it.
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,17 +16,25 @@ _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _WORTH_A_THREAD = 2**17  # elements: about as long as it takes to start one
 
 
-def fits(param: Tensor, grad: Tensor, exp_avg: Tensor) -> bool:
-    """Whether it is built, and is for these: one dtype, float32, float64 or bfloat16; rows lie."""
+def fits(param: Tensor, grad: Tensor, exp_avg: Tensor, moments: Sequence[Tensor]) -> bool:
+    """Whether it is built, and these are what it takes for granted.
+
+    The matrices are plain tensors of one dtype, float32, float64 or bfloat16, whose rows lie
+    together; the moments [H], nu and its maximum, are float32, or float64 with the matrices.
+    """
     dtype = param.dtype
-    return (
-        dtype in _DTYPES
-        and _library() is not None
-        and grad.dtype == dtype
-        and exp_avg.dtype == dtype
-        and param.stride(1) == 1
-        and grad.stride(1) == 1
-        and exp_avg.stride(1) == 1
+    if _library() is None or dtype not in _DTYPES:
+        return False
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return all(
+        # Not a subclass, such as one that has no memory.
+        type(x) in (Tensor, torch.nn.Parameter)
+        and x.is_cpu
+        and x.dtype == dtype
+        and x.stride(1) == 1
+        for x in (param, grad, exp_avg)
+    ) and all(
+        type(x) is Tensor and x.is_cpu and x.dtype == wide and x.stride(0) == 1 for x in moments
     )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 from rich import box
 from rich.table import Table
 from torch import Tensor, nn
@@ -452,6 +452,7 @@ def growth_picture(results: Sequence[Timed]) -> Figure:
         above.set(xscale="log", yscale="log")
         below.set(xscale="log", xlabel=_AXES[key], ylim=(0, None))
         above.yaxis.set_major_formatter(EngFormatter("s"))
+        above.yaxis.set_minor_formatter(NullFormatter())
         below.xaxis.set_major_formatter(EngFormatter())
     axes[0, 0].set_ylabel("time of a step")
     axes[1, 0].set_ylabel(f"as a multiple of {BASELINE}")

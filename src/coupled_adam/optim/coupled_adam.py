@@ -25,7 +25,7 @@ class _Work(NamedTuple):
 
     Attributes:
         kernel: None for the reference.
-        sums: the column sums of its gradient's squares, for the kernel.
+        sums: the column sums of its gradient's squares, where the kernel is to be given them.
         moved: the first moment has been updated with them.
     """
 
@@ -353,7 +353,7 @@ class CoupledAdam(torch.optim.Adam):
             if grad_scale is not None:
                 unscale = 1 / grad_scale.to(param.device)
                 factor = unscale if factor is None else unscale * factor
-            if kernel is not None and sums is not None:
+            if kernel is not None:
                 highest = options.pop("max_exp_avg_sq")
                 kernels.coupled_adam_(
                     kernel,
@@ -487,6 +487,14 @@ def _works(group: dict[str, Any], tensors: _Tensors, at_once: bool) -> list[_Wor
         kernel = kernels.choose(group, p, grad, exp_avg, moments)
         if kernel is None:
             works.append(_Work(None, None, False))
+            continue
+        if (
+            kernel is kernels.native
+            and at_once
+            and not group["maximize"]
+            and not sharded.is_sharded(p)
+        ):
+            works.append(_Work(kernel, None, False))  # it does all in one call
             continue
         grad, exp_avg = sharded.local(grad), sharded.local(exp_avg)
         if at_once and not group["maximize"]:

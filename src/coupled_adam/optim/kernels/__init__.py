@@ -89,7 +89,7 @@ def coupled_adam_(
     kernel: ModuleType,
     param: Tensor,
     grad: Tensor,
-    sums: Tensor,
+    sums: Tensor | None,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     step: float | Tensor,
@@ -113,7 +113,8 @@ def coupled_adam_(
     Args:
         kernel: from :func:`choose`.
         param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq: of a sharded parameter, a rank's part.
-        sums: :func:`sums_of_squares` of the gradient, over all ranks' rows.
+        sums: :func:`sums_of_squares` of the gradient, over all ranks' rows; None for ``native``,
+            which takes them itself.
         rows: V.
         factor: on the gradient, to clip or to unscale it.
         skip: a tensor of one number: where it is not 0, nothing is changed.
@@ -142,6 +143,7 @@ def coupled_adam_(
         )
         return
 
+    assert sums is not None
     nu = exp_avg_sq if skip is None else exp_avg_sq.clone()
     if isinstance(factor, Tensor):
         nu.mul_(beta2).add_(sums * factor.square(), alpha=share)

@@ -251,8 +251,8 @@ int coupled_adam_sums(int dtype, void *grad, int64_t grad_stride, void *exp_avg,
     return failed;
 }
 
-/* nu <- beta2 nu + share sums; then the second pass. Returns 0, or 1 where there was no memory:
- * nothing has been changed. */
+/* nu <- beta2 nu + share sums; then the second pass. Where sums are NULL both passes are made.
+ * Returns 0, or 1 where there was no memory. */
 int coupled_adam_update(int dtype, void *param, int64_t param_stride, void *grad,
                         int64_t grad_stride, void *exp_avg, int64_t exp_avg_stride, int64_t rows,
                         int64_t columns, void *exp_avg_sq, void *max_exp_avg_sq,
@@ -260,7 +260,18 @@ int coupled_adam_update(int dtype, void *param, int64_t param_stride, void *grad
                         double eps, double lr, double weight, double factor, double decay,
                         int threads) {
     void *step_size = malloc((size_t)columns * sizeof(double));
-    if (step_size == NULL) return 1;
+    double *own = sums == NULL ? malloc((size_t)columns * sizeof(double)) : NULL;
+    if (step_size == NULL || (sums == NULL && own == NULL) ||
+        (own != NULL && coupled_adam_sums(dtype, grad, grad_stride, exp_avg, exp_avg_stride, rows,
+                                          columns, weight, own, threads))) {
+        free(step_size);
+        free(own);
+        return 1;
+    }
+    if (own != NULL) {
+        sums = own;
+        grad = NULL; /* the first moment has been moved */
+    }
     if (dtype == FLOAT64)
         step_sizes_float64(step_size, exp_avg_sq, max_exp_avg_sq, sums, columns, beta2, share,
                            scale, eps, lr);
@@ -283,5 +294,6 @@ int coupled_adam_update(int dtype, void *param, int64_t param_stride, void *grad
     threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
     run(run_update, whole, rows, threads, parts);
     free(step_size);
+    free(own);
     return 0;
 }

@@ -51,7 +51,7 @@ def sums_and_moment_(grad: Tensor, dtype: torch.dtype, exp_avg: Tensor, weight: 
 def coupled_adam_(
     param: Tensor,
     grad: Tensor,
-    sums: Tensor,
+    sums: Tensor | None,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     max_exp_avg_sq: Tensor | None,
@@ -70,7 +70,8 @@ def coupled_adam_(
 
     Args:
         param, grad, exp_avg: [V, H].
-        sums: of :func:`sums_of_squares`, [H].
+        sums: of :func:`sums_of_squares`, [H]; None where they are to be taken here, of a gradient
+            that is not scaled.
         exp_avg_sq, max_exp_avg_sq: nu and its maximum, [H].
         share: nu <- beta2 nu + share sums.
         scale: on nu below the root: second_moment_scale / (1 - beta2^t).
@@ -93,7 +94,7 @@ def coupled_adam_(
         columns,
         exp_avg_sq.data_ptr(),
         None if max_exp_avg_sq is None else max_exp_avg_sq.data_ptr(),
-        sums.data_ptr(),
+        None if sums is None else sums.data_ptr(),
         *(beta2, share, scale, eps, lr, 1 - beta1, factor, decay),
         _threads(rows * columns),
     )

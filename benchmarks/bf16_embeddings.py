@@ -5,7 +5,8 @@
 The ``tiny`` recipe at a tenth of its learning rate and at its own, three seeds. All is float32 but
 the embedding matrix, which after each step is rounded to bfloat16: to nearest, stochastically, or
 with what was lost kept for the next step (Kahan, in bfloat16, too). The first moment is float32, or
-bfloat16. Writes the validation loss at the end. Half an hour on two cores.
+bfloat16. Writes the validation loss at the end. Half an hour on two cores;
+the committed results are of the first seed, at a tenth of the rate.
 """
 
 import json

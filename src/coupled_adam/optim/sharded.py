@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+PLAIN = (Tensor, torch.nn.Parameter)
+"""The types of tensors that are no subclass of somebody's."""
 
 
 def is_sharded(p: Tensor) -> bool:
     """Whether this is a DTensor."""
-    return type(p) not in _PLAIN and hasattr(p, "placements")
+    return type(p) not in PLAIN and hasattr(p, "placements")
 
 
 def whole(values: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def over_rows(
 
     Args:
         sums: for each parameter, over the rows of its part, [columns of the part].
-        params: the parameters; sums of plain ones are left as they are.
+        params: the parameters, all of them sharded.
         vocab_dims: the dimension of each that counts its rows.
 
     Returns:
@@ -61,8 +62,6 @@ def over_rows(
     """
     ways: dict[Any, list[int]] = {}
     for index, (p, vocab_dim) in enumerate(zip(params, vocab_dims)):
-        if not is_sharded(p):
-            continue
         placements = p.placements  # type: ignore[attr-defined]
         split = tuple(i for i, placed in enumerate(placements) if placed.is_shard(vocab_dim))
         if split:

@@ -1,7 +1,8 @@
 """The update on a CPU, in C: ``native.c``, which is compiled when the package is built.
 
-It moves no more memory than must be moved, and costs two calls. A package that was built where
-there was no C compiler is without it.
+It moves no more memory than must be moved, and costs one call, or two where something has to be
+known of all gradients between the passes. A package that was built where there was no C compiler is
+without it.
 """
 
 import ctypes
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from coupled_adam.optim.sharded import PLAIN
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _WORTH_A_THREAD = 2**17  # elements: about as long as it takes to start one
@@ -25,13 +28,10 @@ def fits(param: Tensor, grad: Tensor, exp_avg: Tensor, moments: Sequence[Tensor]
     dtype = param.dtype
     if _library() is None or dtype not in _DTYPES:
         return False
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     return all(
         # Not a subclass, such as one that has no memory.
-        type(x) in (Tensor, torch.nn.Parameter)
-        and x.is_cpu
-        and x.dtype == dtype
-        and x.stride(1) == 1
+        type(x) in PLAIN and x.is_cpu and x.dtype == dtype and x.stride(1) == 1
         for x in (param, grad, exp_avg)
     ) and all(
         type(x) is Tensor and x.is_cpu and x.dtype == wide and x.stride(0) == 1 for x in moments

@@ -24,6 +24,7 @@ from coupled_adam import CoupledAdam, CoupledAdamW
 from coupled_adam.optim import kernels
 from coupled_adam.optim.kernels import blocked, compiled, native
 from coupled_adam.optim.reference import coupled_adam_
+from coupled_adam.optim.rounding import Noise, mix
 
 DTYPES = {
     torch.float64: 1e-12,
@@ -322,6 +323,17 @@ def triton_kernels():
     coupled_adam_(theirs[0], g * 0.5, *theirs[1:], 1.0, lr=1e-2, **numbers)
     for mine, reference in zip((p, m, nu), theirs):
         torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-9)
+    # Stochastic rounding: as blocked rounds, with the key as a number and on the device.
+    for layout in ("rows", "transposed"):
+        for key in (mix(7), torch.tensor(mix(7))):
+            p, g, m = tensors(70, 300, torch.bfloat16, layout)
+            step_size, noise = torch.rand(300) * 1e-3, Noise(key, 5, 2)
+            numbers = {"beta1": 0.9, "decay": 0.999, "factor": 1.0, "noise": noise}
+            theirs = p.clone(), g, m.clone()
+            triton.update_(p, g, m, step_size, **numbers)
+            blocked.update_(*theirs, step_size, **numbers)
+            assert (p != theirs[0]).float().mean() < 2e-3  # where products are rounded otherwise
+
     # The same bits at every call.
     g = torch.randn(5000, 40)
     assert torch.equal(

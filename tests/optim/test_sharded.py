@@ -124,6 +124,26 @@ def fsdp2(max_grad_norm=None):
         assert difference.abs().max() < 1e-12, name
 
 
+def stochastic_rounding(placements, shape=None):
+    """The parts are rounded as the whole is, and copies to the same bits."""
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    start = torch.randn(37, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
+    whole = nn.Parameter(start.clone())
+    split = nn.Parameter(distribute_tensor(start, mesh, placements))
+    options = {"coupled": True, "stochastic_rounding": True, "lr": 1e-3}
+    optimizers = [CoupledAdamW([p], **options) for p in (whole, split)]
+    for step in range(STEPS):
+        grad = torch.randn(37, 30, generator=torch.Generator().manual_seed(step)).bfloat16()
+        whole.grad, split.grad = grad, distribute_tensor(grad, mesh, placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    result = split.full_tensor()
+    assert (result != whole).float().mean() < 0.01  # where the sums' order decides
+    copies = [torch.empty_like(result) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, result.contiguous())
+    assert all(torch.equal(result, other) for other in copies)
+
+
 def two_by_rest():
     return (2, dist.get_world_size() // 2)
 
@@ -142,6 +162,11 @@ CASES = {
     "rows and columns": lambda: step_of_one_matrix([Shard(0), Shard(1)], {}, two_by_rest()),
     "rows of rows": lambda: step_of_one_matrix([Shard(0), Shard(0)], {}, two_by_rest()),
     "rows and columns, clipped": lambda: clipped_matrix([Shard(0), Shard(1)], two_by_rest()),
+    "rows, rounded": lambda: stochastic_rounding([Shard(0)]),
+    "columns, rounded": lambda: stochastic_rounding([Shard(1)]),
+    "copies of columns, rounded": lambda: stochastic_rounding(
+        [Replicate(), Shard(1)], two_by_rest()
+    ),
     "fsdp2": fsdp2,
     "fsdp2, clipped": lambda: fsdp2(max_grad_norm=0.05),
 }

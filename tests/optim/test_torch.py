@@ -56,7 +56,7 @@ def assert_same_parameters(model, other):
 
 @pairs
 def test_signature(ours, theirs):
-    """The same arguments, order and defaults, then our four."""
+    """The same arguments, order and defaults, then our five."""
     mine = inspect.signature(ours).parameters
     torchs = inspect.signature(theirs).parameters
     assert list(mine)[: len(torchs)] == list(torchs)
@@ -68,6 +68,7 @@ def test_signature(ours, theirs):
         "coupled": False,
         "second_moment_scale": 1.0,
         "vocab_dim": 0,
+        "stochastic_rounding": False,
         "max_grad_norm": None,
     }
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from coupled_adam.optim import kernels, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.reference import coupled_adam_
+from coupled_adam.optim.rounding import noise_of, round_
 from coupled_adam.optim.state import OPTIONS
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -37,7 +38,7 @@ class _Work(NamedTuple):
 class CoupledAdam(torch.optim.Adam):
     r"""Adam whose embedding matrices share one second moment over the vocabulary.
 
-    A drop-in for :class:`torch.optim.Adam` with three more options for each param group. In groups
+    A drop-in for :class:`torch.optim.Adam` with four more options for each param group. In groups
     with ``coupled=True`` the second moment of every row is replaced by its average over all V rows
     (Algorithm 1 of arXiv 2502.08441; :mod:`coupled_adam.optim.reference` is its text). All other
     groups run torch's own implementation, bit for bit. :func:`coupled_adam.param_groups` finds a
@@ -65,6 +66,9 @@ class CoupledAdam(torch.optim.Adam):
             Coupled Adam (Sec. 6.1). Affects coupled groups only.
         vocab_dim (int): the dimension that counts the tokens: 0 for [V, H], 1 for [H, V].
             Affects coupled groups only.
+        stochastic_rounding (bool): round bfloat16 parameters up or down at random, so that no
+            update is lost in the mean (:mod:`coupled_adam.optim.rounding`); parameters of other
+            dtypes are not concerned. Affects coupled groups only.
         max_grad_norm (float, optional): clip the norm of all gradients, as
             :func:`torch.nn.utils.clip_grad_norm_` before the step does, at nearly no cost for the
             coupled matrices, whose column sums give their norm. The norm before clipping is then in
@@ -108,12 +112,15 @@ class CoupledAdam(torch.optim.Adam):
         coupled: bool = False,
         second_moment_scale: float = 1.0,
         vocab_dim: int = 0,
+        stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"Invalid max_grad_norm: {max_grad_norm} (above 0, or None)")
         self.max_grad_norm = max_grad_norm
-        self._coupling_defaults = dict(zip(OPTIONS, (coupled, second_moment_scale, vocab_dim)))
+        self._coupling_defaults = dict(
+            zip(OPTIONS, (coupled, second_moment_scale, vocab_dim, stochastic_rounding))
+        )
         # Not super(): for CoupledAdamW that is AdamW, which does not take decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
@@ -353,6 +360,7 @@ class CoupledAdam(torch.optim.Adam):
             if grad_scale is not None:
                 unscale = 1 / grad_scale.to(param.device)
                 factor = unscale if factor is None else unscale * factor
+            noise = noise_of(group, param, step)
             if kernel is not None:
                 highest = options.pop("max_exp_avg_sq")
                 kernels.coupled_adam_(
@@ -368,17 +376,30 @@ class CoupledAdam(torch.optim.Adam):
                     factor=1.0 if factor is None else factor,
                     skip=skip,
                     moved=moved,
+                    noise=noise,
                     **options,
                 )
             else:
                 if factor is not None:
                     scaled = grad.to(exp_avg_sqs[i].dtype) * factor
+                target = param if noise is None else param.float()
                 coupled_adam_(
-                    *(param, grad if factor is None else scaled, exp_avgs[i], exp_avg_sqs[i], step),
+                    *(
+                        target,
+                        grad if factor is None else scaled,
+                        exp_avgs[i],
+                        exp_avg_sqs[i],
+                        step,
+                    ),
                     decoupled_weight_decay=group["decoupled_weight_decay"],
                     differentiable=group["differentiable"],
                     **options,
                 )
+                if noise is not None:
+                    rounded, values = sharded.local(param), sharded.local(target)
+                    if options["vocab_dim"] == 1:
+                        rounded, values = rounded.T, values.T
+                    round_(rounded, values, noise)
             if grad_scale is not None:
                 grad.mul_(unscale)  # torch's fused kernels leave the gradient unscaled, too
 
@@ -434,7 +455,8 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
             differentiable, fused: as in :class:`torch.optim.AdamW`, same defaults.
-        coupled, second_moment_scale, vocab_dim, max_grad_norm: as in :class:`CoupledAdam`.
+        coupled, second_moment_scale, vocab_dim, stochastic_rounding, max_grad_norm: as in
+            :class:`CoupledAdam`.
     """
 
     def __init__(
@@ -454,6 +476,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         coupled: bool = False,
         second_moment_scale: float = 1.0,
         vocab_dim: int = 0,
+        stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(
@@ -472,6 +495,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             coupled=coupled,
             second_moment_scale=second_moment_scale,
             vocab_dim=vocab_dim,
+            stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
         )
 

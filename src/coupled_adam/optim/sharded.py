@@ -31,6 +31,20 @@ def local(values: Tensor) -> Tensor:
     return part
 
 
+def offset(matrix: Tensor) -> tuple[int, int]:
+    """The place in the whole matrix of the first element of this rank's part."""
+    if not is_sharded(matrix):
+        return 0, 0
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(matrix, DTensor)
+    _, (row, column) = compute_local_shape_and_global_offset(
+        matrix.shape, matrix.device_mesh, matrix.placements
+    )
+    return row, column
+
+
 def alike(*tensors: Tensor) -> bool:
     """Whether all are plain, or all lie on the ranks in the same way, part by part."""
     if not any(map(is_sharded, tensors)):

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 
 from coupled_adam.optim import sharded
 
-OPTIONS = ("coupled", "second_moment_scale", "vocab_dim")
+OPTIONS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
 """Options of a param group that torch.optim.Adam does not have."""
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
@@ -56,8 +56,16 @@ def check_group(group: Group) -> None:
         raise ValueError(
             f"Invalid vocab_dim: {group['vocab_dim']!r} (0 for matrices [V, H], 1 for [H, V])"
         )
+    if not isinstance(group["stochastic_rounding"], bool):
+        raise ValueError(
+            f"Invalid stochastic_rounding: {group['stochastic_rounding']!r} (True or False)"
+        )
     if not group["coupled"]:
         return
+    if group["stochastic_rounding"] and group["differentiable"]:
+        raise ValueError(
+            "stochastic_rounding=True has no derivative: construct with differentiable=False"
+        )
     # torch checks these for the constructor's arguments, not for a group's own.
     if not group["lr"] >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")

@@ -2,7 +2,8 @@
 
 A kernel is a module with two functions, each of which passes once over its matrices:
 ``sums_of_squares(grad, dtype)``, the column sums of g^2, and ``update_(param, grad, exp_avg,
-step_size, beta1=, decay=, factor=, skip=)``. Between them is arithmetic with vectors [H].
+step_size, beta1=, decay=, factor=, skip=,
+noise=)``. Between them is arithmetic with vectors [H].
 ``triton`` is for GPUs; for CPUs ``native``, which is in C and does that arithmetic, too, and where
 it has not been built, or does not fit, ``compiled`` and ``blocked``.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim.kernels import blocked, native
+from coupled_adam.optim.rounding import Noise, rounds_stochastically
 from coupled_adam.optim.sharded import alike, local
 
 _WORTH_COMPILING = 2**20  # elements: a step of a millisecond
@@ -50,7 +52,8 @@ def choose(
         moments = [local(moment) for moment in moments]
         if group["vocab_dim"] == 0 and native.fits(param, grad, exp_avg, moments):
             return native
-        if group["fused"] and param.numel() >= _WORTH_COMPILING:
+        large = param.numel() >= _WORTH_COMPILING
+        if group["fused"] and large and not rounds_stochastically(group, param):
             from coupled_adam.optim.kernels import compiled
 
             return compiled
@@ -107,6 +110,7 @@ def coupled_adam_(
     factor: float | Tensor = 1.0,
     skip: Tensor | None = None,
     moved: bool = False,
+    noise: Noise | None = None,
 ) -> None:
     """:func:`coupled_adam.optim.reference.coupled_adam_` by a kernel, with the same arguments.
 
@@ -119,6 +123,7 @@ def coupled_adam_(
         factor: on the gradient, to clip or to unscale it.
         skip: a tensor of one number: where it is not 0, nothing is changed.
         moved: the first moment has been updated by :func:`sums_and_moment_`.
+        noise: to round a bfloat16 parameter stochastically.
     """
     if vocab_dim == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
@@ -140,6 +145,7 @@ def coupled_adam_(
             factor=float(-factor if maximize else factor),
             decay=float(decay),
             moved=moved,
+            noise=noise,
         )
         return
 
@@ -166,6 +172,7 @@ def coupled_adam_(
         factor=-factor if maximize else factor,
         **({} if skip is None else {"skip": skip}),
         **({"moved": True} if moved else {}),
+        **({} if noise is None else {"noise": noise}),
     )
 
 

@@ -9,6 +9,8 @@ import functools
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.rounding import Noise, round_
+
 _BLOCK_BYTES = 2**21  # of each tensor and for each thread: three of them share a core's cache
 _SUM_ROWS = 4096  # that are summed one after the other; the rounding of float32 is then about 5e-7
 
@@ -47,6 +49,7 @@ def update_(
     decay: float,
     factor: float,
     moved: bool = False,
+    noise: Noise | None = None,
 ) -> None:
     """m <- beta1 m + (1 - beta1) factor g, then e <- decay e - step_size m, in place.
 
@@ -56,19 +59,30 @@ def update_(
         decay: 1 - lr x weight_decay of AdamW, or 1.
         factor: on the gradient: 1, -1 to maximize, below 1 to clip.
         moved: m has been updated by :func:`sums_and_moment_`.
+        noise: to round a bfloat16 parameter stochastically.
     """
-    if _lies_across(param):
+    across = _lies_across(param)
+    if across:
         param, grad, exp_avg, step_size = param.T, grad.T, exp_avg.T, step_size.unsqueeze(1)
-    size = len(param) if moved and decay == 1 else _rows_of_a_block(param)
+    at_once = moved and decay == 1 and noise is None
+    size = len(param) if at_once else _rows_of_a_block(param)
     for start in range(0, len(param), size):
         part = slice(start, start + size)
         p, m = param[part], exp_avg[part]
         if not moved:
             g = grad[part] if factor == 1 else grad[part] * factor
             m.lerp_(g.to(m.dtype), 1 - beta1)
+        rate = step_size[part] if across else step_size
+        if noise is not None:
+            values = (decay * p.to(rate.dtype)).addcmul_(m.to(rate.dtype), rate, value=-1)
+            if across:
+                round_(p.T, values.T, noise._replace(column=noise.column + start))
+            else:
+                round_(p, values, noise._replace(row=noise.row + start))
+            continue
         if decay != 1:
             p.mul_(decay)
-        p.addcmul_(m, step_size if step_size.dim() == 1 else step_size[part], value=-1)
+        p.addcmul_(m, rate, value=-1)
 
 
 def _lies_across(matrix: Tensor) -> bool:

@@ -36,6 +36,18 @@ static inline float from_bfloat16(bfloat16 x) {
     return value;
 }
 
+static inline uint32_t mix(uint32_t x) { /* as in rounding.py, to the bit */
+    x = (x ^ (x >> 16)) * 0x85ebca6b;
+    x = (x ^ (x >> 13)) * 0xc2b2ae35;
+    return x ^ (x >> 16);
+}
+
+static inline bfloat16 to_bfloat16_stochastically(float value, uint32_t random) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return value == value ? (bfloat16)((bits + (random >> 16)) >> 16) : 0x7fc0;
+}
+
 static inline bfloat16 to_bfloat16(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -45,12 +57,18 @@ static inline bfloat16 to_bfloat16(float value) {
 
 #define SAME(x) (x)
 
+/* Of rounding.py: the key of the step, and the place of the part in the whole matrix. */
+typedef struct {
+    uint32_t key, row, column;
+} Noise;
+
 typedef struct {
     int dtype;
     void *param, *grad, *exp_avg; /* exp_avg: NULL if it is not to be moved */
     int64_t param_stride, grad_stride, exp_avg_stride; /* from row to row, in elements */
     int64_t first, last, columns;
     double weight, factor, decay;
+    const Noise *noise; /* NULL: round to nearest */
     void *step_size; /* [H] of the dtype that is computed in */
     double *sums;    /* [H] */
     int failed;
@@ -148,6 +166,24 @@ DEFINE_KERNELS(float32, float, float, SAME, SAME)
 DEFINE_KERNELS(float64, double, double, SAME, SAME)
 DEFINE_KERNELS(bfloat16, bfloat16, float, from_bfloat16, to_bfloat16)
 
+FOR_EACH_CPU static void update_bfloat16_stochastically(Part *part) {
+    const float *restrict step_size = part->step_size;
+    const float weight = part->weight, factor = part->factor, decay = part->decay;
+    const Noise noise = *part->noise;
+    for (int64_t row = part->first; row < part->last; row++) {
+        bfloat16 *restrict p = (bfloat16 *)part->param + row * part->param_stride;
+        bfloat16 *restrict m = (bfloat16 *)part->exp_avg + row * part->exp_avg_stride;
+        const uint32_t key = mix(mix(noise.row + (uint32_t)row) ^ noise.key);
+        if (part->grad != NULL)
+            move_bfloat16(m, (const bfloat16 *)part->grad + row * part->grad_stride, weight, factor,
+                          part->columns);
+        for (int64_t i = 0; i < part->columns; i++) {
+            const float value = decay * from_bfloat16(p[i]) - step_size[i] * from_bfloat16(m[i]);
+            p[i] = to_bfloat16_stochastically(value, mix(key ^ (noise.column + (uint32_t)i)));
+        }
+    }
+}
+
 static void run_sums(Part *part) {
     switch (part->dtype) {
     case FLOAT32: sums_float32(part); break;
@@ -160,7 +196,11 @@ static void run_update(Part *part) {
     switch (part->dtype) {
     case FLOAT32: update_float32(part); break;
     case FLOAT64: update_float64(part); break;
-    default: update_bfloat16(part);
+    default:
+        if (part->noise != NULL)
+            update_bfloat16_stochastically(part);
+        else
+            update_bfloat16(part);
     }
 }
 
@@ -258,7 +298,7 @@ int coupled_adam_update(int dtype, void *param, int64_t param_stride, void *grad
                         int64_t columns, void *exp_avg_sq, void *max_exp_avg_sq,
                         const double *sums, double beta2, double share, double scale,
                         double eps, double lr, double weight, double factor, double decay,
-                        int threads) {
+                        const Noise *noise, int threads) {
     void *step_size = malloc((size_t)columns * sizeof(double));
     double *own = sums == NULL ? malloc((size_t)columns * sizeof(double)) : NULL;
     if (step_size == NULL || (sums == NULL && own == NULL) ||
@@ -289,6 +329,7 @@ int coupled_adam_update(int dtype, void *param, int64_t param_stride, void *grad
                   .weight = weight,
                   .factor = factor,
                   .decay = decay,
+                  .noise = noise,
                   .step_size = step_size};
     Part parts[MAX_THREADS];
     threads = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.rounding import Noise
 from coupled_adam.optim.sharded import PLAIN
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -65,6 +66,7 @@ def coupled_adam_(
     factor: float,
     decay: float,
     moved: bool,
+    noise: Noise | None,
 ) -> None:
     """All that follows the sums: nu, its maximum, m unless it has been ``moved``, and e.
 
@@ -78,6 +80,7 @@ def coupled_adam_(
         lr: divided by 1 - beta1^t.
         factor: on the gradient, in the first moment.
         decay: on the parameter.
+        noise: to round a bfloat16 parameter stochastically.
     """
     rows, columns = param.shape
     library = _library()
@@ -96,6 +99,7 @@ def coupled_adam_(
         None if max_exp_avg_sq is None else max_exp_avg_sq.data_ptr(),
         None if sums is None else sums.data_ptr(),
         *(beta2, share, scale, eps, lr, 1 - beta1, factor, decay),
+        None if noise is None else (ctypes.c_uint32 * 3)(*map(int, noise)),
         _threads(rows * columns),
     )
     if failed:
@@ -145,6 +149,6 @@ def _library() -> ctypes.CDLL | None:
     library.coupled_adam_update.argtypes = (
         *(i32, *matrix, *matrix, *matrix, i64, i64, address, address, address),
         *(number,) * 8,
-        i32,
+        *(address, i32),
     )
     return library

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from coupled_adam.optim.rounding import Noise
+
 _SUM_BLOCK = (64, 128)  # rows and columns that a program of the first kernel takes at a time
 _PROGRAMS = 1024  # of the first kernel at most, for a large matrix
 _BLOCK = (8, 256)
@@ -41,6 +43,7 @@ def update_(
     decay: float | Tensor,
     factor: float | Tensor,
     skip: Tensor | None = None,
+    noise: Noise | None = None,
 ) -> None:
     """m <- beta1 m + (1 - beta1) factor g, then e <- decay e - step_size m, in place.
 
@@ -50,6 +53,7 @@ def update_(
         decay: 1 - lr x weight_decay of AdamW, or 1; a tensor is read on the device.
         factor: on the gradient: 1, -1 to maximize, below 1 to clip; a tensor likewise.
         skip: a tensor of one number: where it is not 0, nothing is changed.
+        noise: to round a bfloat16 parameter stochastically.
     """
     across = param.stride(1) != 1
     if across:  # [H, V] in memory: the step size is that of a row
@@ -65,8 +69,10 @@ def update_(
         decay,
         factor,
         skip,
+        *(noise or (None, 0, 0)),
         isinstance(decay, Tensor),
         isinstance(factor, Tensor),
+        noise is not None and isinstance(noise.key, Tensor),
         across,
         *_BLOCK,
         num_warps=4,
@@ -112,8 +118,12 @@ def _update(  # type: ignore[no-untyped-def]
     decay,
     factor,
     skip,
+    key,
+    first_row,
+    first_column,
     DECAY_IS_TENSOR: tl.constexpr,
     FACTOR_IS_TENSOR: tl.constexpr,
+    KEY_IS_TENSOR: tl.constexpr,
     ACROSS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -141,4 +151,21 @@ def _update(  # type: ignore[no-untyped-def]
     m = (m + (1 - beta1) * (factor * g - m)).to(exp_avg.dtype.element_ty)
     p = decay * p - s * m.to(s.dtype)
     tl.store(m_place, m, mask=mask)
+    if key is not None:
+        if KEY_IS_TENSOR:
+            key = tl.load(key)
+        token, feature = row[:, None], column[None, :]
+        if ACROSS:
+            token, feature = feature, token
+        random = _mix((token + first_row).to(tl.uint32)) ^ key.to(tl.uint32)
+        random = _mix(_mix(random) ^ (feature + first_column).to(tl.uint32))
+        bits = (p.to(tl.uint32, bitcast=True) + (random >> 16)) & 0xFFFF0000
+        p = tl.where(p == p, bits.to(tl.float32, bitcast=True), p)
     tl.store(p_place, p.to(param.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)

@@ -255,6 +255,11 @@ def _add_run_options(parser: jsonargparse.ArgumentParser, out: str) -> None:
         action="store_true",
         help="continue what OUT holds: its recipe and text, from the last checkpoint",
     )
+    parser.add_argument(
+        "--skip-damaged",
+        action="store_true",
+        help="with --resume: where the last checkpoint is damaged, continue from the one before",
+    )
     parser.add_argument("--device", type=Literal["auto", "cpu", "cuda", "mps"], default="auto")
     parser.add_argument(
         "--strategy",
@@ -655,6 +660,7 @@ def _machine(options: jsonargparse.Namespace) -> Any:
         micro_batch_size=None if size is None else int(size),
         compile=options.compile,
         log=tuple(options.log),
+        skip_damaged=options.skip_damaged,
     )
 
 

@@ -4,6 +4,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 ``report/``.
 """
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -16,7 +17,7 @@ from coupled_adam.lab import UsageError
 from coupled_adam.lab.corpus import prepare_corpus
 from coupled_adam.lab.distributed import on_rank_zero, process_group, rank, world_size
 from coupled_adam.lab.evaluation import evaluate_run
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.lab.files import sole_writer, write_atomically
 from coupled_adam.lab.recipe import Recipe, parse_recipe
 from coupled_adam.lab.reporting import report
 from coupled_adam.lab.training import Machine, train
@@ -54,29 +55,31 @@ def compare(
             used. A folder that was there before is unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
-    with process_group(machine.device):
-        made = on_rank_zero(lambda: _claim(recipe, out, resume))
-        try:
-            corpus = prepare_corpus(recipe, cache)
-        except UsageError:
-            if rank() == 0 and not resume:
-                (out / _FILE).unlink()
-            if rank() == 0 and made is not None:
-                shutil.rmtree(made)
-            raise
-        runs = [out / f"{arm}-seed-{seed}" for seed in recipe.seeds for arm in recipe.arms]
-        for seed in recipe.seeds:
-            for arm in recipe.arms:
-                run = out / f"{arm}-seed-{seed}"
-                train(recipe, arm, seed, corpus, run, machine)
-                if world_size() == 1:
-                    evaluate_run(run, corpus, device=machine.device)
-        own_rank = rank()
-    if own_rank > 0:
-        return None
-    for run in runs:
-        evaluate_run(run, corpus, device=machine.device)
-    return report([out], out / "report")
+    with contextlib.ExitStack() as held:
+        with process_group(machine.device):
+            made = on_rank_zero(lambda: _claim(recipe, out, resume, held))
+            try:
+                corpus = prepare_corpus(recipe, cache)
+            except UsageError:
+                held.close()
+                if rank() == 0 and not resume:
+                    (out / _FILE).unlink()
+                if rank() == 0 and made is not None:
+                    shutil.rmtree(made)
+                raise
+            runs = [out / f"{arm}-seed-{seed}" for seed in recipe.seeds for arm in recipe.arms]
+            for seed in recipe.seeds:
+                for arm in recipe.arms:
+                    run = out / f"{arm}-seed-{seed}"
+                    train(recipe, arm, seed, corpus, run, machine)
+                    if world_size() == 1:
+                        evaluate_run(run, corpus, device=machine.device)
+            own_rank = rank()
+        if own_rank > 0:
+            return None
+        for run in runs:
+            evaluate_run(run, corpus, device=machine.device)
+        return report([out], out / "report")
 
 
 def run(
@@ -100,15 +103,26 @@ def run(
         evaluate_run(folder, corpus, device=machine.device)
 
 
+def _is_used(folder: Path) -> bool:
+    """Whether it holds more than the lock of a process that was killed before it wrote."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(path.name != ".lock" for path in folder.iterdir())
+
+
 def _check_new(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if _is_used(folder):
         raise UsageError(
             f"--out {folder} exists: continue it with --resume, or choose another folder"
         )
 
 
-def _claim(recipe: Recipe, out: Path, resume: bool) -> Path | None:
-    """Make the folder, or see that it may be continued; return the topmost folder made, if any."""
+def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) -> Path | None:
+    """Make the folder, or see that it may be continued; hold it as its only writer.
+
+    Returns:
+        The topmost folder made, if any.
+    """
     found = stored(out) if resume else None
     if found is not None:
         _check_same(found, recipe, out)
@@ -117,13 +131,14 @@ def _claim(recipe: Recipe, out: Path, resume: bool) -> Path | None:
             arms={**found.arms, **recipe.arms},
             seeds=sorted({*found.seeds, *recipe.seeds}),
         )
-    elif resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    elif resume and _is_used(out):
         raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
     else:
         _check_new(out)
     missing = [path for path in (*reversed(out.parents), out) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
+        held.enter_context(sole_writer(out))
         write_atomically(out / _FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
     except OSError as error:
         reason = os.strerror(error.errno or 0)

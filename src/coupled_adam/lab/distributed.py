@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.lab import UsageError
+from coupled_adam.lab import TrainingError, UsageError
 
 T = TypeVar("T")
 
@@ -79,18 +79,36 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
+def from_all_ranks(value: T) -> list[T]:
+    """The value of each rank, on every rank; every rank must call this."""
+    if world_size() == 1:
+        return [value]
+    values: list[T] = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """Call a function on rank 0 alone; every rank gets its result, or its UsageError."""
+    """Call a function on rank 0 alone; every rank gets its result.
+
+    Raises:
+        UsageError: on every rank, where the function raises it.
+        TrainingError: on the others, where it raises something else; they do not wait for rank 0.
+    """
     if world_size() == 1:
         return function()
-    outcome: list[tuple[T | None, str | None]] = [(None, None)]
-    if rank() == 0:
-        try:
+    outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
+    try:
+        if rank() == 0:
             outcome = [(function(), None)]
-        except UsageError as error:
-            outcome = [(None, str(error))]
-    dist.broadcast_object_list(outcome)
-    result, message = outcome[0]
-    if message is not None:
-        raise UsageError(message)
+    except UsageError as error:
+        outcome = [(None, UsageError(str(error)))]
+    except BaseException as error:
+        outcome = [(None, TrainingError(f"rank 0 failed: {error}"))]
+        raise
+    finally:
+        dist.broadcast_object_list(outcome)
+    result, failure = outcome[0]
+    if failure is not None:
+        raise failure
     return result  # type: ignore[return-value]

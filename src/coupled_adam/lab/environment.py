@@ -30,6 +30,20 @@ def environment() -> dict[str, Any]:
     }
 
 
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What a run was on and is on now, where that may change its numbers; or a clock set back."""
+    flat = [{**facts, **facts.get("packages", {})} for facts in (before, now)]
+    names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")
+    found = [
+        f"{name} {flat[0].get(name)} -> {flat[1].get(name)}"
+        for name in names
+        if flat[0].get(name) != flat[1].get(name)
+    ]
+    if before.get("time", "") > now["time"]:  # ISO 8601 in UTC: the order of text is that of time
+        found.append(f"the clock is set back, {before['time']} -> {now['time']}")
+    return found
+
+
 def _git_commit() -> str | None:
     """The commit that this file comes from, "-dirty" with changes; None outside of a checkout."""
     here = Path(__file__).parent

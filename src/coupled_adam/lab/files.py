@@ -1,7 +1,13 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, folders that one process writes."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from coupled_adam.lab import UsageError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -20,3 +26,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold a folder against other processes that would write into it; a killed one lets it go.
+
+    Raises:
+        UsageError: another process holds it.
+        OSError: the folder is not there, or cannot be written.
+    """
+    lock = FileLock(folder / ".lock", 0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UsageError(
+            f"{folder} is in use by another process: wait for it, or choose another --out"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()

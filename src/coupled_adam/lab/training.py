@@ -2,10 +2,11 @@
 
 A run folder holds ``config.yaml`` (what was run), ``environment.json`` (on what), ``metrics.jsonl``
 (a line for each log), ``unigram_counts.npy`` (of the training tokens), ``second_moments/`` (of
-AdamW, at each evaluation), ``checkpoints/`` (the last one), and ``model/`` (in Hugging Face format,
+AdamW, at each evaluation), ``checkpoints/`` (the last two), and ``model/`` (in Hugging Face format,
 when training is finished).
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -37,11 +38,12 @@ from transformers.optimization import (
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.monitor import whole
 from coupled_adam.lab import PreemptedError, TrainingError, UsageError
-from coupled_adam.lab.callbacks import CheckpointIO, Checkpoints, MetricsFile, ProgressBar
+from coupled_adam.lab.callbacks import MetricsFile, ProgressBar
+from coupled_adam.lab.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.corpus import Corpus
 from coupled_adam.lab.distributed import launcher, nodes, on_rank_zero, rank, world_size
-from coupled_adam.lab.environment import environment
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.lab.environment import changes, environment
+from coupled_adam.lab.files import sole_writer, write_atomically
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.token_files import Tokens
@@ -58,6 +60,7 @@ class Machine:
         is a process's whole share of the batch.
     compile: the model goes through ``torch.compile``.
     log: beside ``metrics.jsonl``.
+    skip_damaged: remove checkpoints that are damaged, and continue from the newest that is whole.
     """
 
     device: str = "cpu"
@@ -65,6 +68,7 @@ class Machine:
     micro_batch_size: int | None = None
     compile: bool = False
     log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    skip_damaged: bool = False
 
 
 def train(
@@ -75,7 +79,8 @@ def train(
     On one CPU the result of a continued run is that of an uninterrupted one, bit for bit.
 
     Raises:
-        UsageError: the folder holds another run; the batch cannot be shared by the processes.
+        UsageError: the folder holds another run, or one of another text, or is in use by another
+            process; its last checkpoint is damaged; the processes cannot share the batch.
         TrainingError: a loss or gradient is not finite; the last checkpoint is kept.
         PreemptedError: SIGTERM came, and a checkpoint was written.
         KeyboardInterrupt: the user pressed Ctrl-C; the last checkpoint is kept.
@@ -87,11 +92,20 @@ def train(
             f"training.batch_size={training.batch_size} cannot be shared by {world_size()} "
             "processes: start a number that divides it"
         )
-    on_rank_zero(lambda: _claim(folder, recipe, arm, seed, corpus))
-    if (folder / "model").exists():
-        return
-    checkpoints = Checkpoints(folder / "checkpoints", training.evaluate_every)
-    last = on_rank_zero(checkpoints.last)
+    with contextlib.ExitStack() as held:
+        on_rank_zero(lambda: _claim(folder, recipe, arm, seed, corpus, held))
+        if not on_rank_zero((folder / "model").exists):
+            _train(recipe, arm, seed, corpus, folder, machine)
+
+
+def _train(
+    recipe: Recipe, arm: str, seed: int, corpus: Corpus, folder: Path, machine: Machine
+) -> None:
+    training = recipe.training
+    checkpoints = Checkpoints(folder, training.evaluate_every)
+    last = checkpoints.last(machine.skip_damaged)
+    if last is not None:
+        on_rank_zero(lambda: _record_resumption(folder, checkpoints.step(last)))
 
     pl.seed_everything(seed, verbose=False)
     model = build_model(recipe)
@@ -183,8 +197,6 @@ class LanguageModel(pl.LightningModule):
             self._train_loss += loss.detach()
         loss = next_token_loss(self.model, last) * (len(last) / len(batch))
         self._train_loss += loss.detach()
-        if not torch.isfinite(self._train_loss):
-            raise self._failure(f"the loss is {self._train_loss.item()}")
         return loss
 
     def optimizer_zero_grad(self, *_: Any) -> None:
@@ -196,11 +208,14 @@ class LanguageModel(pl.LightningModule):
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_grad_norm, norm)
         self._grad_norm = whole(norm)
-        if not torch.isfinite(self._grad_norm):
-            raise self._failure(f"the norm of the gradient is {self._grad_norm.item()}")
-
-    def _failure(self, what: str) -> TrainingError:
-        return TrainingError(
+        if torch.isfinite(self._grad_norm):
+            return
+        # Found in what all ranks have: if one stopped for its own loss, the others would wait.
+        loss = self._train_loss.item()
+        what = f"the norm of the gradient is {self._grad_norm.item()}"
+        if not math.isfinite(loss):
+            what = f"the loss is {loss}"
+        raise TrainingError(
             f"{self.folder}: {what} at step {self.global_step + 1}; the last checkpoint is kept. "
             "A lower training.lr or a longer training.warmup may help"
         )
@@ -433,8 +448,17 @@ def _loggers(machine: Machine, folder: Path, step: int) -> list[Logger]:
     return loggers
 
 
-def _claim(folder: Path, recipe: Recipe, arm: str, seed: int, corpus: Corpus) -> None:
-    """Make the run folder, or see that it is this run's."""
+def _claim(
+    folder: Path,
+    recipe: Recipe,
+    arm: str,
+    seed: int,
+    corpus: Corpus,
+    held: contextlib.ExitStack,
+) -> None:
+    """Make the run folder, or see that it is this run's; hold it as its only writer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held.enter_context(sole_writer(folder))
     path = folder / "config.yaml"
     config = {"arm": arm, "seed": seed, "recipe": recipe.only(arm, seed).to_dict()}
     if path.exists():
@@ -442,12 +466,51 @@ def _claim(folder: Path, recipe: Recipe, arm: str, seed: int, corpus: Corpus) ->
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
+        _check_text(folder, corpus)
         return
-    folder.mkdir(parents=True, exist_ok=True)
     facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
     write_atomically(folder / "environment.json", json.dumps(facts, indent=2))
     _save_array(folder / "unigram_counts.npy", corpus.unigram_counts())
     write_atomically(path, yaml.safe_dump(config, sort_keys=False))
+
+
+def _check_text(folder: Path, corpus: Corpus) -> None:
+    """Raise UsageError unless the run was begun with this text, and these tokens of it."""
+    began = _recorded(folder).get("corpus", {})
+    counts = np.load(folder / "unigram_counts.npy", allow_pickle=False)
+    now = corpus.facts["fingerprint"], corpus.facts["tokens"]
+    if (began.get("fingerprint"), began.get("tokens")) != now or not np.array_equal(
+        counts, corpus.unigram_counts()
+    ):
+        raise UsageError(
+            f"{folder} was begun with another text than {corpus.facts['source']} holds now: put "
+            "the old text there to continue, or choose another --out"
+        )
+
+
+def _record_resumption(folder: Path, step: int) -> None:
+    """Note in ``environment.json`` where the run goes on; warn of what may change its numbers."""
+    recorded = _recorded(folder)
+    before = [recorded, *recorded.get("resumed", [])][-1]
+    now = {**environment(), "processes": world_size(), "step": step}
+    recorded["resumed"] = [*recorded.get("resumed", []), now]
+    write_atomically(folder / "environment.json", json.dumps(recorded, indent=2))
+    different = changes(before, now)
+    if different:
+        warnings.warn(
+            f"{folder} goes on at step {step} in another environment, which may change its "
+            f"numbers: {', '.join(different)}",
+            stacklevel=2,
+        )
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    path = folder / "environment.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, FileNotFoundError):
+        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again") from None
+    return content
 
 
 def _save_model(

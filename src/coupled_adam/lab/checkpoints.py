@@ -1,0 +1,185 @@
+"""The checkpoints of a run: whole or absent, checked before they are used, two of them kept.
+
+``step-N`` is a file, or a folder where the model is sharded; ``step-N.json`` beside it holds the
+SHA-256 of its files and of the run's ``config.yaml``. Both are written before ``step-N`` gets its
+name.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from coupled_adam.lab import PreemptedError, UsageError
+from coupled_adam.lab.distributed import any_rank, from_all_ranks, on_rank_zero, rank, world_size
+from coupled_adam.lab.files import write_atomically
+
+_KEPT = 2  # if the last one is damaged on its disk, there is the one before
+_CHUNK = 2**22
+
+
+class Checkpoints(pl.Callback):
+    """A checkpoint after each evaluation, and one when the process is told to stop (SIGTERM)."""
+
+    def __init__(self, run: Path, evaluate_every: int) -> None:
+        self.config = run / "config.yaml"
+        self.folder = run / "checkpoints"
+        self.evaluate_every = evaluate_every
+        self._told_to_stop = False
+
+    def last(self, skip_damaged: bool) -> Path | None:
+        """The newest checkpoint; None if there is none. Every rank must call this.
+
+        Args:
+            skip_damaged: remove damaged ones, and take the newest that is whole.
+
+        Raises:
+            UsageError: it is damaged, or of another run.
+        """
+        while True:
+            newest, before = on_rank_zero(self._newest)
+            reason = None if newest is None else self._damage(newest)
+            if newest is None or reason is None:
+                return newest
+            if before is None:
+                way = f"remove {self.folder} to start from the beginning"
+            else:
+                way = f"--skip-damaged removes it, and continues from {before.name}"
+            if before is None or not skip_damaged:
+                raise UsageError(f"{newest} {reason}: {way}")
+            on_rank_zero(functools.partial(self._remove, newest))
+
+    @staticmethod
+    def step(path: Path) -> int:
+        """How many steps the checkpoint has behind it."""
+        return int(path.name.removeprefix("step-"))
+
+    def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        """Take SIGTERM: Lightning's own handler would talk to other processes from within it."""
+        self._told_to_stop = False
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, _: int, __: FrameType | None) -> None:
+        self._told_to_stop = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Stop here if told to, unless an evaluation comes first, with its checkpoint."""
+        due = trainer.global_step % self.evaluate_every == 0
+        if not due and trainer.global_step < trainer.max_steps and self.any_told_to_stop():
+            self._save(trainer)
+            raise self._preempted(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        """Save; a continued run then has no evaluation to make up for."""
+        self._save(trainer)
+        if trainer.global_step < trainer.max_steps and self.any_told_to_stop():
+            raise self._preempted(trainer)
+
+    def any_told_to_stop(self) -> bool:
+        """Whether any process was: they stop at the same step, or wait for each other forever."""
+        return any_rank(self._told_to_stop)
+
+    def _preempted(self, trainer: pl.Trainer) -> PreemptedError:
+        return PreemptedError(f"stopped by SIGTERM after step {trainer.global_step}")
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        path = self.folder / f"step-{trainer.global_step}"
+        temporary = path.with_name(f"{path.name}.tmp")
+        trainer.save_checkpoint(temporary)
+        digests = _digests(temporary, sync=True)
+
+        def finish() -> None:
+            content = {"config": self._config(), "files": digests}
+            write_atomically(_manifest(path), json.dumps(content, indent=2))
+            temporary.rename(path)
+            for other in sorted(self._all(), key=self.step)[:-_KEPT]:
+                self._remove(other)
+
+        on_rank_zero(finish)
+
+    def _all(self) -> list[Path]:
+        return [path for path in self.folder.glob("step-*") if path.suffix not in (".tmp", ".json")]
+
+    def _newest(self) -> tuple[Path | None, Path | None]:
+        """The last two checkpoints; also removes what a killed process has left."""
+        for path in self.folder.glob("*.tmp"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.folder.glob("*.json"):
+            if not path.with_suffix("").exists():
+                path.unlink()
+        before, newest = [None, None, *sorted(self._all(), key=self.step)][-2:]
+        return newest, before
+
+    def _damage(self, path: Path) -> str | None:
+        """What is wrong with a checkpoint, told as the end of a sentence."""
+        found = _digests(path)
+        try:
+            content = json.loads(_manifest(path).read_text(encoding="utf-8"))
+            config, files = content["config"], dict(content["files"])
+        except OSError:
+            return f"is not of this run (there is no {_manifest(path).name})"
+        except (ValueError, KeyError, TypeError):
+            return f"cannot be checked ({_manifest(path).name} is damaged)"
+        if config != self._config():
+            return "is not of this run (it was made with another config.yaml)"
+        damaged = sorted(name for name in {**files, **found} if files.get(name) != found.get(name))
+        return f"is damaged ({', '.join(damaged)})" if damaged else None
+
+    def _config(self) -> str:
+        return hashlib.sha256(self.config.read_bytes()).hexdigest()
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _manifest(path).unlink(missing_ok=True)
+
+
+class CheckpointIO(TorchCheckpointIO):
+    """Written straight to its place; Lightning's goes through memory and the temporary folder."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write; leave nothing behind where that fails."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path, "wb") as file:
+                torch.save(checkpoint, file)
+        except (OSError, RuntimeError) as error:
+            Path(path).unlink(missing_ok=True)
+            # Where the disk is full, torch fails once more while it closes its archive.
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _manifest(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def _digests(path: Path, sync: bool = False) -> dict[str, str]:
+    """The SHA-256 of a checkpoint's files by name; every rank reads its share of them.
+
+    Args:
+        sync: wait until they are on the disk.
+    """
+    names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    found = {}
+    for name in names[rank() :: world_size()] if path.is_dir() else [""][rank() :]:
+        digest = hashlib.sha256()
+        with (path / name).open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            while block := file.read(_CHUNK):
+                digest.update(block)
+        found[name or path.name.removesuffix(".tmp")] = digest.hexdigest()
+    return {name: digest for part in from_all_ranks(found) for name, digest in part.items()}

@@ -1,10 +1,12 @@
 """Embeddings out of models of many families, in every format; nothing of a pickle is executed."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import pickle
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +224,107 @@ def test_pickles_are_not_executed(tmp_path):
         with pytest.raises(ValueError, match=message):
             load_embeddings(tmp_path / name)
         assert not harm.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_leads_nowhere_else(tmp_path):
+    """Not by the names of its files, and not to more than they hold."""
+    for name, scale in (("c", 1), ("secret", 2)):
+        tensors = {"wte.weight": scale * torch.ones(5, 3)}
+        dcp.save(tensors, checkpoint_id=tmp_path / name)
+    metadata = dcp.FileSystemReader(tmp_path / "c").read_metadata()
+    ((index, place),) = metadata.storage_data.items()
+    entry = metadata.state_dict_metadata["wte.weight"]
+    whole = pickle.dumps(metadata)
+
+    def refuses(message):
+        (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+        with pytest.raises(ValueError, match=message):
+            load_embeddings(tmp_path / "c")
+
+    for path in ("../secret/__0_0.distcp", str(tmp_path / "secret" / "__0_0.distcp"), ".", ".."):
+        metadata.storage_data[index] = dataclasses.replace(place, relative_path=path)
+        refuses("is not the name of a file in it")
+    metadata.storage_data[index] = dataclasses.replace(place, length=2**40)
+    refuses("its files are shorter than the index says")
+    metadata.storage_data[index] = dataclasses.replace(place, offset=-1)
+    refuses("-1 is neither a size nor a place")
+    metadata.storage_data[index] = place
+    entry.chunks[0] = dataclasses.replace(entry.chunks[0], sizes=torch.Size((1, 15)))
+    refuses("holds something else than the index says")
+    entry.size = torch.Size((2**20, 2**20))
+    refuses("its blocks are not as large as the whole")
+    entry.chunks[0] = dataclasses.replace(entry.chunks[0], sizes=entry.size)
+    refuses("its files are shorter than the index says")
+    (tmp_path / "c" / ".metadata").write_bytes(whole)
+    assert torch.equal(load_embeddings(tmp_path / "c")[0].matrix, torch.ones(5, 3))
+
+
+def test_an_index_changes_no_class(tmp_path):
+    """A pickle can set attributes of a class that it may name, or ask for a huge memo."""
+    name = b"torch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    for content in (
+        b"\x80\x04c" + name + b"N}\x8c\x08__hash__K\x01s\x86b.",
+        b"\x80\x02}r\xff\xff\xff\xff.",
+    ):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ValueError, match="not a whole distributed checkpoint"):
+            load_embeddings(tmp_path)
+    hash(dcp.metadata.MetadataIndex("a"))
+
+
+def test_archives_do_not_unfold(tmp_path):
+    """Neither compressed, nor nested in themselves, nor from one number by strides of zero."""
+    path = tmp_path / "model.pt"
+    torch.save({"wte.weight": torch.zeros(1000, 1000)}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(path, "w", 8) as new:
+        for entry in stored.namelist():
+            new.writestr(entry, stored.read(entry))
+    with pytest.raises(ValueError, match="in it is compressed"):
+        load_embeddings(path)
+
+    nested = {"wte.weight": torch.ones(3, 2)}
+    nested["again"] = nested
+    torch.save(nested, path)
+    assert [entry.tensor for entry in load_embeddings(path)] == ["wte.weight"]
+
+    for matrix in (
+        torch.ones(1, 1).expand(10**6, 10**6),
+        torch.ones(3, 3).to_sparse(),
+        torch.empty(10**6, 10**6, device="meta"),
+    ):
+        torch.save({"wte.weight": matrix}, path)
+        with pytest.raises(ValueError, match="there are no matrices in it"):
+            load_embeddings(path)
+
+
+def test_damaged_arrays(tmp_path):
+    path = tmp_path / "e.npy"
+    np.save(path, np.ones((3, 2)))
+    whole = path.read_bytes()
+    np.savez(tmp_path / "many.npz", a=np.ones((3, 2)))
+    for damaged in (
+        *(b"", whole[:20], whole[:-1], (tmp_path / "many.npz").read_bytes()),
+        whole.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}"),
+        whole.replace(b"(3, 2), } ", b"(((3, 2), "),
+        whole.replace(b"<f8", b"<c8"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"e\.npy: not a whole \.npy file of numbers"):
+            load_embeddings(path)
+
+
+def test_odd_configurations(gpt2):
+    """Whatever a config.json says, it is read or refused."""
+    folder, matrix = gpt2
+    for value in (None, 5, [5], {"a": 1}, "GPT2LMHeadModel"):
+        (folder / "config.json").write_text(json.dumps({"architectures": value}))
+        (entry,) = load_embeddings(folder)
+        assert torch.equal(entry.matrix, matrix)
+        assert entry.role == ("tied" if value == "GPT2LMHeadModel" else "input")
+    (folder / "config.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"config\.json: not a JSON object"):
+        load_embeddings(folder)
 
 
 def test_an_index_cannot_lead_elsewhere(gpt2, tmp_path):

@@ -84,6 +84,7 @@ def load_embeddings(
 
     Raises:
         FileNotFoundError: there is no such file, folder or model.
+        OSError: a file cannot be read.
         ValueError: damaged files; weights that need pickle; no embeddings found by their names.
     """
     path = Path(source)
@@ -148,7 +149,7 @@ def _is_tied(config: Mapping[str, Any] | None) -> bool:
     """Whether a model that stores no output embeddings uses the input's."""
     if config is None or not config.get("tie_word_embeddings", True):
         return False
-    return any(part in name for name in config.get("architectures") or () for part in _HEADS)
+    return any(head in str(config.get("architectures")) for head in _HEADS)
 
 
 def _read(weights: Weights, name: str) -> Tensor:
@@ -267,7 +268,7 @@ def _open_hub(name: str, revision: str | None) -> Weights:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: not a JSON object")

@@ -319,7 +319,7 @@ def _correlation(
 
 def _read(path: Path, layout: _Format) -> WordSimilaritySet:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     pairs, ratings = [], []
@@ -333,7 +333,7 @@ def _read(path: Path, layout: _Format) -> WordSimilaritySet:
         if rating is None or len(words) != 2 or not all(words):
             raise ValueError(
                 f"{path}, line {number}: two words and a rating from 0 to {layout.highest:g} in "
-                f"column {layout.rating + 1} are needed, not {line!r}"
+                f"column {layout.rating + 1} are needed, not {line[:100]!r}"
             )
         pairs.append((words[0], words[1]))
         ratings.append(rating)

@@ -2,14 +2,15 @@
 
 No pickle of the user's is ever executed: safetensors (a file, or the ranges of one on the Hugging
 Face hub), PyTorch's archives with ``weights_only=True``, ``.npy`` without objects, and distributed
-checkpoints by an unpickler that makes nothing but their own records.
+checkpoints by an unpickler that makes nothing but plain records. Nothing is read that lies outside
+of the given folder, and no memory is taken for more than the files hold.
 """
 
 import dataclasses
+import io
 import math
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
@@ -57,15 +59,36 @@ def _open_safetensors(path: Path) -> Weights:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
-    return Weights(str(path), shapes, file.get_tensor)
+
+    def read(name: str) -> Tensor:
+        try:
+            tensor: Tensor = file.get_tensor(name)
+        except Exception as error:  # for types of numbers that this torch does not have
+            raise ValueError(f"{path}: {name} cannot be read ({_one_line(error)})") from None
+        return tensor
+
+    return Weights(str(path), shapes, read)
+
+
+def read_array(path: Path) -> NDArray[Any]:
+    """The numbers in a ``.npy`` file, memory-mapped; what is written to them is not to the file.
+
+    Raises:
+        ValueError: no such file; a damaged one; one of anything but numbers.
+    """
+    try:
+        # This function never unpickles, and compares the size of the file with its header.
+        array = np.lib.format.open_memmap(path, mode="c")
+    except Exception as error:  # of numpy, and of Python's parser, which reads the header
+        raise ValueError(f"{path}: not a whole .npy file of numbers ({_one_line(error)})") from None
+    if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
+        raise ValueError(f"{path}: not a whole .npy file of numbers, but of {array.dtype}")
+    return array
 
 
 def _open_array(path: Path) -> Weights:
-    try:
-        array = np.load(path, mmap_mode="c", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path}: not a whole .npy file of numbers ({error})") from None
-    if not np.issubdtype(array.dtype, np.floating) or array.dtype.itemsize > 8:
+    array = read_array(path)
+    if array.dtype.kind != "f":
         raise ValueError(f"{path}: floating-point numbers are needed, not {array.dtype}")
     if array.ndim != 2:
         raise ValueError(f"{path} has shape {list(array.shape)}: a matrix [V, H] is needed")
@@ -81,27 +104,53 @@ def open_archive(path: Path) -> Weights:
     """
     try:
         # The format before torch 1.6 is no zip file, and cannot be mapped.
-        content = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_not_compressed(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # pickle's, zip's and torch's own
-        reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{path} cannot be read without executing a pickle, which is not safe, or is damaged "
-            f"({reason}): save the weights as safetensors"
+            f"({_one_line(error)}): save the weights as safetensors"
         ) from None
-    tensors = dict(_tensors(content, ""))
+    tensors = _tensors(content)
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     return Weights(str(path), shapes, tensors.__getitem__)
 
 
-def _tensors(content: Any, prefix: str) -> list[tuple[str, Tensor]]:
-    if isinstance(content, Tensor):
-        return [(prefix, content)]
-    if not isinstance(content, Mapping):
-        return []
-    pairs = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in content.items())
-    return [found for name, value in pairs for found in _tensors(value, name)]
+def _check_not_compressed(path: Path) -> None:
+    """Raise ValueError where a zip file unfolds: torch's never do, and a small one could to any."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.file_size > entry.compress_size:
+                raise ValueError(f"{entry.filename} in it is compressed")
+
+
+def _tensors(content: Any) -> dict[str, Tensor]:
+    """The tensors in nested dicts; each dict once, for a pickle may nest them in themselves."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    waiting = [("", content, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if isinstance(value, Tensor):
+            if _is_plain(value):
+                found[name] = value
+        elif isinstance(value, Mapping) and id(value) not in seen and depth < _DEPTH:
+            seen.add(id(value))
+            for key, item in value.items():
+                waiting.append((f"{name}.{key}" if name else str(key), item, depth + 1))
+    return found
+
+
+_DEPTH = 20  # of dicts in dicts: frameworks nest three or four
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether all its numbers are there; strides of zero could make any number of a single one."""
+    if x.layout != torch.strided or x.device.type != "cpu" or x.is_nested:
+        return False
+    return x.numel() * x.element_size() <= x.untyped_storage().nbytes()
 
 
 def open_distributed(folder: Path) -> Weights:
@@ -110,51 +159,118 @@ def open_distributed(folder: Path) -> Weights:
     Raises:
         ValueError: it is damaged, or its index names what such an index does not hold.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    class Reader(FileSystemReader):
-        """As torch's, which would execute any pickle."""
-
-        def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-            found: Metadata = metadata
-            return found
-
     try:
-        with (folder / ".metadata").open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        tensors = {
-            name: entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-    except (pickle.UnpicklingError, AttributeError, EOFError, ValueError, TypeError) as error:
-        raise ValueError(f"{folder}: not a whole distributed checkpoint ({error})") from None
+        index = _IndexUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+        tensors = _indexed_tensors(index)
+    except Exception as error:  # of a pickle whose content is anything
+        raise ValueError(
+            f"{folder}: not a whole distributed checkpoint ({_one_line(error)})"
+        ) from None
 
     def read(name: str) -> Tensor:
-        target = torch.empty(tensors[name].size, dtype=tensors[name].properties.dtype)
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                load({name: target}, storage_reader=Reader(folder), no_dist=True)
-        except (CheckpointException, Exception) as error:  # the former is no Exception
-            reason = str(error).strip().splitlines()[-1][:200]
-            raise ValueError(f"{folder}: {name} cannot be read ({reason})") from None
-        return target
+            return tensors[name].read(folder)
+        except Exception as error:  # torch's own, and the system's
+            raise ValueError(f"{folder}: {name} cannot be read ({_one_line(error)})") from None
 
-    return Weights(str(folder), {n: tuple(entry.size) for n, entry in tensors.items()}, read)
+    return Weights(str(folder), {name: entry.shape for name, entry in tensors.items()}, read)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes the plain records of a distributed checkpoint's index, and nothing else."""
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """A block of a tensor: where it lies in it, and the bytes of a file that hold it."""
 
-    _ALLOWED = frozenset(
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+    def read(self, folder: Path) -> Tensor:
+        with (folder / self.file).open("rb") as file:
+            file.seek(self.start)
+            content = io.BytesIO(file.read(self.length))
+        block: Tensor = torch.load(content, map_location="cpu", weights_only=True)
+        if not isinstance(block, Tensor) or not _is_plain(block) or block.shape != self.sizes:
+            raise ValueError(f"{self.file} holds something else than the index says")
+        return block
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sharded:
+    """A tensor in blocks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[_Chunk]
+
+    def read(self, folder: Path) -> Tensor:
+        if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
+            raise ValueError("its blocks are not as large as the whole")
+        promised = sum(chunk.length for chunk in self.chunks)
+        there = sum((folder / file).stat().st_size for file in {c.file for c in self.chunks})
+        if math.prod(self.shape) * self.dtype.itemsize > promised or promised > there:
+            raise ValueError("its files are shorter than the index says")
+        whole = torch.zeros(self.shape, dtype=self.dtype)
+        for chunk in self.chunks:
+            place = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
+            whole[place] = chunk.read(folder)
+        return whole
+
+
+def _indexed_tensors(index: Any) -> dict[str, _Sharded]:
+    """The tensors in the index of a distributed checkpoint."""
+    places = {
+        (key.state["fqn"], key.state.get("offset")): value.state
+        for key, value in index.state["storage_data"].items()
+    }
+    found = {}
+    for name, entry in index.state["state_dict_metadata"].items():
+        if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
+            continue
+        shape = _whole_numbers(entry.state["size"])
+        (dtype,) = (x for x in entry.state["properties"].state if isinstance(x, torch.dtype))
+        chunks = []
+        for chunk in entry.state["chunks"]:
+            offsets, sizes = (_whole_numbers(chunk.state[key]) for key in ("offsets", "sizes"))
+            place = places[name, offsets]
+            file = place["relative_path"]
+            if not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
+                raise ValueError(f"{file!r} is not the name of a file in it")
+            if place.get("transform_descriptors"):
+                raise ValueError(f"{file!r} is compressed")
+            start, length = _whole_numbers((place["offset"], place["length"]))
+            chunks.append(_Chunk(offsets, sizes, file, start, length))
+        found[name] = _Sharded(shape, dtype, chunks)
+    return found
+
+
+def _whole_numbers(values: tuple[Any, ...]) -> tuple[int, ...]:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise ValueError(f"{value!r} is neither a size nor a place")
+    return tuple(values)
+
+
+class _Record:
+    """What stands for an object of torch in an index: its state, and nothing that acts."""
+
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None:
+        """Take what its class would be called with."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+# Python's own: that in C takes memory for as many objects as the pickle says it has.
+class _IndexUnpickler(pickle._Unpickler):
+    """Makes plain records of what the index of a distributed checkpoint holds, and nothing else."""
+
+    _RECORDS = frozenset(
         {
-            ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
-            ("collections", "OrderedDict"),
             ("pathlib", "PosixPath"),
             ("pathlib._local", "PosixPath"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -170,10 +286,16 @@ class _MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in self._ALLOWED:
-            raise pickle.UnpicklingError(f"its index names {module}.{name}, which is not allowed")
-        return super().find_class(module, name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) in self._RECORDS:
+            return type(name, (_Record,), {})
+        raise pickle.UnpicklingError(f"its index names {module}.{name}, which is not allowed")
 
 
 def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
@@ -215,7 +337,7 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
         dtype = _DTYPES.get(info.dtype)
         first, end = info.data_offsets
         size = math.prod(info.shape) * (dtype.itemsize if dtype else 0)
-        if dtype is None or end - first != size:
+        if dtype is None or end - first != size or min(first, *info.shape) < 0:
             raise ValueError(f"{name}: {tensor} is stored as {info.dtype}, not as numbers we read")
         start = 8 + int.from_bytes(fetch(0, 8), "little")
         return torch.frombuffer(fetch(start + first, size), dtype=dtype).view(info.shape)
@@ -230,3 +352,7 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{error or type(error).__name__}".split())[:200]

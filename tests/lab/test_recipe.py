@@ -179,10 +179,13 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["modl.n_layer=24"], "has no key 'modl': did you mean model?"),
         (["training.lr=fast"], "Parser key \"training.lr\": Expected a <class 'float'>"),
         (["model.n_layer=2.5"], "Parser key \"model.n_layer\": Expected a <class 'int'>"),
-        (["model=3"], "the following arguments are required: model.architecture"),
+        (["model=3"], "model=3 must be keys and values"),
+        (["model={n_layer: 3}"], "the following arguments are required: model.architecture"),
         (["model.architecture=rnn"], "Expected a typing.Literal['gpt2', 'stablelm']"),
         (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
         (["model.n_layer=0"], "model.n_layer=0 must be 1 or more"),
+        (["training.steps=0x38d7ea4c68001"], "training.steps=1000000000000001 must be at most"),
+        (["training.steps=0x" + 4000 * "f"], "recipe 'tiny': Exceeds the limit"),
         (["model.vocab_size=100"], "model.vocab_size=100 must be 257 or more"),
         (
             ["model.n_positions=32"],
@@ -226,6 +229,22 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["name=../evil"], "name='../evil' must be letters"),
         (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
         (["seeds=[]"], "seeds=[] must be different"),
+        (["seeds=[4294967296]"], "seeds=[4294967296] must be different whole numbers, 0 to"),
+        (["name=" + 51 * "a"], "(a folder), at most 50"),
+        (["arms." + 51 * "a" + ".optimizer=adamw"], "(a folder), at most 50"),
+        (["data=null"], "data=None must be keys and values"),
+        (["model=/etc/hostname"], "model='/etc/hostname' must be keys and values"),
+        (["arms=/etc/hostname"], "arms='/etc/hostname' must be keys and values"),
+        (["arms={1: {optimizer: adamw}}"], "arms: 1 must be text, in quotes"),
+        (["arms.x=null"], "arms.x=None must be keys and values"),
+        (["arms.x.optimizer=[adamw]"], "arms.x.optimizer=['adamw'] must be one value"),
+        (["arms.x.optimizer.class_path=os.system"], "arms.x.optimizer={'class_path': 'os.system'}"),
+        (["arms.x={optimizer: sgd, lr_factor: .inf}"], "lr_factor=inf must be above 0"),
+        (["arms.x={optimizer: sgd, lr_factor: 1, dampening: .nan}"], "dampening=nan must be"),
+        (["data.text=2001-02-30"], "is not YAML: day is out of range"),
+        (["data.text=!!int x"], "is not YAML: invalid literal"),
+        (["data.text=" + 1000 * "["], "is not YAML: it is nested too deeply"),
+        (["data.text=&a [*a]"], "is not YAML: an alias stands for what it is in"),
         (["model.n_layer"], "'model.n_layer': what is no option must be key=value"),
         (["name.x=3"], "name has no keys of its own"),
         (["model.n_layer=[1"], "is not YAML"),
@@ -281,3 +300,37 @@ def test_files_extend(tmp_path):
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"mine\.yaml"):
         load_recipe(str(path))
+
+
+def test_aliases_are_followed_as_far_as_they_are_sane():
+    """Anchors spare repetition; nine lines of them could stand for 10^9 items."""
+    values = parse_overrides(["arms={a: &a {optimizer: sgd, lr_factor: 2}, b: {<<: *a}}"])
+    recipe = override(load_recipe("tiny"), values)
+    assert recipe.arms["b"] == {"optimizer": "sgd", "lr_factor": 2}
+    for item, first in (("[{}]", "[x]"), ("{{<<: [{}]}}", "{k: v}")):
+        bomb = f"a0: &a0 {first}\n" + "".join(
+            f"a{i}: &a{i} {item.format(', '.join([f'*a{i - 1}'] * 10))}\n" for i in range(1, 10)
+        )
+        with pytest.raises(UsageError, match="its aliases stand for more than"):
+            parse_recipe(bomb, "bomb")
+
+
+def test_a_recipe_cannot_make_us_wait(tmp_path):
+    path = tmp_path / "mine.yaml"
+    for base, message in (
+        ("/dev/zero", "no such file"),
+        (str(tmp_path), "no such file"),
+        ('"\\0"', "null byte"),
+    ):
+        path.write_text(f"extends: {base}\n")
+        with pytest.raises(UsageError, match=message):
+            load_recipe(str(path))
+    path.write_text("#" * 200_000)
+    with pytest.raises(UsageError, match=r"mine\.yaml' is too large"):
+        load_recipe(str(path))
+
+
+def test_messages_hold_no_control_characters():
+    with pytest.raises(UsageError) as error:
+        override(load_recipe("tiny"), parse_overrides(['model.architecture="\\e[2J"']))
+    assert str(error.value).isprintable()

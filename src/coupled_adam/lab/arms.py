@@ -88,10 +88,12 @@ class SGD:
 
     def __post_init__(self) -> None:
         """Raise ValueError for options out of range."""
-        if not self.lr_factor > 0:
+        if not 0 < self.lr_factor < math.inf:
             raise ValueError(f"lr_factor={self.lr_factor} must be above 0")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1")
+        if not math.isfinite(self.dampening):
+            raise ValueError(f"dampening={self.dampening} must be a number")
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("nesterov=true needs momentum above 0 and dampening=0")
 

@@ -20,6 +20,8 @@ from coupled_adam.lab import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
+_CHARACTERS = 100_000  # of a YAML file, and of what its aliases stand for
+_LARGEST = 10**15  # of all numbers that count something: far beyond use, and exact as a float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +123,10 @@ class Recipe:
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
         model, data, training = self.model, self.data, self.training
-        if not re.fullmatch(r"\w[\w.+-]*", self.name):
-            raise UsageError(f"name={self.name!r} must be letters, digits and . _ + - (a folder)")
+        if not re.fullmatch(r"\w[\w.+-]{,49}", self.name):
+            raise UsageError(
+                f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50"
+            )
         for section, part, names in (
             ("model", model, ("n_layer", "n_head", "n_embd", "n_positions", "intermediate_size")),
             (
@@ -139,9 +143,13 @@ class Recipe:
                 value = getattr(part, name)
                 if value is not None and value < 1:
                     raise UsageError(f"{section}.{name}={value} must be 1 or more")
+                if value is not None and value > _LARGEST:
+                    raise UsageError(f"{section}.{name}={value} must be at most 1e15")
         # 256 bytes and the end-of-text token are the smallest byte-level vocabulary.
-        if model.vocab_size < 257:
-            raise UsageError(f"model.vocab_size={model.vocab_size} must be 257 or more")
+        if not 257 <= model.vocab_size <= _LARGEST:
+            raise UsageError(
+                f"model.vocab_size={model.vocab_size} must be 257 or more, and at most 1e15"
+            )
         if model.n_embd % model.n_head:
             raise UsageError(
                 f"model.n_embd={model.n_embd} must be a multiple of model.n_head={model.n_head}"
@@ -167,11 +175,17 @@ class Recipe:
         if not self.arms:
             raise UsageError("arms must name at least one arm")
         for name in self.arms:
-            if not re.fullmatch(r"\w[\w+-]*", name):
-                raise UsageError(f"arms: {name!r} must be letters, digits and _ + - (a folder)")
+            if not re.fullmatch(r"\w[\w+-]{,49}", name):
+                raise UsageError(
+                    f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50"
+                )
             self.arm(name)
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds) or min(self.seeds) < 0:
-            raise UsageError(f"seeds={self.seeds} must be different whole numbers, 0 or more")
+        if (
+            not self.seeds
+            or len(set(self.seeds)) < len(self.seeds)
+            or not all(0 <= seed < 2**32 for seed in self.seeds)
+        ):
+            raise UsageError(f"seeds={self.seeds} must be different whole numbers, 0 to 4294967295")
 
     def _check_training(self) -> None:
         training = self.training
@@ -184,8 +198,10 @@ class Recipe:
             )
         if not 0 < training.lr < math.inf:
             raise UsageError(f"training.lr={training.lr} must be above 0")
-        if not 0 <= training.warmup < math.inf:
-            raise UsageError(f"training.warmup={training.warmup} must be 0 or more")
+        if not 0 <= training.warmup <= _LARGEST:
+            raise UsageError(
+                f"training.warmup={training.warmup} must be 0 or more, and at most 1e15"
+            )
         if training.warmup >= 1 and training.warmup != int(training.warmup):
             raise UsageError(
                 f"training.warmup={training.warmup} must be a whole number of steps, or a share "
@@ -290,7 +306,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise UsageError(
                 f"{argument!r}: what is no option must be key=value, such as training.lr=1e-3"
             )
-        values[key] = _yaml(value, repr(argument))
+        values[key] = read_yaml(value, repr(argument))
     return values
 
 
@@ -305,8 +321,11 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
         raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
     path = Path(name) if name not in recipe_names() else _FOLDER / f"{name}.yaml"
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        if extended and not path.is_file():  # a recipe must not make us wait for a device
+            raise OSError(None, "no such file")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_CHARACTERS + 1)
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte in the name
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
@@ -327,24 +346,58 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
 
 
 def _mapping(text: str, source: str) -> dict[str, Any]:
-    values = _yaml(text, source)
+    values = read_yaml(text, source)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source}: keys and values are needed, such as name: tiny")
     return values
 
 
-def _yaml(text: str, source: str) -> Any:
+def read_yaml(text: str, source: str) -> Any:
+    """Plain lists, dicts and values from YAML text; ``source`` names it in errors.
+
+    Raises:
+        UsageError: it is not YAML, names types other than these, or is too large.
+    """
+    if len(text) > _CHARACTERS:
+        raise UsageError(f"{source} is too large: at most {_CHARACTERS} characters are read")
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return yaml.load(text, _Loader)  # which is a safe one
+    except RecursionError:
+        raise UsageError(f"{source} is not YAML: it is nested too deeply") from None
+    except Exception as error:  # scalars that only look like a date or a number have their own
         raise UsageError(f"{source} is not YAML: {_one_line(error)}") from None
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's safe one, which also refuses aliases that contain themselves, or expand without end.
+
+    A few lines of aliases of aliases stand for more text than any memory holds.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
+        """The next node; its ``size`` is that of all it stands for, in characters."""
+        is_alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        if is_alias and not hasattr(node, "size"):  # it is not even complete
+            raise yaml.YAMLError("an alias stands for what it is in")
+        if not is_alias and isinstance(node.value, str):
+            node.size = 1 + len(node.value)
+        elif not is_alias:
+            pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
+            node.size = 1 + sum(part.size for pair in pairs for part in pair)
+        if node.size > _CHARACTERS:
+            raise yaml.YAMLError(f"its aliases stand for more than {_CHARACTERS} characters")
+        return node
+
+
 def _recipe(values: dict[str, Any], source: str) -> Recipe:
-    _check_keys(values, Recipe, source)
+    try:
+        _check_keys(values, Recipe, source)
+    except UsageError as error:
+        raise UsageError(_one_line(error)) from None
     try:
         recipe: Recipe = _parse(Recipe, values)
-    except (jsonargparse.ArgumentError, UsageError) as error:
+    except (jsonargparse.ArgumentError, UsageError, ValueError) as error:
         raise UsageError(f"{source}: {_one_line(error)}") from None
     return recipe
 
@@ -365,9 +418,30 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise UsageError(f"{where} has no key {key!r}: {hint}")
-        if dataclasses.is_dataclass(known[key]) and isinstance(value, dict):
+        # jsonargparse would open a file of that name, or import a class for what is in there.
+        if dataclasses.is_dataclass(known[key]):
+            if not isinstance(value, dict):
+                raise UsageError(f"{where}: {key}={value!r} must be keys and values")
             _check_keys(value, known[key], f"{where}: {key}")
+        elif key == "arms":
+            _check_arms(value, where)
+
+
+def _check_arms(arms: Any, where: str) -> None:
+    """Raise UsageError unless these are options, plain values, by the names of arms."""
+    if not isinstance(arms, dict):
+        raise UsageError(f"{where}: arms={arms!r} must be keys and values")
+    for name, options in arms.items():
+        if not isinstance(name, str):
+            raise UsageError(f"{where}: arms: {name!r} must be text, in quotes")
+        if not isinstance(options, dict):
+            raise UsageError(f"{where}: arms.{name}={options!r} must be keys and values")
+        for key, value in options.items():
+            if not isinstance(value, str | int | float | None):
+                raise UsageError(f"{where}: arms.{name}.{key}={value!r} must be one value")
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    """What an error says, without control characters, which terminals obey; not too long."""
+    text = "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

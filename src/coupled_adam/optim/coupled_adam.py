@@ -195,9 +195,11 @@ class CoupledAdam(torch.optim.Adam):
                     )
             return has_complex
         for index, p in enumerate(group["params"]):
+            # Without a gradient, too: of a matrix that a wrapper has flattened, some ranks may have
+            # nothing, and would wait for those that raise.
+            coupled_state.check_parameter(group, index)
             if p.grad is None:
                 continue
-            coupled_state.check_parameter(group, index)
             state = self.state[p]
             if not state:
                 state.update(coupled_state.new_state(group, p))
@@ -254,7 +256,8 @@ class CoupledAdam(torch.optim.Adam):
                 if group["fused"]:  # torch's fused kernels divide by the scale
                     grad_scale = 1 / factor if grad_scale is None else grad_scale / factor
                 else:
-                    torch._foreach_mul_(tensors[1], factor)
+                    for grads in sharded.by_mesh(tensors[1]):
+                        torch._foreach_mul_(grads, factor)
             beta1, beta2 = group["betas"]
             adam(
                 *tensors,
@@ -293,8 +296,10 @@ class CoupledAdam(torch.optim.Adam):
                 else:
                     columns = sharded.spread(work.sums, exp_avg_sq)
                     norms.append(sharded.whole(columns.sum()).sqrt())
-            if others:
-                norms.append(sharded.whole(torch.nn.utils.get_total_norm(others)))
+            norms += [
+                sharded.whole(torch.nn.utils.get_total_norm(grads))
+                for grads in sharded.by_mesh(others)
+            ]
         if not norms:
             return torch.tensor(1.0)
         together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])

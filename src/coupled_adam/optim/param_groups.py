@@ -134,7 +134,8 @@ def embedding_parameters(
         TypeError: ``model`` is not a module.
         ValueError: an entry of ``embeddings`` that matches nothing in the model, or not a matrix;
             several ``nn.Embedding`` with as many rows as the head; ``couple`` not one of the three,
-            or not ``"both"`` together with ``embeddings``.
+            or not ``"both"`` together with ``embeddings``; no embeddings in a model whose matrices
+            a wrapper has flattened.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
@@ -153,7 +154,12 @@ def embedding_parameters(
             "leave one of the two out"
         )
     ids = {id(p) for p in chosen}
-    return {name: p for name, p in model.named_parameters() if id(p) in ids and p.requires_grad}
+    found: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters() if id(p) in ids and p.requires_grad
+    }
+    if not found:
+        _check_not_flattened(model)
+    return found
 
 
 def _find_embeddings(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -185,6 +191,19 @@ def _find_embeddings(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
             f"Say which one embeds tokens, e.g. embeddings=[{names[0]!r}, ...]"
         )
     return (matching, [head]) if matching else ([], [])
+
+
+def _check_not_flattened(model: nn.Module) -> None:
+    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has made vectors of matrices."""
+    for name, p in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        vector = isinstance(owner, nn.Embedding) and p.dim() < 2
+        if vector or getattr(p, "_is_flat_param", False):
+            raise ValueError(
+                f"no embedding matrix is left in the model: {name!r} is {list(p.shape)}, flattened "
+                "by a wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
+                "torch.distributed.fsdp.fully_shard"
+            )
 
 
 def _from_getters(model: nn.Module, getter: str) -> list[Tensor]:

@@ -4,7 +4,7 @@
 double the time of ``import coupled_adam``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,20 @@ def alike(*tensors: Tensor) -> bool:
     return all(x.device_mesh == mesh and x.placements == placements for x in others)  # type: ignore[attr-defined]
 
 
+def by_mesh(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Tensors in lists that torch takes together: plain ones, and those on each mesh."""
+    lists: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return lists.values()
+
+
+def splits(placement: Any, dimension: int) -> bool:
+    """Whether a placement gives each rank a part of this dimension of a matrix."""
+    # Not is_shard(): it is False for the strided parts of FSDP2 with tensor parallelism.
+    return getattr(placement, "dim", None) == dimension
+
+
 def over_rows(
     sums: Sequence[Tensor], params: Sequence[Tensor], vocab_dims: Sequence[int]
 ) -> Callable[[], list[Tensor]]:
@@ -77,7 +91,7 @@ def over_rows(
     ways: dict[Any, list[int]] = {}
     for index, (p, vocab_dim) in enumerate(zip(params, vocab_dims)):
         placements = p.placements  # type: ignore[attr-defined]
-        split = tuple(i for i, placed in enumerate(placements) if placed.is_shard(vocab_dim))
+        split = tuple(i for i, placed in enumerate(placements) if splits(placed, vocab_dim))
         if split:
             ways.setdefault((p.device_mesh, split, p.device), []).append(index)  # type: ignore[attr-defined]
     if not ways:
@@ -89,6 +103,7 @@ def over_rows(
         # One dtype on all ranks, whichever kernels have made the sums.
         wide = torch.float64 if device.type == "cpu" else torch.float32
         total = torch.cat([sums[index].to(wide) for index in members])
+        total = total.to(mesh.device_type)  # where FSDP2 keeps parameters on the host
         for dimension in split:
             total = collectives.all_reduce(total, "sum", (mesh, dimension))
         totals.append((total, members))
@@ -98,7 +113,7 @@ def over_rows(
         for total, members in totals:
             parts = collectives.wait_tensor(total).split([len(sums[index]) for index in members])
             for index, part in zip(members, parts):
-                result[index] = part.to(sums[index].dtype)
+                result[index] = part.to(sums[index])
         return result
 
     return finish
@@ -115,6 +130,22 @@ def spread(values: Tensor, like: Tensor) -> Tensor:
         values, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
     return whole
+
+
+def beside(values: Tensor, p: Tensor, vocab_dim: int) -> Tensor:
+    """A vector [H], if it is a DTensor, placed as :func:`zeros` places it beside ``p``."""
+    if not is_sharded(values):
+        return values
+    placed: Tensor = values.redistribute(placements=of_columns(p, vocab_dim))  # type: ignore[attr-defined]
+    return placed
+
+
+def lies_beside(values: Tensor, p: Tensor, vocab_dim: int) -> bool:
+    """Whether a vector [H] is placed as :func:`zeros` places it beside the matrix ``p``."""
+    if not is_sharded(p) or not is_sharded(values):
+        return is_sharded(p) == is_sharded(values)
+    same: bool = values.device_mesh == p.device_mesh  # type: ignore[attr-defined]
+    return same and list(values.placements) == of_columns(p, vocab_dim)  # type: ignore[attr-defined]
 
 
 def mean(values: Tensor, vocab_dim: int) -> Tensor:
@@ -135,19 +166,34 @@ def mean(values: Tensor, vocab_dim: int) -> Tensor:
 
 
 def zeros(p: Tensor, vocab_dim: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [H] for the matrix ``p``, placed as :func:`mean` places its result."""
-    columns = p.shape[1 - vocab_dim]
+    """Zeros [H] for the matrix ``p``, placed as :func:`of_columns` says."""
+    columns = local(p).shape[1 - vocab_dim]
+    part = torch.zeros(columns, dtype=dtype, device=p.device)
     if not is_sharded(p):
-        return torch.zeros(columns, dtype=dtype, device=p.device)
-    from torch.distributed import tensor as dtensor
+        return part
+    from torch.distributed.tensor import DTensor
 
-    assert isinstance(p, dtensor.DTensor)
-    return dtensor.zeros(
-        columns,
-        dtype=dtype,
-        device_mesh=p.device_mesh,
-        placements=[
-            dtensor.Shard(0) if placement.is_shard(1 - vocab_dim) else dtensor.Replicate()
-            for placement in p.placements
-        ],
+    assert isinstance(p, DTensor)
+    whole: Tensor = DTensor.from_local(
+        part,
+        p.device_mesh,
+        of_columns(p, vocab_dim),
+        shape=p.shape[1 - vocab_dim : 2 - vocab_dim],
+        stride=(1,),
     )
+    return whole.to(p.device)  # where FSDP2 keeps parameters on the host
+
+
+def of_columns(p: Tensor, vocab_dim: int) -> list[Any]:
+    """How a vector [H] lies beside the matrix ``p``: split as its columns, else replicated."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    result: list[Any] = []
+    for placement in p.placements:  # type: ignore[attr-defined]
+        if not splits(placement, 1 - vocab_dim):
+            result.append(Replicate())
+        elif hasattr(placement, "split_factor"):
+            result.append(type(placement)(0, split_factor=placement.split_factor))
+        else:
+            result.append(Shard(0))
+    return result

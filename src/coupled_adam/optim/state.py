@@ -84,10 +84,17 @@ def check_parameter(group: Group, index: int) -> None:
     """Raise if this parameter cannot be updated as it is now (wrappers replace parameters)."""
     p = group["params"][index]
     _check_matrix(group, index)
-    if p.grad is not None and p.grad.layout != torch.strided:
+    if p.grad is None:
+        return
+    if p.grad.layout != torch.strided:
         raise RuntimeError(
             f"cannot couple {_describe(group, index)}: its gradient is sparse, and the average is "
             "over all rows. Construct the embedding with sparse=False"
+        )
+    if sharded.is_sharded(p.grad) != sharded.is_sharded(p):
+        raise RuntimeError(
+            f"cannot couple {_describe(group, index)}: it is a {_kind(p)} and its gradient a "
+            f"{_kind(p.grad)}. Make both DTensors, or both whole tensors"
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
         raise RuntimeError(
@@ -112,6 +119,11 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             f"{list(_moment_shape(group, p))} belong. If the group was coupled after its first "
             "step, optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
+    if not (sharded.alike(p, exp_avg) and sharded.lies_beside(exp_avg_sq, p, group["vocab_dim"])):
+        raise RuntimeError(
+            f"{_describe(group, index)} is a {_kind(p)}, and its state does not lie beside it: "
+            f"exp_avg is a {_kind(exp_avg)}, exp_avg_sq a {_kind(exp_avg_sq)}. {_HOW_TO_LOAD}"
+        )
 
 
 def from_adam(
@@ -135,7 +147,7 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, dict[str, Tensor]] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
-        for name in OPTIONS:
+        for name in group.keys() - {"params"}:
             saved.setdefault(name, group[name])
         if saved["coupled"] != group["coupled"]:
             warnings.warn(
@@ -149,6 +161,12 @@ def from_adam(
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
             if not state.get(key):
                 continue
+            for name, value in state[key].items():
+                if name != "step" and sharded.is_sharded(value) != sharded.is_sharded(p):
+                    raise ValueError(
+                        f"cannot load the state of {_describe(fitted, index)}: the parameter is a "
+                        f"{_kind(p)}, and its {name} a {_kind(value)}. {_HOW_TO_LOAD}"
+                    )
             if saved["coupled"]:
                 moments[p] = {
                     name: _average(fitted, index, name, state[key][name])
@@ -181,16 +199,26 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
             if group.get("coupled") and state.get(key):
                 exp_avg = state[key]["exp_avg"]
                 rows = {
-                    name: value.to(exp_avg.dtype)
-                    .unsqueeze(group["vocab_dim"])
-                    .expand_as(exp_avg)
-                    .contiguous()
+                    name: torch.empty_like(exp_avg).copy_(value.unsqueeze(group["vocab_dim"]))
                     for name, value in state[key].items()
                     if name in SECOND_MOMENTS
                 }
                 state[key] = {**state[key], **rows}
         groups.append({name: value for name, value in group.items() if name not in OPTIONS})
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+_HOW_TO_LOAD = (
+    "To load it into a model that is sharded in another way, use torch.distributed.checkpoint, "
+    "or its set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+)
+
+
+def _kind(tensor: Tensor) -> str:
+    """Whole, or sharded and how, in an error message."""
+    if not sharded.is_sharded(tensor):
+        return "whole tensor"
+    return f"DTensor with placements {tensor.placements}"  # type: ignore[attr-defined]
 
 
 def _moment_dtype(p: Tensor) -> torch.dtype:
@@ -206,6 +234,7 @@ def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
     p = group["params"][index]
     if value.shape == p.shape:
         value = sharded.mean(value.to(_moment_dtype(p)), group["vocab_dim"])
+    value = sharded.beside(value, p, group["vocab_dim"])
     return value.to(p.device, _moment_dtype(p))
 
 
@@ -219,9 +248,15 @@ def _describe(group: Group, index: int) -> str:
 
 def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
-    if p.dim() == 2 and p.numel() > 0 and p.is_floating_point():
+    partial = sharded.is_sharded(p) and any(placed.is_partial() for placed in p.placements)
+    if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
         return
-    if p.dim() == 1:
+    if partial:
+        problem = (
+            f"it is a {_kind(p)}, and the terms of a sum cannot be updated. "
+            "Redistribute it to Shard or Replicate"
+        )
+    elif p.dim() == 1:
         problem = (
             "an embedding matrix is [V, H]. Move it to a group without coupled=True; or, if a "
             "wrapper has flattened a matrix into it (FSDP1, ZeRO), use one that does not (FSDP2)"

@@ -265,6 +265,44 @@ def process(small_recipe, text_file, tmp_path):
         one.communicate()
 
 
+def test_a_corpus_leads_nowhere_else(recipe, tmp_path):
+    """What its corpus.json names is its own, or it is made again."""
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    path = corpus.folder / "corpus.json"
+    whole = path.read_text()
+    secret = tmp_path / "secret.bin"
+    secret.write_bytes(bytes(2 * corpus.facts["tokens"]["train"]))
+    own = corpus.facts["files"]["train"][0]
+    for changed in (
+        {"path": str(secret)},
+        {"path": "../../secret.bin"},
+        {"dtype": "O"},
+        {"dtype": "<u4", "length": own["length"] // 2},
+        {"offset": -2},
+        {"length": own["length"] - 1},
+        {"length": str(own["length"])},
+    ):
+        facts = json.loads(whole)
+        facts["files"]["train"] = [{**own, **changed}]
+        path.write_text(json.dumps(facts))
+        again = prepare_corpus(recipe, tmp_path / "cache")
+        assert again.facts == corpus.facts
+        assert (again.tokens("train")[:] > 0).any()
+    for text in ("[]", "[" * 10**5, "{}", whole.replace('"end_of_text": 0', '"end_of_text": "0"')):
+        path.write_text(text)
+        assert prepare_corpus(recipe, tmp_path / "cache").facts == corpus.facts
+
+
+def test_only_our_leftovers_are_removed(recipe, tmp_path):
+    """A cache may be a folder with other things in it."""
+    other, ours = tmp_path / "thesis.tmp", tmp_path / f"{'a' * 32}.0123abcd.tmp"
+    other.mkdir()
+    ours.mkdir()
+    prepare_corpus(recipe, tmp_path)
+    assert other.exists()
+    assert not ours.exists()
+
+
 @pytest.mark.slow
 def test_two_processes_at_once(process, recipe, tmp_path):
     """One makes the corpus, and the other, which comes while it does, waits and takes it."""

@@ -169,6 +169,9 @@ def unreadable(tmp_path):
         "latin1.txt": (b"caf\xe9 " * 100, "not UTF-8 text .byte 0xe9 in b'caf"),
         "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "broken.jsonl, line 2: not JSON"),
         "broken.json": (b'[{"text": "a"}, {"text": ]', "broken.json: not JSON"),
+        "deep.jsonl": (b"[" * 10**5, "deep.jsonl: not JSON"),
+        "deep2.jsonl": (b'{"a": ' + b"[" * 10**5, "deep2.jsonl, line 1: not JSON"),
+        "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "digits.jsonl, line 1: not JSON"),
         "words.jsonl": (b'"just words"\n', "row 1: not a JSON object, but 'just words'"),
         "number.jsonl": (b'{"text": 17}\n', "row 1: column 'text' is not text, but '17'"),
         "near.jsonl": (
@@ -194,6 +197,18 @@ def test_unreadable_files(tmp_path):
             read(Data(text=str(tmp_path / name)))
         assert "\n" not in str(caught.value), name
         assert name in str(caught.value)
+
+
+def test_a_device_has_no_end():
+    with pytest.raises(UsageError, match=r"data\.text=/dev/zero: not a file or folder"):
+        open_documents(Data(text="/dev/zero"))
+
+
+def test_names_are_of_files_here(tmp_path):
+    """Not of places that fsspec would look for elsewhere, nor patterns."""
+    for name in ("simplecache::memory", "a*[b]?.txt", "~", "file::x.txt"):
+        (tmp_path / name).write_text("some text")
+        assert read(Data(text=str(tmp_path / name))) == ["some text"]
 
 
 def test_cut_archives_are_noticed(tmp_path):

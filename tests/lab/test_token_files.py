@@ -1,5 +1,6 @@
 """Token files of others, read in place: bare, with llm.c's header, several for a split."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,6 @@ def test_unusable_files(tmp_path):
     refuses("leave it out", Data(tokens=str(tmp_path), token_dtype="uint32"))
     write_llm_c(tmp_path / "val.bin", ids(100), magic=20240522)  # its evaluation files
     refuses("has the header 20240522, version 1; of llm.c's files those with 20240520, version 1")
+    (tmp_path / "val.bin").unlink()
+    os.mkfifo(tmp_path / "val.bin")  # nobody writes into it: reading would wait forever
+    refuses("val.bin: not a file")

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -22,6 +23,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coupled_adam.embeddings import unigram_counts
+from coupled_adam.embeddings.weights import read_array
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.documents import Documents, content_digest, open_documents
 from coupled_adam.lab.recipe import Data, Recipe
@@ -51,8 +53,7 @@ class Corpus:
 
     def unigram_counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training split, [V]."""
-        counts: NDArray[np.int64] = np.load(self.folder / "unigram_counts.npy")
-        return counts
+        return np.array(read_array(self.folder / "unigram_counts.npy"))
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -105,12 +106,12 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in places},
     }
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
-    corpus = _find(cache / key)
+    corpus = _find(cache / key, source)
     if corpus is None:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{key}.lock"):
-                corpus = _find(cache / key)  # made by another process meanwhile
+                corpus = _find(cache / key, source)  # made by another process meanwhile
                 if corpus is None:
                     _remove_leftovers(cache, key)
                     corpus = _make(source, tokenizer, data, vocab_size, cache / key)
@@ -161,13 +162,23 @@ def held_out_split(document: str, share: float) -> str:
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
-def _find(folder: Path) -> Corpus | None:
-    """The corpus in a folder; None where there is none, or one that was damaged later."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+def _find(folder: Path, source: Documents | dict[str, list[TokenFile]]) -> Corpus | None:
+    """The corpus in a folder; None where there is none, or one that was damaged later.
+
+    It names no file but its own and those of the source.
+    """
+    places = {f"{split}.bin" for split in SPLITS}
+    if not isinstance(source, Documents):
+        places = {file.path for files in source.values() for file in files}
+    damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with contextlib.suppress(*damaged):
         facts = json.loads((folder / "corpus.json").read_text())
         whole = all((folder / path).stat().st_size == n for path, n in facts["sizes"].items())
-        files = [TokenFile(**file) for files in facts["files"].values() for file in files]
-        if whole and all(file.is_there(folder) for file in files):
+        files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
+        tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
+        there = (f.path in places and f.is_there(folder) for parts in files.values() for f in parts)
+        known = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
+        if whole and known and all(there):
             return Corpus(folder, facts)
     return None
 
@@ -176,6 +187,8 @@ def _remove_leftovers(cache: Path, key: str) -> None:
     """Remove what killed processes left: temporary folders whose lock nobody holds."""
     for folder in cache.glob("*.tmp"):
         its_key = folder.name.split(".")[0]
+        if not re.fullmatch(r"[0-9a-f]{32}\.\w+\.tmp", folder.name):  # not ours
+            continue
         lock = (
             contextlib.nullcontext() if its_key == key else FileLock(cache / f"{its_key}.lock", 0)
         )

@@ -99,6 +99,8 @@ def content_digest(files: Iterable[Path]) -> str:
 def text_files(path: Path) -> list[Path]:
     """A file, or all files of one kind in a folder, plain text or tables, in order."""
     if not path.is_dir():
+        if path.exists() and not path.is_file():  # a device or a pipe, which could have no end
+            raise UsageError(f"data.text={path}: not a file or folder")
         return [path]
     found = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
     if not found:
@@ -221,7 +223,9 @@ def _read(path: Path, data: Data) -> Iterator[str]:
 def _opened(path: Path) -> Iterator[TextIO]:
     """A file as UTF-8 text, decompressed; what goes wrong while it is read is a UsageError."""
     try:
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as stream:
+        # By the local file system: fsspec.open takes some names for places elsewhere.
+        local = fsspec.filesystem("file")
+        with local.open(path.absolute(), "rt", encoding="utf-8-sig", compression="infer") as stream:
             yield stream
     except UnicodeDecodeError as error:
         raise UsageError(
@@ -245,7 +249,9 @@ def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
             number += 1
             if line.strip():
                 yield json.loads(line)
-    except json.JSONDecodeError as error:
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
         where = f"data.text={path}" + (f", line {number}" if number else "")
         raise UsageError(f"{where}: not JSON ({error})") from None
 

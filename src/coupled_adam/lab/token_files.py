@@ -23,6 +23,14 @@ class TokenFile:
     offset: int
     length: int
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what cannot be a stretch of ids: it may come from a file."""
+        types = str, str, int, int
+        values = dataclasses.astuple(self)
+        fits = all(type(value) is kind for value, kind in zip(values, types))
+        if not fits or self.dtype not in ("<u2", "<u4") or min(self.offset, self.length) < 0:
+            raise ValueError(f"{self} is no stretch of token ids")
+
     def open(self, folder: Path) -> NDArray[Any]:
         """The ids, memory-mapped; a relative path is one inside of ``folder``."""
         if not self.length:  # cannot be mapped
@@ -101,6 +109,8 @@ def token_file(path: Path, data: Data, vocab_size: int) -> TokenFile:
         UsageError: a file that cannot be read, is cut off or of another format.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(None, "not a file")
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(12).ljust(12, b"\0")

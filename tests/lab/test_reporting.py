@@ -323,6 +323,7 @@ def test_page_in_a_browser(comparison, tmp_path):
           e => !e.name.startsWith("data:")).length,
       })})</script>"""
     probed = tmp_path / "probed.html"
+    page = page.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
     probed.write_text(page.replace("</head>", probe + "</head>"))
     for size in ("1200,900", "400,800"):
         dump = subprocess.run(

@@ -80,9 +80,9 @@ def read_array(path: Path) -> NDArray[Any]:
         # This function never unpickles, and compares the size of the file with its header.
         array = np.lib.format.open_memmap(path, mode="c")
     except Exception as error:  # of numpy, and of Python's parser, which reads the header
-        raise ValueError(f"{path}: not a whole .npy file of numbers ({_one_line(error)})") from None
+        raise ValueError(f"{path}: not a .npy file of numbers ({_one_line(error)})") from None
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
-        raise ValueError(f"{path}: not a whole .npy file of numbers, but of {array.dtype}")
+        raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
     return array
 
 

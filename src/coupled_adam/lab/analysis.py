@@ -1,8 +1,6 @@
 """Models, trained by anyone with anything -> reports on their embeddings, side by side."""
 
-import csv
 import dataclasses
-import io
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -14,8 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import (
@@ -31,10 +29,12 @@ from coupled_adam.embeddings import (
     unigram_counts,
 )
 from coupled_adam.embeddings.report import MEASURES, number, shown
+from coupled_adam.embeddings.weights import read_array
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.evaluation import load_tokenizer, text_tokens
 from coupled_adam.lab.figures import Picture
 from coupled_adam.lab.recipe import Data
+from coupled_adam.lab.tables import csv_text
 from coupled_adam.lab.token_files import Tokens, token_file
 
 Excluded = Literal["padding", "unseen"]
@@ -224,12 +224,13 @@ def _counts(
     if path is None:
         return None
     try:
-        counts = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"--counts {path}: not a .npy file of numbers ({error})") from None
-    if not isinstance(counts, np.ndarray) or counts.ndim != 1 or len(counts) > rows:
-        shape = list(getattr(counts, "shape", []))
-        raise UsageError(f"--counts {path} has shape {shape}: a number for each of {rows} rows")
+        counts = read_array(path)
+    except ValueError as error:
+        raise UsageError(f"--counts {error}") from None
+    if counts.ndim != 1 or len(counts) > rows:
+        raise UsageError(
+            f"--counts {path} has shape {list(counts.shape)}: a number for each of {rows} rows"
+        )
     return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])
 
 
@@ -300,13 +301,13 @@ def analyses_table(analyses: Sequence[Analysis]) -> Table:
     table.add_column("")
     table.add_column("")
     for analysis in analyses:
-        table.add_column(escape(analysis.label), justify="right", no_wrap=True)
+        table.add_column(Text(analysis.label), justify="right", no_wrap=True)
     for title, rows in table_rows(analyses):
         if title:
             table.add_row()
-            table.add_row(f"[bold]{title}[/]")
+            table.add_row(Text(title, "bold"))
         for label, symbol, values in rows:
-            table.add_row(label, symbol, *map(escape, values))
+            table.add_row(*map(Text, (label, symbol, *values)))
     return table
 
 
@@ -333,12 +334,8 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
                     low, high = score["interval"] or (None, None)
                     line |= {f"{name} low": low, f"{name} high": high}
             lines.append(line)
-    text = io.StringIO()
     names = list(dict.fromkeys(name for line in lines for name in line))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    return csv_text([names, *([line.get(name) for name in names] for line in lines)])
 
 
 def analyses_json(analyses: Sequence[Analysis]) -> str:
@@ -360,7 +357,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     for ax, analysis, matrix, color in zip(panels, analyses, kept, colors):
         pictures.plot_cloud(ax, matrix, color)
         pictures.finish_clouds(ax)
-        ax.set_title(analysis.label)
+        ax.set_title(_plain(analysis.label))
     for ax in panels:
         ax.set_axis_off()
     drawn = [
@@ -379,7 +376,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
             plot(ax, index)
         drawn.append(Picture(figure, "", caption))
 
-    labels = [analysis.label for analysis in analyses]
+    labels = [_plain(analysis.label) for analysis in analyses]
     norms = [row_norms(matrix) for matrix in kept]
     draw(
         "Singular values relative to the largest.",
@@ -406,6 +403,11 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
             pictures.plot_norms(ax, norms[i], used, colors[i], labels[i])
         drawn.append(Picture(figure, "", "Norms against how often the tokens occur."))
     return drawn
+
+
+def _plain(label: str) -> str:
+    """A label as matplotlib shows it: what is between two $ is a formula to it."""
+    return label.replace("$", r"\$")
 
 
 def _colors(number: int) -> list[str]:

@@ -24,6 +24,7 @@ from coupled_adam.embeddings import (
     unigram_counts,
     word_similarity,
 )
+from coupled_adam.embeddings.weights import read_array
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.corpus import Corpus
 from coupled_adam.lab.documents import open_documents
@@ -81,7 +82,7 @@ def evaluate_run(
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = "centered" in done.get("embeddings", {})
+    has_measures = "centered" in (done.get("embeddings") or {})
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model = load_model(run / "model", device)
@@ -93,7 +94,10 @@ def evaluate_run(
     if not has_measures:
         with torch.device("meta"):
             parameters = count_parameters(build_model(recipe))
-        counts = np.load(run / "unigram_counts.npy")
+        try:
+            counts = read_array(run / "unigram_counts.npy")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
     if sets is not None:
         _merge(path, _word_similarity(model, load_tokenizer(run / "model"), sets))
@@ -331,12 +335,16 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError):
         values = None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or not isinstance(values.get("embeddings"), dict | None):
         raise UsageError(f"{path} is not an evaluation: remove it, to be made anew")
     return values
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _merge(path: Path, new: dict[str, Any]) -> None:

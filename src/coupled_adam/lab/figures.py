@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -243,10 +244,11 @@ def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
 
 
 def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
-    """A and R^2 of the least-squares fit y = A x, through the origin."""
+    """A and R^2 of the least-squares fit y = A x, through the origin; NaN where all y are one."""
     a = float(x @ y / (x @ x))
     residual = float(((y - a * x) ** 2).sum())
-    return a, 1 - residual / float(((y - y.mean()) ** 2).sum())
+    variation = float(((y - y.mean()) ** 2).sum())
+    return a, 1 - residual / variation if variation else math.nan
 
 
 def plot_second_moment(ax: Axes, run: Run) -> None:

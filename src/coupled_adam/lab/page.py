@@ -78,18 +78,18 @@ def _embedded(picture: Picture) -> dict[str, Any]:
 
 
 def _environment(run: Run) -> dict[str, Any]:
+    """What a run ran on; nothing of a file that is not there, or not as we write it."""
     try:
-        text = (run.folder / "environment.json").read_text(encoding="utf-8")
-    except OSError:
+        found = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
+        return {
+            "command": " ".join(map(str, found.get("command", []))),
+            "git commit": found.get("git_commit"),
+            "machine": f"{found.get('processor')}, {found.get('cores')} cores; "
+            + (", ".join(map(str, found.get("gpus", []))) or "no GPU"),
+            "python": found.get("python"),
+            "packages": ", ".join(f"{k} {v}" for k, v in found.get("packages", {}).items()),
+            "corpus": (found.get("corpus") or {}).get("source"),
+            "time": found.get("time"),
+        }
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-    found: dict[str, Any] = json.loads(text)
-    return {
-        "command": " ".join(map(str, found.get("command", []))),
-        "git commit": found.get("git_commit"),
-        "machine": f"{found.get('processor')}, {found.get('cores')} cores; "
-        + (", ".join(found.get("gpus", [])) or "no GPU"),
-        "python": found.get("python"),
-        "packages": ", ".join(f"{k} {v}" for k, v in found.get("packages", {}).items()),
-        "corpus": (found.get("corpus") or {}).get("source"),
-        "time": found.get("time"),
-    }

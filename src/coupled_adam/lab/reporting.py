@@ -49,21 +49,21 @@ def report(folders: Sequence[Path], out: Path) -> Table:
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
-        (temporary / "table.md").write_text(markdown(rows, columns), encoding="utf-8")
-        (temporary / "table.tex").write_text(latex(rows, columns), encoding="utf-8")
-        (temporary / "summary.csv").write_text(summary_csv(rows, columns), encoding="utf-8")
-        (temporary / "runs.csv").write_text(runs_csv(runs), encoding="utf-8")
+        _write(temporary / "table.md", markdown(rows, columns))
+        _write(temporary / "table.tex", latex(rows, columns))
+        _write(temporary / "summary.csv", summary_csv(rows, columns))
+        _write(temporary / "runs.csv", runs_csv(runs))
         results = [
             {"recipe": r.recipe.name, "arm": r.arm, "seed": r.seed, **r.evaluation} for r in runs
         ]
-        (temporary / "results.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+        _write(temporary / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
         for picture in pictures:
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
         page = render(runs, left_out, rows, columns, pictures)
-        (temporary / "index.html").write_text(page, encoding="utf-8")
+        _write(temporary / "index.html", page)
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
             out.rename(before)
@@ -74,6 +74,11 @@ def report(folders: Sequence[Path], out: Path) -> Table:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return terminal(rows, columns)
+
+
+def _write(path: Path, text: str) -> None:
+    # Names of folders, and JSON, can hold bytes and halves of pairs that UTF-8 cannot.
+    path.write_text(text, encoding="utf-8", errors="replace")
 
 
 _FILES = {

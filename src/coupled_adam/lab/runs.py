@@ -2,26 +2,32 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 from numpy.typing import NDArray
-from safetensors import safe_open
 
+from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.lab import UsageError
 from coupled_adam.lab.arms import AdamW
-from coupled_adam.lab.recipe import Recipe, parse_recipe
+from coupled_adam.lab.recipe import Recipe, parse_recipe, read_yaml
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
+_NUMBERS = (  # of an evaluation, where it has them
+    *(("test_loss",), ("lm_eval", "accuracy"), ("word_similarity", "mean")),
+    *(("embeddings", name) for name in ("isotropy", "mean_norm", "mean_norm_ratio", "condition")),
+    ("embeddings", "norm_frequency_correlation"),
+)
+_LARGEST = 1e100  # of all numbers: its square is a float, too
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished run folder.
+    """A finished run folder. Its arrays are read when they are asked for.
 
     ``experiment`` names what it may be compared with: the runs whose recipes differ at most in
     name, arms and seeds.
@@ -64,8 +70,12 @@ class Run:
         return found
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        """Tokens seen, and the metric there."""
-        points = [(line["step"], line[metric]) for line in self.metrics if metric in line]
+        """Tokens seen, and the metric there, where it is finite."""
+        points = [
+            (line["step"], line[metric])
+            for line in self.metrics
+            if math.isfinite(line.get(metric, math.nan))
+        ]
         return [step * self.recipe.tokens_per_step for step, _ in points], [y for _, y in points]
 
     @property
@@ -75,23 +85,49 @@ class Run:
         return all((self.folder / file).exists() for file in files)
 
     def embeddings(self) -> NDArray[np.float64]:
-        """The output embeddings [V, H] of its model."""
-        with safe_open(self.folder / "model" / "model.safetensors", framework="pt") as file:
-            name = next(name for name in _OUTPUT_EMBEDDINGS if name in file.keys())  # noqa: SIM118
-            matrix: torch.Tensor = file.get_tensor(name)
-        return matrix.double().numpy()
+        """The output embeddings [V, H] of its model.
+
+        Raises:
+            UsageError: it is damaged, or another's.
+        """
+        model = self.recipe.model
+        path = self.folder / "model" / "model.safetensors"
+
+        def read() -> NDArray[Any]:
+            weights = open_file(path)
+            names = [name for name in _OUTPUT_EMBEDDINGS if name in weights.shapes]
+            if not names:
+                raise ValueError(f"none of {', '.join(_OUTPUT_EMBEDDINGS)} is in it")
+            return weights.read(names[0]).double().numpy()
+
+        return _checked(path, read, (model.vocab_size, model.n_embd))
 
     def probabilities(self) -> NDArray[np.float64]:
-        """The unigram probabilities of the training tokens, [V]."""
-        counts = np.load(self.folder / "unigram_counts.npy")
+        """The unigram probabilities of the training tokens, [V]; raises as :meth:`embeddings`."""
+        counts = self._of_tokens(self.folder / "unigram_counts.npy")
+        if not counts.any():
+            raise UsageError(f"{self.folder} is damaged (no token was ever seen): move it away")
         probabilities: NDArray[np.float64] = counts / counts.sum()
         return probabilities
 
     def second_moments(self) -> dict[int, NDArray[np.float64]]:
-        """Tokens seen, and AdamW's second moment of each row, averaged over H, [V]."""
+        """Tokens seen, and AdamW's second moment of each row, averaged over H, [V].
+
+        Raises as :meth:`embeddings`.
+        """
         paths = (self.folder / "second_moments").glob("step-*.npy")
-        steps = {int(path.stem.removeprefix("step-")): path for path in paths}
-        return {step * self.recipe.tokens_per_step: np.load(steps[step]) for step in sorted(steps)}
+        steps = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
+        return {
+            step * self.recipe.tokens_per_step: self._of_tokens(steps[step])
+            for step in sorted(steps)
+        }
+
+    def _of_tokens(self, path: Path) -> NDArray[np.float64]:
+        """Numbers [V], from 0."""
+        values = _checked(path, lambda: read_array(path), (self.recipe.model.vocab_size,))
+        if values.min() < 0:
+            raise UsageError(f"{path} is damaged (numbers below 0): move it away")
+        return values
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
@@ -105,21 +141,22 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
     for _, path in sorted(configs.items()):
         folder = path.parent
         try:
-            config = yaml.safe_load(path.read_text(encoding="utf-8"))
+            config = read_yaml(path.read_text(encoding="utf-8"), path.name)
             if not isinstance(config, dict) or not {"arm", "seed", "recipe"} <= config.keys():
                 continue
             evaluation = _json(folder / "evaluation.json")
             # Its parts are written one after the other; these two come first.
-            if not all({"test_loss", "parameters"} <= part.keys() for part in evaluation):
+            if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
                 left_out[folder] = "not finished"
             else:
                 metrics = _json(folder / "metrics.jsonl")
-                recipe = parse_recipe(yaml.safe_dump(config["recipe"]), str(path))
+                recipe = parse_recipe(yaml.safe_dump(config["recipe"]), path.name)
                 run = Run(folder, config["arm"], config["seed"], recipe, metrics, *evaluation)
+                _check(run)
                 runs.append(run)
-        except (ValueError, yaml.YAMLError) as error:
+        except (UsageError, ValueError, OSError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(f"{folder} is damaged ({reason}): move it away") from None
     runs = sorted(_name_experiments(runs), key=_place)
@@ -136,7 +173,66 @@ def _json(path: Path) -> list[Any]:
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
-    return [json.loads(part) for part in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    try:
+        parts = [json.loads(p) for p in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name}: {error}") from None
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError(f"{path.name}: not JSON objects")
+    return parts
+
+
+def _check(run: Run) -> None:
+    """Raise ValueError where a run is not what training and evaluation write."""
+    if run.arm not in [*run.recipe.arms] or run.seed not in run.recipe.seeds:
+        raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
+    if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
+        raise ValueError("evaluation.json: parameters, and the seed, must be whole numbers")
+    for path in _NUMBERS:
+        value = run.value(path)
+        if not _is_number(value) and (value is not None or path == ("test_loss",)):
+            raise ValueError(f"evaluation.json: {'.'.join(path)}={value!r} is not a number")
+    spectrum = run.value(("embeddings", "singular_values"))
+    if spectrum is not None and not (
+        isinstance(spectrum, list)
+        and all(_is_number(value) and math.isfinite(value) for value in spectrum)
+        and max(spectrum, default=0) > 0
+        and spectrum == sorted(map(abs, spectrum), reverse=True)
+    ):
+        raise ValueError("evaluation.json: embeddings.singular_values are not descending to 0")
+    for line in run.metrics:
+        if not _is_count(line.get("step")) or not all(map(_is_number, line.values())):
+            raise ValueError(f"metrics.jsonl: {str(line)[:100]} is not numbers at a step")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one; NaN and infinity are such, of runs that broke down."""
+    if type(value) is int:
+        return abs(value) <= _LARGEST
+    return type(value) is float and (not math.isfinite(value) or abs(value) <= _LARGEST)
+
+
+def _checked(
+    path: Path, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """Finite numbers of that shape.
+
+    Raises:
+        UsageError: the file holds others, or cannot be read.
+    """
+    try:
+        values = read()
+        if values.shape != shape:
+            raise ValueError(f"shape {list(values.shape)}, where its recipe has {list(shape)}")
+        if not (np.abs(values) <= _LARGEST).all():
+            raise ValueError("numbers that are not finite, or beyond 1e100")
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} is damaged ({error}): move it away") from None
+    return values.astype(np.float64)
 
 
 def _name_experiments(runs: Sequence[Run]) -> list[Run]:
@@ -160,7 +256,7 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
     for key, name in names.items():
         others = [settings[other] for other in names if names[other] == name]
         apart = [
-            f"{setting}={value}"
+            f"{setting}={value if str(value).isprintable() else repr(value)}"
             for setting, value in settings[key].items()
             if any(other[setting] != value for other in others)
         ]
@@ -172,7 +268,7 @@ def _place(run: Run) -> tuple[Any, ...]:
     """By size and experiment; AdamW first, then Coupled Adam; the plain arm before its sweep."""
     options = run.recipe.arms[run.arm]
     kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
-    scale = options.get("second_moment_scale", 1)
+    scale = float(options.get("second_moment_scale", 1))  # 1e-3 is text in YAML
     swept = -np.log2(scale) if scale != 1 else -np.inf, float(options.get("lr_factor", 0))
     size = run.parameters, run.recipe.tokens, run.experiment
     return *size, kind, *swept, run.setup, run.seed

@@ -3,13 +3,14 @@
 import csv
 import dataclasses
 import io
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from coupled_adam.lab.runs import Run, short
 from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, sample_deviation, shorthand
@@ -168,7 +169,8 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         label = row.label.replace("|", "\\|")
         lines.append([short(row.tokens), short(row.parameters), label, *texts])
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return table + "".join(f"\n{note}\n" for note in footnotes(rows))
+    notes = (re.sub(r"([\\`*\[\]<>|])", r"\\\1", note) for note in footnotes(rows))
+    return table + "".join(f"\n{note}\n" for note in notes)
 
 
 def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
@@ -217,7 +219,7 @@ def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
             mean = float(np.mean(cell.values)) if cell.values else None
             line += [mean, sample_deviation(cell.values), len(cell.values), cell.p]
         lines.append(line)
-    return _csv([header, *lines])
+    return csv_text([header, *lines])
 
 
 def runs_csv(runs: Sequence[Run]) -> str:
@@ -237,13 +239,21 @@ def runs_csv(runs: Sequence[Run]) -> str:
         + [str(run.folder)]
         for run in runs
     ]
-    return _csv([header, *lines])
+    return csv_text([header, *lines])
 
 
-def _csv(lines: list[list[Any]]) -> str:
+def csv_text(lines: Sequence[Sequence[Any]]) -> str:
+    """Lines of values as CSV; text that a spreadsheet would take for a formula gets a ' before."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(lines)
+    safe = (
+        [f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for v in line]
+        for line in lines
+    )
+    csv.writer(text, lineterminator="\n").writerows(safe)
     return text.getvalue()
+
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
@@ -254,8 +264,8 @@ def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     names = ", ".join(dict.fromkeys(row.experiment for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
     shown = Table(
-        title=names + (size if one else ""),
-        caption="\n".join(footnotes(rows)),
+        title=Text(names + (size if one else "")),
+        caption=Text("\n".join(footnotes(rows))),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -266,7 +276,7 @@ def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
         shown.add_column(name, justify="left" if name == "Adam" else "right", no_wrap=True)
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
-        texts = [f"[bold]{cell.text}[/]" if cell.bold else cell.text for cell in cells]
+        texts = [Text(cell.text, "bold" if cell.bold else "") for cell in cells]
         sizes = [] if one else [short(row.tokens), short(row.parameters)]
-        shown.add_row(*sizes, escape(row.label), *texts)
+        shown.add_row(*sizes, Text(row.label), *texts)
     return shown

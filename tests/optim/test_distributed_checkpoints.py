@@ -1,0 +1,344 @@
+"""torch.distributed.checkpoint: saved by some ranks in one layout, continued by others in another.
+
+The same file is the program of each rank. Fewer ranks than four are a mesh of some of them.
+"""
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
+
+RANKS = 4
+V, H = 5, 4  # of five rows the last of four ranks has none
+HALF, END = 3, 6  # steps
+ROUNDING = 1e-12  # all is float64, and only the order of sums differs
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(V, H)
+        self.block = nn.Linear(H, H)
+        self.head = nn.Linear(H, V, bias=False)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.block(self.embed(ids))))
+
+
+def decoder(seed=0):
+    torch.manual_seed(seed)
+    return Decoder().double()
+
+
+def coupled(model):
+    return CoupledAdamW(param_groups(model), lr=1e-2, amsgrad=True)
+
+
+def adamw(model):
+    """With other groups than Coupled Adam's, in another order, and another learning rate."""
+    head, *others = reversed(list(model.parameters()))
+    groups = [{"params": others}, {"params": [head], "weight_decay": 0.5}]
+    return torch.optim.AdamW(groups, lr=2e-2, amsgrad=True)
+
+
+def train(model, optimizer, steps):
+    """Every rank takes the whole batch."""
+    for step in steps:
+        ids = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(step))
+        nn.functional.cross_entropy(model(ids[0]), ids[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def assert_equal(expected, actual, tolerance=ROUNDING):
+    """Parameters and states of two models with their optimizers."""
+    for (name, p), q in zip(expected[0].named_parameters(), actual[0].parameters()):
+        torch.testing.assert_close(full(q), full(p), rtol=0, atol=tolerance, msg=name)
+        theirs, ours = actual[1].state[q], expected[1].state[p]
+        assert theirs.keys() == ours.keys()
+        for key, value in ours.items():
+            torch.testing.assert_close(full(theirs[key]), full(value), rtol=0, atol=tolerance)
+
+
+class Layout:
+    """Where the parts of a model lie: FSDP2 over some ranks, with tensor parallelism, or DDP."""
+
+    def __init__(self, ranks, tensor_parallel=1, plan=("embed", "head")):
+        self.plan = plan
+        shape = (ranks // tensor_parallel, tensor_parallel)
+        names = ("data", "tensor")
+        self.mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape), mesh_dim_names=names)
+        self.group = dist.new_group(list(range(ranks)))
+        self.here = dist.get_rank() < ranks
+
+    def place(self, model):
+        if self.mesh.size(1) > 1:  # the embedding by columns, the head by rows
+            plan = {name: ColwiseParallel(output_layouts=Replicate()) for name in self.plan}
+            parallelize_module(model, self.mesh["tensor"], plan)
+        for module in (model.block, model):
+            fully_shard(module, mesh=self.mesh["data"])
+        return model
+
+
+class Replicated(Layout):
+    def place(self, model):
+        return DistributedDataParallel(model, process_group=self.group)
+
+
+def save(pair, folder, group=None):
+    model, optimizer = get_state_dict(*pair)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, process_group=group)
+
+
+def load(pair, folder, group=None):
+    model, optimizer = get_state_dict(*pair)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    set_state_dict(*pair, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def switch(pair, folder, group=None):
+    """As in docs/switching.md: from a checkpoint of AdamW, whatever its groups."""
+    model, optimizer = pair
+    like_adamw = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    weights, template = get_state_dict(model, like_adamw)
+    state = {"model": weights, "optimizer": {"state": template["state"]}}
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    set_model_state_dict(model, state["model"])
+    own = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, {**own, "state": state["optimizer"]["state"]})
+
+
+def uninterrupted():
+    model = decoder()
+    optimizer = coupled(model)
+    train(model, optimizer, range(END))
+    return model, optimizer
+
+
+def switched():
+    """The same in memory, averaged by hand."""
+    model = decoder()
+    old = adamw(model)
+    train(model, old, range(HALF))
+    optimizer = coupled(model)
+    coupled_params = optimizer.param_groups[0]["params"]
+    assert len(coupled_params) == 2
+    for p, state in old.state.items():
+        optimizer.state[p] = copy.deepcopy(state)
+        if any(p is q for q in coupled_params):
+            for name in ("exp_avg_sq", "max_exp_avg_sq"):
+                optimizer.state[p][name] = state[name].mean(0)
+    train(model, optimizer, range(HALF, END))
+    return model, optimizer
+
+
+def fresh(layout=None, make=coupled, seed=1):
+    """A model of other values, to be loaded into, and its optimizer."""
+    model = decoder(seed) if layout is None else layout.place(decoder(seed))
+    return model, make(model)
+
+
+def on_other_ranks(layouts, folder):
+    """Any layout into any other."""
+    expected = uninterrupted()
+    for name, layout in layouts.items():
+        if layout.here:
+            pair = fresh(layout, seed=0)
+            train(*pair, range(HALF))
+            save(pair, folder / name, layout.group)
+    dist.barrier()
+    for name in layouts:
+        for layout in layouts.values():
+            if layout.here:
+                pair = fresh(layout)
+                load(pair, folder / name, layout.group)
+                train(*pair, range(HALF, END))
+                assert_equal(expected, pair)
+
+
+def from_adamw(layouts, folder):
+    """Second moments [V, H] of any layout into [H] of any other."""
+    expected = switched()
+    for name in ("ddp", "3"):
+        layout = layouts[name]
+        if layout.here:
+            pair = fresh(layout, adamw, seed=0)
+            train(*pair, range(HALF))
+            save(pair, folder / f"adamw-{name}", layout.group)
+    dist.barrier()
+    for name in ("ddp", "3"):
+        for layout in layouts.values():
+            if layout.here:
+                pair = fresh(layout)
+                switch(pair, folder / f"adamw-{name}", layout.group)
+                assert [group["lr"] for group in pair[1].param_groups] == [1e-2] * 3
+                train(*pair, range(HALF, END))
+                assert_equal(expected, pair)
+
+    state = {"optimizer": {"state": get_optimizer_state_dict(*fresh(layouts["4"]))["state"]}}
+    with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
+        dcp.load(state, checkpoint_id=folder / "adamw-3")
+
+
+def to_adamw(layouts, folder):
+    """Back: each row has the shared moment, in parts as its parameter's."""
+    for name in ("ddp", "4", "2 x 2"):
+        model, optimizer = fresh(layouts[name])
+        load((model, optimizer), folder / "2")
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        back = torch.optim.AdamW(groups)
+        back.load_state_dict(to_adam_state_dict(optimizer.state_dict()))
+        for p in optimizer.param_groups[0]["params"]:
+            moment = back.state[p]["exp_avg_sq"]
+            assert torch.equal(full(moment), full(optimizer.state[p]["exp_avg_sq"]).expand(V, H))
+            if isinstance(p, DTensor):
+                assert moment.placements == p.placements
+                assert moment.to_local().shape == p.to_local().shape
+        train(model, back, range(1))
+
+
+def whole_state_dicts(layouts, folder):
+    """What trainers write as one file: full on each rank, or broadcast; AdamW's, too."""
+    expected = fresh()
+    load(expected, folder / "2")
+    old = fresh(make=adamw)
+    load(old, folder / "adamw-3")
+    # Not with a head of five rows: torch does not distribute uneven strided parts of a whole.
+    for layout in (layouts["4"], Layout(RANKS, 2, ["embed"])):
+        for options in (
+            StateDictOptions(full_state_dict=True),
+            StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+        ):
+            pair = fresh(layout)
+            set_model_state_dict(pair[0], expected[0].state_dict(), options=options)
+            state = copy.deepcopy(get_optimizer_state_dict(*expected))
+            set_optimizer_state_dict(*pair, state, options=options)
+            assert_equal(expected, pair, 0)
+            again = get_optimizer_state_dict(*pair, options=StateDictOptions(full_state_dict=True))
+            original = get_optimizer_state_dict(*expected)["state"]
+            torch.testing.assert_close(again["state"], original, rtol=0, atol=0)
+
+        pair = fresh(layout)
+        options = StateDictOptions(full_state_dict=True)
+        own = get_optimizer_state_dict(*pair, options=options)
+        state = {**own, "state": copy.deepcopy(get_optimizer_state_dict(*old)["state"])}
+        set_optimizer_state_dict(*pair, state, options=options)
+        for p, q in zip(old[0].parameters(), pair[0].parameters()):
+            for key in ("exp_avg_sq", "max_exp_avg_sq"):
+                ours, theirs = old[1].state[p][key], full(pair[1].state[q][key])
+                if q in set(pair[1].param_groups[0]["params"]):
+                    ours = ours.mean(0)
+                torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
+        train(*pair, range(1))
+
+
+def flattened_state_dicts(layouts, folder):
+    """With a key for each state and option of each parameter, as torchtitan saves."""
+    expected = uninterrupted()
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    if layouts["2"].here:
+        pair = fresh(layouts["2"], seed=0)
+        train(*pair, range(HALF))
+        model, optimizer = get_state_dict(*pair, options=options)
+        state, group = {"model": model, **optimizer}, layouts["2"].group
+        dcp.save(state, checkpoint_id=folder / "flat", process_group=group)
+    dist.barrier()
+    if layouts["3"].here:
+        pair = fresh(layouts["3"])
+        model, optimizer = get_state_dict(*pair, options=options)
+        state, group = {"model": model, **optimizer}, layouts["3"].group
+        dcp.load(state, checkpoint_id=folder / "flat", process_group=group)
+        set_model_state_dict(pair[0], state.pop("model"))
+        set_optimizer_state_dict(*pair, state, options=options)
+        train(*pair, range(HALF, END))
+        assert_equal(expected, pair)
+
+
+def bfloat16(layouts, folder):
+    """The float32 moments of bfloat16 matrices are not rounded on the way."""
+    models = [layouts[name].place(decoder().bfloat16()) for name in ("4", "2 x 2")]
+    saved, loaded = ((model, coupled(model)) for model in models)
+    train(*saved, range(HALF))
+    save(saved, folder / "bf16")
+    load(loaded, folder / "bf16")
+    moment = full(loaded[1].state[models[1].embed.weight]["exp_avg_sq"])
+    assert moment.dtype == torch.float32
+    assert not torch.equal(moment, moment.bfloat16().float())
+    assert_equal(saved, loaded, 0)
+
+
+CASES = (
+    on_other_ranks,
+    from_adamw,
+    to_adamw,
+    whole_state_dicts,
+    flattened_state_dicts,
+    bfloat16,
+)
+
+
+@pytest.mark.slow
+def test_checkpoints(tmp_path):
+    """Between 1, 2, 3, 4 and 2 x 2 ranks and DDP; then into this process, which is no rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(RANKS), __file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    for case in CASES:
+        assert result.stdout.count(f"<{case.__name__}: passed>") == RANKS
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        for name in ("1", "2", "3", "4", "2 x 2", "ddp"):
+            pair = fresh()
+            load(pair, tmp_path / name)
+            train(*pair, range(HALF, END))
+            assert_equal(uninterrupted(), pair)
+        for name in ("ddp", "3"):
+            pair = fresh()
+            switch(pair, tmp_path / f"adamw-{name}")
+            train(*pair, range(HALF, END))
+            assert_equal(switched(), pair)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    layouts = {str(ranks): Layout(ranks) for ranks in range(1, RANKS + 1)}
+    layouts |= {"2 x 2": Layout(RANKS, 2), "ddp": Replicated(RANKS)}
+    for case in CASES:
+        case(layouts, Path(sys.argv[1]))
+        print(f"<{case.__name__}: passed>", flush=True)
+    dist.destroy_process_group()

@@ -2,10 +2,10 @@
 
     python benchmarks/bf16_embeddings.py benchmarks/results/bf16_embeddings.json
 
-The ``tiny`` recipe at a tenth of its learning rate and at its own, three seeds. The optimizer's
-embedding matrix, its gradient and first moment are float32 or bfloat16, rounded to nearest or
-stochastically; all else is float32, so that only the update differs. Writes the validation loss at
-the end. A quarter of an hour on two cores.
+The ``tiny`` recipe at a tenth of its learning rate, where updates are small, three seeds. The
+optimizer's embedding matrix, its gradient and first moment are float32 or bfloat16, rounded to
+nearest or stochastically; all else is float32, so that only the update differs. Writes the
+validation loss at the end. Ten minutes on two cores.
 """
 
 import json
@@ -26,13 +26,13 @@ from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import Batches, next_token_loss, schedule, sequence_losses
 
 ROUNDINGS = ("float32", "nearest", "stochastic")
-FACTORS = (0.1, 1.0)
+LR_FACTOR = 0.1
 SEEDS = (1, 2, 3)
 
 
-def train(how: str, factor: float, seed: int) -> dict[str, float]:
+def train(how: str, seed: int) -> dict[str, float]:
     recipe = load_recipe("tiny")
-    recipe = override(recipe, {"training.lr": recipe.training.lr * factor})
+    recipe = override(recipe, {"training.lr": recipe.training.lr * LR_FACTOR})
     corpus = prepare_corpus(recipe, default_cache())
     torch.manual_seed(seed)
     model = build_model(recipe)
@@ -82,14 +82,11 @@ def main(target: Path) -> None:
         "recipe": load_recipe("tiny").to_dict(),
         "results": [],
     }
-    for factor in FACTORS:
-        for seed in SEEDS:
-            for how in ROUNDINGS:
-                found = train(how, factor, seed)
-                content["results"].append(
-                    {"rounding": how, "lr_factor": factor, "seed": seed, **found}
-                )
-                write_atomically(target, json.dumps(content, indent=2))
+    for seed in SEEDS:
+        for how in ROUNDINGS:
+            found = {"rounding": how, "lr_factor": LR_FACTOR, "seed": seed, **train(how, seed)}
+            content["results"].append(found)
+            write_atomically(target, json.dumps(content, indent=2))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PreemptedError as error:
         return _fail(PREEMPTED, f"{_one_line(error)}; continue with --resume")
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
         return _fail(130, "interrupted; add --resume to the command to continue")
     return 0
 

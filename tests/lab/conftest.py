@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from coupled_adam.lab.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training import Machine, train
+from laboratory import Laboratory
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +64,8 @@ def gpt2_options():
         "bos_token_id": 0,
         "eos_token_id": 0,
     }
+
+
+@pytest.fixture
+def lab(tmp_path, small_recipe, text_file):
+    return Laboratory(tmp_path, small_recipe, text_file)

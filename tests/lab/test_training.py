@@ -1,19 +1,14 @@
 """Batches and schedules; runs that are killed, stopped, shared by processes, or fail."""
 
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -22,6 +17,7 @@ from coupled_adam.lab import training
 from coupled_adam.lab.callbacks import MetricsFile
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import Batches, held_out_batches, held_out_share, schedule
+from laboratory import EXACT, LONG, Laboratory, close
 
 
 @pytest.fixture
@@ -116,6 +112,7 @@ def test_schedules(recipe, values, expected):
 
 
 def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
+    """All of them where there is none."""
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "train_loss": 1.0}) + "\n" for step in (0, 10, 20, 30)]
     path.write_text("".join(lines) + '{"step": 40, "tra')  # killed while writing
@@ -123,84 +120,8 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in kept] == [0, 10, 20, 30]
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
-
-
-def take_interrupts():
-    """In a process: Ctrl-C works also where these tests run in the background, which ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-class Laboratory:
-    """The command on a small recipe and text, as processes."""
-
-    def __init__(self, folder, recipe, text):
-        self.folder = folder
-        self.common = ["--recipe", str(recipe), "--device", "cpu"]
-        self.common += [] if text is None else ["--text", str(text)]
-        self.common += ["--cache", str(folder / "cache")]
-
-    def command(self, out, *more, processes=1):
-        python = [sys.executable, "-m"]
-        if processes > 1:
-            python += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-            python += ["-m"]
-        train = ["coupled_adam.cli", "train", "--out", str(self.folder / out)]
-        return [*python, *train, *self.common, *map(str, more)]
-
-    def start(self, out, *more, processes=1, preexec_fn=take_interrupts):
-        return subprocess.Popen(
-            self.command(out, *more, processes=processes),
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=preexec_fn,
-        )
-
-    def run(self, out, *more, code=0, **options):
-        process = self.start(out, *more, **options)
-        _, stderr = process.communicate(timeout=300)
-        assert process.returncode == code, stderr
-        return stderr
-
-    def stop(self, out, *more, step, number, code, **options):
-        """Send a signal to all its processes once this run has logged that step."""
-        metrics = self.folder / out / "metrics.jsonl"
-        before = metrics.stat().st_ino if metrics.exists() else None
-        process = self.start(out, *more, **options)
-        deadline = time.monotonic() + 200
-        while time.monotonic() < deadline and process.poll() is None:
-            if metrics.exists() and metrics.stat().st_ino != before:  # a resumed run writes it anew
-                last = metrics.read_text().rpartition('{"step": ')[2].partition(",")[0]
-                if last and int(last) >= step:
-                    os.killpg(process.pid, number)
-                    _, stderr = process.communicate(timeout=100)
-                    assert code is None or process.returncode == code, stderr
-                    return stderr
-            time.sleep(0.01)
-        process.kill()
-        raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
-
-    def weights(self, out):
-        return load_file(self.folder / out / "model" / "model.safetensors")
-
-    def metrics(self, out):
-        """All but the time."""
-        lines = (self.folder / out / "metrics.jsonl").read_text().splitlines()
-        metrics = [json.loads(line) for line in lines]
-        return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in metrics]
-
-    def checkpoints(self, out):
-        return sorted(path.stem for path in (self.folder / out / "checkpoints").glob("*.json"))
-
-
-@pytest.fixture
-def lab(tmp_path, small_recipe, text_file):
-    return Laboratory(tmp_path, small_recipe, text_file)
-
-
-LONG = ["--steps", 200, "training.evaluate_every=10"]  # so long that it is stopped where we want
+    MetricsFile(path, -1)
+    assert path.read_text() == ""
 
 
 @pytest.mark.slow
@@ -232,33 +153,6 @@ def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     assert moments == sorted(f"step-{step}.npy" for step in steps)
 
 
-def close(one, other, tolerance):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == torch.float64
-        assert (tensor - other[name]).abs().max() <= tolerance, name
-
-
-# In float64, and at a learning rate at which training does not amplify differences, other orders of
-# summation leave about 1e-13. A wrong mean over the vocabulary, batch or loss would show at once.
-EXACT = ["training.precision=64-true", "training.lr=1e-3"]
-
-
-def slurm(lab, *arguments):
-    """Two processes as srun would start them, with what it tells them."""
-    told = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
-    told |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0"}
-    told |= {"SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
-    processes = [
-        subprocess.Popen(
-            lab.command(*arguments),
-            env={**os.environ, **told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
-
-
 @pytest.mark.slow
 def test_two_processes_equal_one(lab):
     """DDP (by torchrun, by SLURM) and FSDP2 over gloo, and accumulation: the same batches."""
@@ -266,7 +160,8 @@ def test_two_processes_equal_one(lab):
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
     lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
     lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
-    slurm(lab, "slurm", "--arm", "coupled_adam", *EXACT)
+    processes = lab.srun("slurm", "--arm", "coupled_adam", *EXACT)
+    assert [process.wait(timeout=300) for process in processes] == [0, 0]
     one = lab.weights("one")
     for other in ("accumulated", "ddp", "fsdp2", "slurm"):
         close(one, lab.weights(other), 1e-10)
@@ -338,7 +233,7 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
 @pytest.mark.slow
 def test_compiled(lab):
     lab.run("eager", "--arm", "coupled_adam", "--steps", 10, *EXACT)
-    lab.run("compiled", "--arm", "coupled_adam", "--steps", 10, "--compile", *EXACT)
+    lab.run(*("compiled", "--arm", "coupled_adam", "--steps", 10, "--compile", *EXACT), processes=1)
     close(lab.weights("eager"), lab.weights("compiled"), 1e-10)
 
 

@@ -11,6 +11,8 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -63,9 +65,18 @@ class Checkpoints(pl.Callback):
         """How many steps the checkpoint has behind it."""
         return int(path.name.removeprefix("step-"))
 
+    @contextmanager
+    def taking_sigterm(self) -> Iterator[None]:
+        """Note SIGTERM, to stop in order; having come once, it is no more than noted to the end."""
+        before = signal.signal(signal.SIGTERM, self._stop)
+        try:
+            yield
+        finally:
+            if not self._told_to_stop:
+                signal.signal(signal.SIGTERM, before)
+
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        """Take SIGTERM: Lightning's own handler would talk to other processes from within it."""
-        self._told_to_stop = False
+        """Take SIGTERM back: Lightning's handler would talk to other processes from within it."""
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, _: int, __: FrameType | None) -> None:

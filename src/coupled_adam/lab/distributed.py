@@ -49,7 +49,11 @@ def nodes() -> int:
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """The processes as one group, over NCCL for ``device="cuda"`` and over gloo otherwise."""
+    """The processes as one group, over NCCL for ``device="cuda"`` and over gloo otherwise.
+
+    Raises:
+        TrainingError: another process has ended, or does not answer within torch's time limit.
+    """
     environment = launcher()
     if environment is None:
         yield
@@ -65,6 +69,13 @@ def process_group(device: str) -> Iterator[None]:
     )
     try:
         yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
+            raise
+        raise TrainingError(
+            "another process of this run has ended, or hangs: see what it said last; the last "
+            "checkpoint is kept, continue with --resume"
+        ) from error
     finally:
         dist.destroy_process_group()
 

@@ -95,14 +95,21 @@ def train(
     with contextlib.ExitStack() as held:
         on_rank_zero(lambda: _claim(folder, recipe, arm, seed, corpus, held))
         if not on_rank_zero((folder / "model").exists):
-            _train(recipe, arm, seed, corpus, folder, machine)
+            checkpoints = Checkpoints(folder, training.evaluate_every)
+            held.enter_context(checkpoints.taking_sigterm())
+            _train(recipe, arm, seed, corpus, folder, machine, checkpoints)
 
 
 def _train(
-    recipe: Recipe, arm: str, seed: int, corpus: Corpus, folder: Path, machine: Machine
+    recipe: Recipe,
+    arm: str,
+    seed: int,
+    corpus: Corpus,
+    folder: Path,
+    machine: Machine,
+    checkpoints: Checkpoints,
 ) -> None:
     training = recipe.training
-    checkpoints = Checkpoints(folder, training.evaluate_every)
     last = checkpoints.last(machine.skip_damaged)
     if last is not None:
         on_rank_zero(lambda: _record_resumption(folder, checkpoints.step(last)))
@@ -133,7 +140,7 @@ def _train(
             enable_model_summary=False,
             enable_checkpointing=False,
             use_distributed_sampler=False,
-            logger=_loggers(machine, folder, 0 if last is None else checkpoints.step(last)),
+            logger=_loggers(machine, folder, -1 if last is None else checkpoints.step(last)),
             callbacks=[checkpoints, ProgressBar(f"{arm}, seed {seed}")],
             plugins=[CheckpointIO(), *filter(None, [launcher()])],
         )

@@ -1,0 +1,114 @@
+"""A run that is killed at random, again and again, against one that is not.
+
+    python benchmarks/soak.py benchmarks/results/soak.json --minutes 60 --steps 6000
+
+Both train the recipe ``tiny`` with Coupled Adam, with a checkpoint every few seconds, on one thread
+each. One is stopped at random moments, from its start on: three times of four by kill -9, otherwise
+by SIGTERM or Ctrl-C; and continued, until it has finished after the given minutes at the earliest
+(it is left alone from then on). Weights, log and evaluation must be the same bit for bit.
+"""
+
+import argparse
+import collections
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from coupled_adam.lab.environment import environment
+from coupled_adam.lab.files import write_atomically
+
+SIGNALS = {"SIGKILL": 6, "SIGTERM": 1, "SIGINT": 1}
+CODES = {"SIGKILL": {-9}, "SIGTERM": {-15, 75}, "SIGINT": {-2, 130}}
+"""Before training has begun, the other two end the process as they end any."""
+
+
+def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+    command = ["train", "--recipe", "tiny", "--arm", "coupled_adam", "--out", str(folder)]
+    options = ["--resume", "--device", "cpu", "--log", "--steps", str(steps)]
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "coupled_adam.cli",
+            *command,
+            *options,
+            "training.evaluate_every=20",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=(folder.parent / f"{folder.name}.log").open("ab"),
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def soak(folder: Path, steps: int, minutes: float, seed: int) -> dict[str, object]:
+    """Train one run with interruptions, one without, beside it; what was done, and found."""
+    chance = random.Random(seed)
+    whole = start(folder / "whole", steps)
+    kills: collections.Counter[str] = collections.Counter()
+    resumed_at = []
+    began = time.monotonic()
+    code = None
+    while code is None:
+        process = start(folder / "cut", steps)
+        left = began + 60 * minutes - time.monotonic()
+        name = chance.choices([*SIGNALS], [*SIGNALS.values()])[0]
+        try:
+            code = process.wait(chance.uniform(0, 60) if left > 0 else None)
+        except subprocess.TimeoutExpired:
+            process.send_signal(getattr(signal, name))
+            returned = process.wait()
+            assert returned in CODES[name] or returned == 0, (name, returned)
+            kills[name] += 1
+            names = [p.stem for p in (folder / "cut" / "checkpoints").glob("step-*.json")]
+            resumed_at.append(max((int(n.removeprefix("step-")) for n in names), default=0))
+            code = 0 if returned == 0 else None
+    assert code == 0, code
+    assert whole.wait() == 0
+    ends = [folder / run for run in ("whole", "cut")]
+    weights = [load_file(end / "model" / "model.safetensors") for end in ends]
+    logs = [
+        [
+            {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+            for line in (end / "metrics.jsonl").read_text().splitlines()
+        ]
+        for end in ends
+    ]
+    evaluations = [json.loads((end / "evaluation.json").read_text()) for end in ends]
+    return {
+        "steps": steps,
+        "minutes": (time.monotonic() - began) / 60,
+        "seed": seed,
+        "kills": dict(kills),
+        "step_of_the_last_checkpoint_at_each": resumed_at,
+        "same_weights": all(torch.equal(x, weights[1][name]) for name, x in weights[0].items()),
+        "same_log": logs[0] == logs[1],
+        "same_evaluation": evaluations[0] == evaluations[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    here = environment()
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(Path(folder), options.steps, options.minutes, options.seed)
+    write_atomically(options.target, json.dumps({"environment": here, **found}, indent=2))
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,396 @@
+"""Faults, each on real processes and files: what is promised in docs/reliability.md."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from coupled_adam.lab import UsageError, comparison
+from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.files import sole_writer
+from coupled_adam.lab.recipe import load_recipe
+from coupled_adam.lab.training import Machine, train
+from laboratory import EXACT, LONG, close
+
+ARM = ["--arm", "coupled_adam"]
+
+
+def error(stderr):
+    """The one line that the command says of an error."""
+    (line,) = [line for line in stderr.splitlines() if line.startswith("coupled-adam: ")]
+    return line
+
+
+# --- checkpoints that are not what was written ---
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """A run of 40 steps with its recipe and corpus, and one of another seed."""
+    folder = tmp_path_factory.mktemp("finished")
+    text, path = folder / "text.txt", folder / "small.yaml"
+    text.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
+    path.write_text(f"""
+name: small
+model: {{architecture: gpt2, vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}}
+data: {{text: {text}, held_out: 0.1}}
+training:
+  {{steps: 40, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 4, evaluate_every: 10}}
+arms: {{coupled_adam: {{optimizer: coupled_adam}}}}
+seeds: [1]
+""")
+    recipe = load_recipe(str(path))
+    corpus = prepare_corpus(recipe, folder / "cache")
+    for seed in (1, 2):
+        train(recipe, "coupled_adam", seed, corpus, folder / str(seed), Machine(log=()))
+    return folder, recipe, corpus
+
+
+@pytest.fixture
+def unfinished(finished, tmp_path):
+    """The run as if it had been killed before its model was saved, and a way to continue it."""
+    folder, recipe, corpus = finished
+    run = shutil.copytree(folder / "1", tmp_path / "run")
+    shutil.rmtree(run / "model")
+
+    def go_on(**options):
+        train(recipe, "coupled_adam", 1, corpus, run, Machine(log=(), **options))
+        return load_file(run / "model" / "model.safetensors")
+
+    return run, go_on
+
+
+class Trap:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def flip_a_bit(path, place):
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "truncated": lambda path, _: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path, _: os.truncate(path, 0),
+    "first byte": lambda path, _: flip_a_bit(path, 0),
+    "a bit in the middle": lambda path, _: flip_a_bit(path, 0.5),
+    "last byte": lambda path, _: flip_a_bit(path, 1),
+    "a pickle": lambda path, _: path.write_bytes(pickle.dumps(Trap())),
+    "of another run": lambda path, other: shutil.copyfile(other, path),
+    "of another run, with its digests": lambda path, other: [
+        shutil.copyfile(other.with_name(other.name + end), path.with_name(path.name + end))
+        for end in ("", ".json")
+    ],
+    "without digests": lambda path, _: path.with_name("step-40.json").unlink(),
+    "digests that are none": lambda path, _: path.with_name("step-40.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
+    unfinished, finished, damage, tmp_path, monkeypatch
+):
+    run, go_on = unfinished
+    monkeypatch.chdir(tmp_path)
+    path = run / "checkpoints" / "step-40"
+    DAMAGES[damage](path, finished[0] / "2" / "checkpoints" / "step-40")
+    files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    way = "--skip-damaged removes it, and continues from step-30"
+    with pytest.raises(UsageError, match=f"{re.escape(str(path))} .*: {way}"):
+        go_on()
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == files
+    continued = go_on(skip_damaged=True)
+    expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
+    assert not (tmp_path / "executed").exists()
+
+
+def test_no_whole_checkpoint(unfinished):
+    run, go_on = unfinished
+    for step in (30, 40):
+        flip_a_bit(run / "checkpoints" / f"step-{step}", 0.5)
+    with pytest.raises(UsageError, match=r"remove .*checkpoints to start from the beginning"):
+        go_on(skip_damaged=True)
+    shutil.rmtree(run / "checkpoints")
+    go_on()
+
+
+def test_remains_of_a_killed_process(unfinished, finished):
+    """An unfinished checkpoint, and digests of one that has not got its name."""
+    run, go_on = unfinished
+    folder = run / "checkpoints"
+    (folder / "step-50.tmp").write_bytes(b"half")
+    (folder / "step-60.tmp").mkdir()
+    shutil.copy(folder / "step-40.json", folder / "step-50.json")
+    continued = go_on()
+    expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
+    names = {"step-30", "step-30.json", "step-40", "step-40.json"}
+    assert {path.name for path in folder.iterdir()} == names
+
+
+# --- what is not as it was when the run began ---
+
+
+def test_another_environment_is_recorded_and_warned_of(unfinished):
+    run, go_on = unfinished
+    path = run / "environment.json"
+    began = json.loads(path.read_text())
+    assert "resumed" not in began
+    began["packages"]["torch"] = "2.0.0"
+    began["processes"], began["time"] = 64, "2999-01-01T00:00:00+00:00"
+    path.write_text(json.dumps(began))
+    with pytest.warns(UserWarning, match="goes on at step 40 in another environment") as warned:
+        go_on()
+    (message,) = [str(w.message) for w in warned if "another environment" in str(w.message)]
+    assert f"torch 2.0.0 -> {torch.__version__}" in message
+    assert "processes 64 -> 1" in message
+    assert "the clock is set back, 2999-01-01" in message
+    recorded = json.loads(path.read_text())
+    (resumed,) = recorded.pop("resumed")
+    assert recorded == began
+    assert resumed["step"] == 40
+    assert resumed["packages"]["torch"] == torch.__version__
+
+
+def test_the_same_environment_is_no_news(unfinished, recwarn):
+    run, go_on = unfinished
+    go_on()
+    assert not [w for w in recwarn if "environment" in str(w.message)]
+    assert len(json.loads((run / "environment.json").read_text())["resumed"]) == 1
+
+
+def test_another_text_is_refused(unfinished, finished, tmp_path):
+    """Other words; and other tokens of the same words."""
+    folder, recipe, corpus = finished
+    run, go_on = unfinished
+    text = folder / "text.txt"
+    before = text.read_text()
+    for change in ("one more document", None):
+        if change is None:
+            counts = run / "unigram_counts.npy"
+            flip_a_bit(counts, 1)
+            changed = corpus
+        else:
+            text.write_text(f"{before}\n\n{change}")
+            changed = prepare_corpus(recipe, tmp_path / "cache")
+            text.write_text(before)
+        with pytest.raises(UsageError, match=r"was begun with another text than data.text=.* now"):
+            train(recipe, "coupled_adam", 1, changed, run, Machine(log=()))
+    assert not (run / "model").exists()
+    flip_a_bit(counts, 1)
+    go_on()
+
+
+# --- several processes want the same ---
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_folder(lab):
+    """The second refuses while the first is there, and may when that has been killed."""
+    lab.run("whole", *ARM, *LONG)
+    first = lab.start("cut", *ARM, *LONG, "--steps", 200)
+    metrics = lab.folder / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not metrics.exists() and time.monotonic() < deadline and first.poll() is None:
+        time.sleep(0.01)
+    os.killpg(first.pid, signal.SIGSTOP)
+    stderr = lab.run("cut", *ARM, *LONG, "--resume", code=2)
+    assert "cut is in use by another process: wait for it" in error(stderr)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    lab.run("cut", *ARM, *LONG, "--resume")
+    assert lab.metrics("cut") == lab.metrics("whole")
+
+
+def test_two_comparisons_in_one_folder(finished, tmp_path):
+    _, recipe, _ = finished
+    out = tmp_path / "out"
+    out.mkdir()
+    with sole_writer(out), pytest.raises(UsageError, match="is in use by another process"):
+        comparison.compare(recipe, out, machine=Machine(log=()), cache=tmp_path / "cache")
+    assert [path.name for path in out.iterdir()] == [".lock"]
+
+
+# --- processes that end ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "checkpoints"),
+    [
+        ("checkpoint 2", ["step-10"]),  # half of it is written
+        ("manifest 2", ["step-10"]),
+        ("rename 2", ["step-10"]),  # it has no name yet
+        ("checkpoint 3", ["step-10", "step-20"]),
+        ("model 1", ["step-30", "step-40"]),
+        ("evaluation 1", ["step-30", "step-40"]),
+    ],
+)
+def test_killed_while_it_writes(lab, fault, checkpoints):
+    """kill -9 in the middle: what was whole is there, and the run goes on from it."""
+    steps = ["--steps", 40, "training.evaluate_every=10"]
+    lab.run("whole", *ARM, *steps)
+    lab.run("cut", *ARM, *steps, fault=fault, code=-signal.SIGKILL)
+    folder = lab.folder / "cut" / "checkpoints"
+    whole = [p.name for p in folder.iterdir() if p.suffix not in (".tmp", ".json")]
+    assert sorted(whole) == checkpoints
+    lab.run("cut", *ARM, *steps, "--resume")
+    assert lab.metrics("cut") == lab.metrics("whole")
+    assert all(torch.equal(t, lab.weights("cut")[n]) for n, t in lab.weights("whole").items())
+    results = [(lab.folder / run / "evaluation.json").read_text() for run in ("whole", "cut")]
+    assert results[0] == results[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 75, "stopped by SIGTERM after step"), (signal.SIGINT, 130, "interrupted")],
+)
+def test_signals_that_come_again_and_again(lab, number, code, said):
+    lab.run("whole", *ARM, *LONG)
+    process = lab.start("cut", *ARM, *LONG)
+    metrics = lab.folder / "cut" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    sent = 0
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(number)
+        sent += 1
+        time.sleep(0.02)
+    _, stderr = process.communicate(timeout=100)
+    assert sent > 2
+    assert process.returncode == code, stderr
+    assert said in error(stderr)
+    assert "Traceback" not in stderr
+    lab.run("cut", *ARM, *LONG, "--resume")
+    assert lab.metrics("cut") == lab.metrics("whole")
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies(lab):
+    """The other ends with an error, though nobody stops it; the run goes on with one process."""
+    steps = ["--steps", 40, *EXACT]
+    lab.run("whole", *ARM, *steps)
+    processes = lab.srun("cut", *ARM, *steps, fault="death 24")
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [1, -signal.SIGKILL], said
+    assert "another process of this run has ended" in error(said[0])
+    lab.run("cut", *ARM, *steps, "--resume")
+    close(lab.weights("whole"), lab.weights("cut"), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_not_finite_on_one_rank(lab, strategy):
+    """All end at the same step with the same error, and nobody waits for another."""
+    arguments = ["run", *ARM, *EXACT, "--strategy", strategy]
+    processes = lab.srun(*arguments, fault="nan 24")
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], said
+    assert "the norm of the gradient is nan at step" in error(said[0])
+    assert "the last checkpoint is kept" in error(said[0])
+    assert not (lab.folder / "run" / "model").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["figures 1", "page 1"])
+def test_killed_while_it_makes_a_report(lab, fault):
+    """The report that was there is as it was; and can be made anew."""
+    lab.run("run", *ARM)
+    arguments = ["report", str(lab.folder / "run"), "--out", str(lab.folder / "report")]
+    lab.command_line(*arguments, fault="page 2")
+    before = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
+    assert "index.html" in {path.name for path in before}
+    lab.command_line(*arguments, fault=fault, code=-signal.SIGKILL)
+    after = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
+    assert after == before
+    lab.command_line(*arguments, fault="page 2")
+
+
+# --- disks ---
+
+
+def in_namespace(script, *arguments, **options):
+    """A shell in namespaces of its own, where it may mount; skips where the kernel forbids that."""
+    unshare = shutil.which("unshare")
+    allowed = (
+        unshare
+        and not subprocess.run(
+            [unshare, "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True
+        ).returncode
+    )
+    if not allowed:
+        pytest.skip("needs to mount in a user namespace")
+    command = [unshare, "-rm", "sh", "-ec", script, "sh", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room", [1.5, 2.5, 3.2])
+def test_a_disk_that_is_full(lab, room):
+    """On a disk with room for so many checkpoints: the whole ones stay, and are continued."""
+    steps = ["--steps", 60, "training.evaluate_every=10", "--log"]
+    lab.run("whole", *ARM, *steps)
+    sizes = [p.stat().st_size for p in (lab.folder / "whole").glob("checkpoints/*")]
+    disk, out = lab.folder / "disk", lab.folder / "cut"
+    disk.mkdir()
+    script = """
+mount -t tmpfs -o size=$1 tmpfs "$2"
+code=0
+shift 2
+"$@" || code=$?
+cp -r "$DISK/cut" "$OUT"
+exit $code
+"""
+    result = in_namespace(
+        script,
+        int(room * max(sizes)) + 32768,
+        disk,
+        *lab.command("disk/cut", *ARM, *steps),
+        env={**os.environ, "DISK": str(disk), "OUT": str(out), "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 1, result.stderr
+    assert "No space left on device" in error(result.stderr)
+    assert "what was finished is kept, continue with --resume" in error(result.stderr)
+    assert len(lab.checkpoints("cut")) == min(int(room), 2)
+    lab.run("cut", *ARM, *steps, "--resume")
+    assert lab.metrics("cut") == lab.metrics("whole")
+    assert all(torch.equal(t, lab.weights("cut")[n]) for n, t in lab.weights("whole").items())
+
+
+@pytest.mark.slow
+def test_a_read_only_folder(lab):
+    """Nothing is changed in it, and the error names it."""
+    steps = ["--steps", 40, "training.evaluate_every=10"]
+    lab.run("cut", *ARM, *steps, fault="model 1", code=-signal.SIGKILL)
+    out = lab.folder / "cut"
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    script = """
+mount --bind "$1" "$1"
+mount -o remount,ro,bind "$1"
+shift
+"$@"
+"""
+    command = lab.command("cut", *ARM, *steps, "--resume")
+    result = in_namespace(script, out, *command)
+    assert result.returncode == 1, result.stderr
+    assert f"Read-only file system: {out}" in error(result.stderr)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    result = in_namespace(script, out, *lab.command("cut/new", *ARM, *steps))
+    assert result.returncode == 1
+    assert "Read-only file system" in error(result.stderr)
+    lab.run("cut", *ARM, *steps, "--resume")

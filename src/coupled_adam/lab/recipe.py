@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import jsonargparse
 import yaml
@@ -418,6 +418,8 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise UsageError(f"{where} has no key {key!r}: {hint}")
+        if value is None and type(None) not in get_args(known[key]):
+            raise UsageError(f"{where}: {key}=null must be a value")
         # jsonargparse would open a file of that name, or import a class for what is in there.
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, dict):

@@ -202,7 +202,11 @@ def from_adamw(layouts, folder):
                 train(*pair, range(HALF, END))
                 assert_equal(expected, pair)
 
-    state = {"optimizer": {"state": get_optimizer_state_dict(*fresh(layouts["4"]))["state"]}}
+    model, optimizer = fresh(layouts["4"])
+    state = get_optimizer_state_dict(model, adamw(model))
+    with pytest.raises(ValueError, match=r"group 1 of the checkpoint has no \['lr', 'betas'"):
+        set_optimizer_state_dict(model, optimizer, state)
+    state = {"optimizer": {"state": get_optimizer_state_dict(model, optimizer)["state"]}}
     with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
         dcp.load(state, checkpoint_id=folder / "adamw-3")
 

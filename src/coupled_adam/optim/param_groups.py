@@ -169,7 +169,11 @@ def _find_embeddings(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     if inputs or outputs:
         return inputs, outputs
 
-    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables = {
+        id(module.weight): module.weight
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight.dim() == 2
+    }
     heads = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
     tied = [head for head in heads if id(head) in tables]
     if tied:

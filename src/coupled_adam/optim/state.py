@@ -23,6 +23,8 @@ OPTIONS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The states that are [V, H] in Adam and one vector [H] for all rows in Coupled Adam."""
 
+_ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
+
 Group = dict[str, Any]
 
 
@@ -147,7 +149,14 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, dict[str, Tensor]] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
-        for name in group.keys() - {"params"}:
+        if missing := [name for name in _ALWAYS_SAVED if name not in saved]:
+            raise ValueError(
+                f"param group {number} of the checkpoint has no {missing}: "
+                "set_optimizer_state_dict leaves them out where the checkpoint's groups are others "
+                "than the optimizer's. Pass it the checkpoint's 'state' with the optimizer's own "
+                "'param_groups', of get_optimizer_state_dict(model, optimizer)"
+            )
+        for name in OPTIONS:
             saved.setdefault(name, group[name])
         if saved["coupled"] != group["coupled"]:
             warnings.warn(

@@ -250,6 +250,7 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["data.text=&a [*a]"], "is not YAML: an alias stands for what it is in"),
         (["model.n_layer"], "'model.n_layer': what is no option must be key=value"),
         (["name.x=3"], "name has no keys of its own"),
+        (["name.\n=3"], "name has no keys of its own"),
         (["model.n_layer=[1"], "is not YAML"),
     ],
 )

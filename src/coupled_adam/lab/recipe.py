@@ -292,7 +292,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         for section in sections:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
-                raise UsageError(f"{key}: {section} has no keys of its own")
+                raise UsageError(_one_line(f"{key}: {section} has no keys of its own"))
         target[last] = value
     return _recipe(changed, f"recipe {recipe.name!r}")
 
@@ -443,7 +443,7 @@ def _check_arms(arms: Any, where: str) -> None:
                 raise UsageError(f"{where}: arms.{name}.{key}={value!r} must be one value")
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: object) -> str:
     """What an error says, without control characters, which terminals obey; not too long."""
     text = "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
     return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

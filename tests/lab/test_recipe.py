@@ -293,7 +293,9 @@ def test_files_extend(tmp_path):
     with pytest.raises(UsageError, match="extends itself"):
         load_recipe(str(path))
     path.write_text("extends: tinny\n")
-    with pytest.raises(UsageError, match=r"recipe 'tinny': did you mean tiny\?"):
+    with pytest.raises(
+        UsageError, match=r"'tinny', which '.*mine.yaml' extends: did you mean tiny\?"
+    ):
         load_recipe(str(path))
     path.write_text("- a list\n")
     with pytest.raises(UsageError, match="keys and values are needed"):

@@ -319,6 +319,7 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
     """The keys of a recipe and of those it extends."""
     if name in extended:
         raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
+    source = f"recipe {name!r}" + (f", which {extended[-1]!r} extends" if extended else "")
     path = Path(name) if name not in recipe_names() else _FOLDER / f"{name}.yaml"
     try:
         if extended and not path.is_file():  # a recipe must not make us wait for a device
@@ -329,8 +330,8 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"recipe {name!r}: {hint} (as a file: {reason})") from None
-    values = _mapping(text, f"recipe {name!r}")
+        raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
+    values = _mapping(text, source)
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
         values = values["recipe"]
     base = values.pop("extends", None)

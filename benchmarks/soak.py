@@ -1,8 +1,8 @@
 """A run that is killed at random, again and again, against one that is not.
 
-    python benchmarks/soak.py benchmarks/results/soak.json --minutes 60 --steps 6000
+    python benchmarks/soak.py benchmarks/results/soak.json --minutes 60 --steps 5000
 
-Both train the recipe ``tiny`` with Coupled Adam, with a checkpoint every few seconds, on one thread
+Both train the recipe ``tiny`` with Coupled Adam, with a checkpoint every second or two, on one thread
 each. One is stopped at random moments, from its start on: three times of four by kill -9, otherwise
 by SIGTERM or Ctrl-C; and continued, until it has finished after the given minutes at the earliest
 (it is left alone from then on). Weights, log and evaluation must be the same bit for bit.
@@ -41,7 +41,8 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
             "coupled_adam.cli",
             *command,
             *options,
-            "training.evaluate_every=20",
+            "training.evaluate_every=10",
+            "training.evaluation_batches=1",
         ],
         stdout=subprocess.DEVNULL,
         stderr=(folder.parent / f"{folder.name}.log").open("ab"),
@@ -100,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     here = environment()

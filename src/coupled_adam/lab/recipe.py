@@ -174,6 +174,7 @@ class Recipe:
         self._check_training()
         if not self.arms:
             raise UsageError("arms must name at least one arm")
+        _check_arms(self.arms, "recipe")  # jsonargparse makes a list of the text "[]"
         for name in self.arms:
             if not re.fullmatch(r"\w[\w+-]{,49}", name):
                 raise UsageError(
@@ -254,7 +255,7 @@ class Recipe:
         _check_keys(options, OPTIMIZERS[kind], f"arms.{name}")
         try:
             arm: Arm = _parse(OPTIMIZERS[kind], options)
-        except (jsonargparse.ArgumentError, ValueError) as error:
+        except (jsonargparse.ArgumentError, ValueError, OverflowError) as error:
             raise UsageError(f"arms.{name}: {_one_line(error)}") from None
         return arm
 
@@ -398,7 +399,7 @@ def _recipe(values: dict[str, Any], source: str) -> Recipe:
         raise UsageError(_one_line(error)) from None
     try:
         recipe: Recipe = _parse(Recipe, values)
-    except (jsonargparse.ArgumentError, UsageError, ValueError) as error:
+    except (jsonargparse.ArgumentError, UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"{source}: {_one_line(error)}") from None
     return recipe
 

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from coupled_adam import cli
 
 FAULTY = Path(__file__).with_name("faulty.py")
 
+SHORT = ["--steps", 40, "training.evaluate_every=10"]
 LONG = ["--steps", 200, "training.evaluate_every=10"]  # so long that it is stopped where we want
 
 # In float64, and at a learning rate at which training does not amplify differences, other orders of
@@ -32,6 +34,8 @@ def take_interrupts():
 
 class Laboratory:
     """The command on a small recipe and text, as processes."""
+
+    references: ClassVar = {}
 
     def __init__(self, folder, recipe, text):
         self.folder = folder
@@ -119,6 +123,25 @@ class Laboratory:
             )
             for rank in range(2)
         ]
+
+    def result(self, out):
+        """Weights, log and evaluation of a finished run."""
+        evaluation = json.loads((self.folder / out / "evaluation.json").read_text())
+        return self.weights(out), self.metrics(out), evaluation
+
+    def reference(self, *arguments):
+        """The result of a run that nothing happens to; it is trained once for all tests."""
+        if arguments not in self.references:
+            self.run("reference", *arguments)
+            self.references[arguments] = self.result("reference")
+        return self.references[arguments]
+
+    def assert_equal(self, out, *arguments):
+        """A run has the result of one that nothing happened to, bit for bit."""
+        (weights, *rest), (expected, *others) = self.result(out), self.reference(*arguments)
+        assert rest == others
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
     def weights(self, out):
         return load_file(self.folder / out / "model" / "model.safetensors")

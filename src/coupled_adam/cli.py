@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = f"error: {os.strerror(error.errno)}{where}"
         return _fail(1, f"{what}; what was finished is kept, continue with --resume")
     except PreemptedError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
         return _fail(PREEMPTED, f"{_one_line(error)}; continue with --resume")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice

@@ -128,7 +128,6 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
 @pytest.mark.parametrize("arm", ["adamw", "coupled_adam"])
 def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     """kill -9, Ctrl-C, SIGTERM, kill -9 again: the same bit for bit."""
-    lab.run("whole", "--arm", arm, *LONG)
     arguments = ["cut", "--arm", arm, *LONG]
     lab.stop(*arguments, step=20, number=signal.SIGKILL, code=-signal.SIGKILL)
     arguments.append("--resume")
@@ -140,13 +139,7 @@ def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     assert not (lab.folder / "cut" / "model").exists()
     lab.run(*arguments)
 
-    assert lab.metrics("cut") == lab.metrics("whole")
-    for file in ("evaluation.json", "config.yaml"):
-        texts = [(lab.folder / run / file).read_text() for run in ("cut", "whole")]
-        assert texts[0] == texts[1]
-    whole, cut = lab.weights("whole"), lab.weights("cut")
-    assert whole.keys() == cut.keys()
-    assert all(torch.equal(tensor, cut[name]) for name, tensor in whole.items())
+    lab.assert_equal("cut", "--arm", arm, *LONG)
     assert lab.checkpoints("cut") == ["step-190", "step-200"]
     moments = sorted(path.name for path in (lab.folder / "cut" / "second_moments").glob("*"))
     steps = range(10, 210, 10) if arm == "adamw" else []
@@ -156,21 +149,18 @@ def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
 @pytest.mark.slow
 def test_two_processes_equal_one(lab):
     """DDP (by torchrun, by SLURM) and FSDP2 over gloo, and accumulation: the same batches."""
-    lab.run("one", "--arm", "coupled_adam", *EXACT)
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
     lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
     lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
     processes = lab.srun("slurm", "--arm", "coupled_adam", *EXACT)
     assert [process.wait(timeout=300) for process in processes] == [0, 0]
-    one = lab.weights("one")
+    one, metrics, evaluation = lab.reference("--arm", "coupled_adam", *EXACT)
     for other in ("accumulated", "ddp", "fsdp2", "slurm"):
         close(one, lab.weights(other), 1e-10)
-        for mine, theirs in zip(lab.metrics("one"), lab.metrics(other), strict=True):
+        _, found, evaluated = lab.result(other)
+        for mine, theirs in zip(metrics, found, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-7), other
-        results = [
-            json.loads((lab.folder / run / "evaluation.json").read_text()) for run in ("one", other)
-        ]
-        assert results[0]["test_loss"] == pytest.approx(results[1]["test_loss"], rel=1e-7)
+        assert evaluated["test_loss"] == pytest.approx(evaluation["test_loss"], rel=1e-7)
 
 
 @pytest.mark.slow
@@ -193,12 +183,12 @@ def test_sharded_run_is_killed_and_resumed(lab):
 @pytest.mark.slow
 def test_processes_and_accumulation_may_change_on_resume(lab):
     """Two processes stop at the same step when SIGTERM comes; one continues, in other portions."""
-    lab.run("whole", "--arm", "coupled_adam", *EXACT, *LONG)
     first = ["cut", "--arm", "coupled_adam", *EXACT, *LONG]
     stderr = lab.stop(*first, step=50, number=signal.SIGTERM, code=None, processes=2)
     assert stderr.count("stopped by SIGTERM after step") == 1  # rank 0 speaks
     lab.run(*first, "--resume", "--micro-batch-size", 1)
-    close(lab.weights("whole"), lab.weights("cut"), 1e-10)
+    whole, *_ = lab.reference("--arm", "coupled_adam", *EXACT, *LONG)
+    close(whole, lab.weights("cut"), 1e-10)
 
 
 @pytest.mark.slow
@@ -213,7 +203,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(lab):
 @pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint(lab):
     """Here: files may not grow beyond a few kB."""
-    lab.run("whole", "--arm", "adamw", *LONG)
     first = ["cut", "--arm", "adamw", *LONG]
     lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
     (before,) = lab.checkpoints("cut")
@@ -227,7 +216,7 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
     assert "continue with --resume" in stderr
     assert before in lab.checkpoints("cut")
     lab.run(*first, "--resume")
-    assert all(torch.equal(t, lab.weights("cut")[n]) for n, t in lab.weights("whole").items())
+    lab.assert_equal("cut", "--arm", "adamw", *LONG)
 
 
 @pytest.mark.slow

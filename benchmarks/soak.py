@@ -3,9 +3,9 @@
     python benchmarks/soak.py benchmarks/results/soak.json --minutes 60 --steps 5000
 
 Both train the recipe ``tiny`` with Coupled Adam, with a checkpoint every second or two, on one
-thread each. One is stopped at random moments, from its start on: three times of four by kill -9, otherwise
-by SIGTERM or Ctrl-C; and continued, until it has finished after the given minutes at the earliest
-(it is left alone from then on). Weights, log and evaluation must be the same bit for bit.
+thread each. One is stopped at random moments, from its start on: three times of four by kill -9,
+otherwise by SIGTERM or Ctrl-C; and continued, until it has finished after the given minutes at the
+earliest (it is left alone from then on). Weights, log and evaluation must be the same bit for bit.
 """
 
 import argparse

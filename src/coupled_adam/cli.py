@@ -307,15 +307,15 @@ def _compare(options: jsonargparse.Namespace) -> None:
     console = _console()
     console.print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
-        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}; results in "
-        f"{out}",
+        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
         highlight=False,
     )
+    _print_place("results in", out)
     cache = Path(options.cache) if options.cache else default_cache()
     table = comparison.compare(recipe, out, machine=machine, cache=cache, resume=options.resume)
     if table is not None:
         _print_table(table)
-        console.print(f"the whole report: {out / 'report' / 'index.html'}", highlight=False)
+        _print_place("the whole report:", out / "report" / "index.html")
 
 
 def _train(options: jsonargparse.Namespace) -> None:
@@ -336,7 +336,7 @@ def _train(options: jsonargparse.Namespace) -> None:
         cache=Path(options.cache) if options.cache else default_cache(),
         resume=options.resume,
     )
-    _console().print(f"the run: {folder}", highlight=False)
+    _print_place("the run:", folder)
 
 
 def _evaluate(options: jsonargparse.Namespace) -> None:
@@ -389,7 +389,7 @@ def _evaluate(options: jsonargparse.Namespace) -> None:
     console = _console()
     pprint(_without_spectra(result), console=console, expand_all=True)
     if where is not None:
-        console.print(f"all numbers: {where}", highlight=False)
+        _print_place("all numbers:", where)
 
 
 def _without_spectra(result: Any) -> Any:
@@ -409,9 +409,8 @@ def _report(options: jsonargparse.Namespace) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = Path(options.out) if options.out else folders[0] / "report"
-    console = _console()
     _print_table(report(folders, out))
-    console.print(f"the whole report: {out / 'index.html'}", highlight=False)
+    _print_place("the whole report:", out / "index.html")
 
 
 def _analyze(options: jsonargparse.Namespace) -> None:
@@ -688,6 +687,13 @@ def _console() -> Any:
     from rich.console import Console
 
     return Console(quiet=_is_other_rank())
+
+
+def _print_place(what: str, path: Path) -> None:
+    """Print a path as it is: brackets in it are no markup."""
+    from rich.text import Text
+
+    _console().print(Text(f"{what} {path}"), soft_wrap=True)
 
 
 def _print_table(table: Any) -> None:

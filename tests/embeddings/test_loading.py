@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from coupled_adam.embeddings import load_embeddings
+from coupled_adam.embeddings.weights import check_distributed
 
 V, H = 60, 8
 GPT = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": V}
@@ -224,6 +225,24 @@ def test_pickles_are_not_executed(tmp_path):
         with pytest.raises(ValueError, match=message):
             load_embeddings(tmp_path / name)
         assert not harm.exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_is_checked_before_torch_loads_it(tmp_path):
+    """Which executes what its index names, and what is in it beside tensors."""
+    harm = tmp_path / "harm"
+    content = {"weight": torch.ones(2, 2), "lr": 0.1, "group": {"betas": (0.9, 0.95)}}
+    dcp.save(content, checkpoint_id=tmp_path / "good")
+    check_distributed(tmp_path / "good")
+    dcp.save({**content, "x": Malicious(harm)}, checkpoint_id=tmp_path / "object")
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / ".metadata").write_bytes(pickle.dumps(Malicious(harm)))
+    for name in ("object", "index"):
+        with pytest.raises(ValueError, match=f"{name} cannot be loaded without executing a pickle"):
+            check_distributed(tmp_path / name)
+        assert not harm.exists()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        check_distributed(tmp_path / "nothing")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -231,7 +231,7 @@ def test_two_comparisons_in_one_folder(finished, tmp_path):
     [
         ("checkpoint 2", ["step-10"]),  # half of it is written
         ("manifest 2", ["step-10"]),
-        ("rename 2", ["step-10"]),  # it has no name yet
+        ("rename 3", ["step-10"]),  # it has no name yet; the corpus got its own before
         ("checkpoint 3", ["step-10", "step-20"]),
         ("model 1", ["step-30", "step-40"]),
         ("evaluation 1", ["step-30", "step-40"]),

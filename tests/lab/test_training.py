@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from coupled_adam.lab import training
+from coupled_adam.lab import UsageError, training
 from coupled_adam.lab.callbacks import MetricsFile
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import Batches, held_out_batches, held_out_share, schedule
@@ -122,6 +122,11 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
     MetricsFile(path, -1)
     assert path.read_text() == ""
+    for damaged in ("[]\n", '{"step": "x"}\n', "{\n"):
+        path.write_text(damaged)
+        with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
+            MetricsFile(path, 0)
+        assert path.read_text() == damaged
 
 
 @pytest.mark.slow
@@ -299,8 +304,6 @@ def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
 
 
 def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
-    from coupled_adam.lab import UsageError
-
     as_rank(monkeypatch, 0, 3)
     with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
         training.train(recipe, "adamw", 1, None, tmp_path / "run", training.Machine())

@@ -160,8 +160,7 @@ def open_distributed(folder: Path) -> Weights:
         ValueError: it is damaged, or its index names what such an index does not hold.
     """
     try:
-        index = _IndexUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
-        tensors = _indexed_tensors(index)
+        tensors = _indexed_tensors(_index(folder))
     except Exception as error:  # of a pickle whose content is anything
         raise ValueError(
             f"{folder}: not a whole distributed checkpoint ({_one_line(error)})"
@@ -176,6 +175,36 @@ def open_distributed(folder: Path) -> Weights:
     return Weights(str(folder), {name: entry.shape for name, entry in tensors.items()}, read)
 
 
+def check_distributed(folder: Path) -> None:
+    """See that torch may load a folder of torch.distributed.checkpoint, which it does by pickle.
+
+    Raises:
+        ValueError: its index, or an object in it that is no tensor, names what could be executed.
+    """
+    try:
+        index = _index(folder)
+        tensors = _indexed_tensors(index)
+        for (name, _), place in _places(index).items():
+            if name not in tensors:
+                file, start, length = _location(place)
+                torch.load(_bytes(folder / file, start, length), weights_only=True)
+    except Exception as error:  # of pickles whose content is anything
+        raise ValueError(
+            f"{folder} cannot be loaded without executing a pickle, which is not safe, or is "
+            f"damaged ({_one_line(error)})"
+        ) from None
+
+
+def _index(folder: Path) -> Any:
+    return _IndexUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+
+
+def _bytes(path: Path, start: int, length: int) -> io.BytesIO:
+    with path.open("rb") as file:
+        file.seek(start)
+        return io.BytesIO(file.read(length))
+
+
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
     """A block of a tensor: where it lies in it, and the bytes of a file that hold it."""
@@ -187,9 +216,7 @@ class _Chunk:
     length: int
 
     def read(self, folder: Path) -> Tensor:
-        with (folder / self.file).open("rb") as file:
-            file.seek(self.start)
-            content = io.BytesIO(file.read(self.length))
+        content = _bytes(folder / self.file, self.start, self.length)
         block: Tensor = torch.load(content, map_location="cpu", weights_only=True)
         if not isinstance(block, Tensor) or not _is_plain(block) or block.shape != self.sizes:
             raise ValueError(f"{self.file} holds something else than the index says")
@@ -220,10 +247,7 @@ class _Sharded:
 
 def _indexed_tensors(index: Any) -> dict[str, _Sharded]:
     """The tensors in the index of a distributed checkpoint."""
-    places = {
-        (key.state["fqn"], key.state.get("offset")): value.state
-        for key, value in index.state["storage_data"].items()
-    }
+    places = _places(index)
     found = {}
     for name, entry in index.state["state_dict_metadata"].items():
         if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
@@ -233,16 +257,28 @@ def _indexed_tensors(index: Any) -> dict[str, _Sharded]:
         chunks = []
         for chunk in entry.state["chunks"]:
             offsets, sizes = (_whole_numbers(chunk.state[key]) for key in ("offsets", "sizes"))
-            place = places[name, offsets]
-            file = place["relative_path"]
-            if not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
-                raise ValueError(f"{file!r} is not the name of a file in it")
-            if place.get("transform_descriptors"):
-                raise ValueError(f"{file!r} is compressed")
-            start, length = _whole_numbers((place["offset"], place["length"]))
-            chunks.append(_Chunk(offsets, sizes, file, start, length))
+            chunks.append(_Chunk(offsets, sizes, *_location(places[name, offsets])))
         found[name] = _Sharded(shape, dtype, chunks)
     return found
+
+
+def _places(index: Any) -> dict[tuple[str, Any], dict[str, Any]]:
+    """Where everything lies, by name and, for a block of a tensor, its offsets."""
+    return {
+        (key.state["fqn"], key.state.get("offset")): value.state
+        for key, value in index.state["storage_data"].items()
+    }
+
+
+def _location(place: dict[str, Any]) -> tuple[str, int, int]:
+    """The file, the first byte, and how many."""
+    file = place["relative_path"]
+    if not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
+        raise ValueError(f"{file!r} is not the name of a file in it")
+    if place.get("transform_descriptors"):
+        raise ValueError(f"{file!r} is compressed")
+    start, length = _whole_numbers((place["offset"], place["length"]))
+    return file, start, length
 
 
 def _whole_numbers(values: tuple[Any, ...]) -> tuple[int, ...]:

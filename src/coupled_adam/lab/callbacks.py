@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from coupled_adam.lab import UsageError
 from coupled_adam.lab.distributed import rank
 from coupled_adam.lab.files import write_atomically
 
@@ -19,15 +20,21 @@ class MetricsFile(Logger):
     """The log as JSON lines. ``step`` counts finished steps: 0 is before the first.
 
     Lines after ``last_step``, which a killed run wrote after its last checkpoint, are dropped.
+
+    Raises:
+        UsageError: a file that is there holds something else.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         super().__init__()
         self.path = path
         if rank() == 0 and path.exists():
-            lines = path.read_text().splitlines(keepends=True)
-            whole = (line for line in lines if line.endswith("\n"))
-            kept = (line for line in whole if json.loads(line)["step"] <= last_step)
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            try:
+                kept = [line for line in whole if json.loads(line)["step"] <= last_step]
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{path} is damaged: remove the lines that are no JSON") from None
             write_atomically(path, "".join(kept))
 
     @property

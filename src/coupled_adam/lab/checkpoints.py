@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
+from coupled_adam.embeddings.weights import check_distributed
 from coupled_adam.lab import PreemptedError, UsageError
 from coupled_adam.lab.distributed import any_rank, from_all_ranks, on_rank_zero, rank, world_size
 from coupled_adam.lab.files import write_atomically
@@ -143,7 +144,14 @@ class Checkpoints(pl.Callback):
         if config != self._config():
             return "is not of this run (it was made with another config.yaml)"
         damaged = sorted(name for name in {**files, **found} if files.get(name) != found.get(name))
-        return f"is damaged ({', '.join(damaged)})" if damaged else None
+        if damaged:
+            return f"is damaged ({', '.join(damaged)})"
+        try:
+            if path.is_dir():  # the checksums come with it, and say nothing of who wrote it
+                check_distributed(path)
+        except ValueError as error:
+            return f"cannot be used ({error})"
+        return None
 
     def _config(self) -> str:
         return hashlib.sha256(self.config.read_bytes()).hexdigest()

@@ -28,7 +28,7 @@ _FILE = "comparison.yaml"
 def stored(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None for what is not one."""
     try:
-        text = (out / _FILE).read_text(encoding="utf-8")
+        text = (out / _FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     return parse_recipe(text, str(out / _FILE))

@@ -14,6 +14,7 @@ import torch
 from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -224,7 +225,7 @@ def theory_rows(theory: Theory) -> list[tuple[str, list[str]]]:
 def theory_table(theory: Theory, name: str) -> Table:
     """For the terminal."""
     table = Table(
-        title=f"{name}: {theory.batches} gradients at fixed weights",
+        title=Text(f"{name}: {theory.batches} gradients at fixed weights"),
         caption="‖sum of the rows‖ / sum of their norms: 0, they cancel; 1, all point one way.",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -37,6 +37,7 @@ from transformers.optimization import (
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.monitor import whole
+from coupled_adam.embeddings.weights import read_array
 from coupled_adam.lab import PreemptedError, TrainingError, UsageError
 from coupled_adam.lab.callbacks import MetricsFile, ProgressBar
 from coupled_adam.lab.checkpoints import CheckpointIO, Checkpoints
@@ -45,7 +46,7 @@ from coupled_adam.lab.distributed import launcher, nodes, on_rank_zero, rank, wo
 from coupled_adam.lab.environment import changes, environment
 from coupled_adam.lab.files import sole_writer, write_atomically
 from coupled_adam.lab.models import build_model
-from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.recipe import Recipe, read_yaml
 from coupled_adam.lab.token_files import Tokens
 
 
@@ -469,7 +470,7 @@ def _claim(
     path = folder / "config.yaml"
     config = {"arm": arm, "seed": seed, "recipe": recipe.only(arm, seed).to_dict()}
     if path.exists():
-        if yaml.safe_load(path.read_text(encoding="utf-8")) != config:
+        if read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) != config:
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
@@ -484,7 +485,10 @@ def _claim(
 def _check_text(folder: Path, corpus: Corpus) -> None:
     """Raise UsageError unless the run was begun with this text, and these tokens of it."""
     began = _recorded(folder).get("corpus", {})
-    counts = np.load(folder / "unigram_counts.npy", allow_pickle=False)
+    try:
+        counts = read_array(folder / "unigram_counts.npy")
+    except ValueError as error:
+        raise UsageError(f"{error}: remove {folder} to begin the run again") from None
     now = corpus.facts["fingerprint"], corpus.facts["tokens"]
     if (began.get("fingerprint"), began.get("tokens")) != now or not np.array_equal(
         counts, corpus.unigram_counts()

@@ -9,12 +9,12 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed
 	$(BIN)/coupled-adam compare --out runs/demo --resume
 
-# Every check: format, lint, types, all tests.
+# Every check: format, lint, types, all tests, in two processes of one thread each.
 test: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
 $(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c

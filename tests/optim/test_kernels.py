@@ -35,6 +35,14 @@ DTYPES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def tensors(rows, columns, dtype, layout, seed=0):
     """Parameter, gradient and first moment, [rows, columns], in a memory layout."""
     generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from coupled_adam import cli
-from coupled_adam.lab import callbacks, checkpoints, distributed, evaluation, reporting, training
+from coupled_adam.lab import distributed, evaluation, reporting, training
 
 
 def kill(*_):
@@ -54,9 +54,7 @@ def build_in(fault, number):
     loss = training.next_token_loss
     places = {
         "checkpoint": (torch, "save", write_half),
-        "manifest": (checkpoints, "write_atomically", kill),
         "rename": (Path, "rename", kill),
-        "metrics": (callbacks, "write_atomically", kill),
         "model": (training, "_save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
         "figures": (reporting, "draw_all", kill),

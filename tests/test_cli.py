@@ -30,7 +30,7 @@ def run(*arguments, cwd=None):
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, "COLUMNS": "120"},
+        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "2"},  # the longest test
     )
 
 
@@ -49,7 +49,7 @@ def test_compare(small_recipe, text_file, tmp_path):
     assert "Coupled" in result.stdout
     runs = [f"{arm}-seed-{seed}" for arm in ("adamw", "coupled_adam") for seed in (1, 2)]
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        [*runs, "comparison.yaml", "report"]
+        [*runs, "comparison.yaml", "report", ".lock"]
     )
     for name in runs:
         folder = out / name

@@ -230,9 +230,7 @@ def test_two_comparisons_in_one_folder(finished, tmp_path):
     ("fault", "checkpoints"),
     [
         ("checkpoint 2", ["step-10"]),  # half of it is written
-        ("manifest 2", ["step-10"]),
         ("rename 3", ["step-10"]),  # it has no name yet; the corpus got its own before
-        ("checkpoint 3", ["step-10", "step-20"]),
         ("model 1", ["step-30", "step-40"]),
         ("evaluation 1", ["step-30", "step-40"]),
     ],
@@ -298,17 +296,17 @@ def test_not_finite_on_one_rank(lab, strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["figures 1", "page 1"])
-def test_killed_while_it_makes_a_report(lab, fault):
+def test_killed_while_it_makes_a_report(lab):
     """The report that was there is as it was; and can be made anew."""
     lab.run("run", *ARM)
     arguments = ["report", str(lab.folder / "run"), "--out", str(lab.folder / "report")]
     lab.command_line(*arguments, fault="page 2")
     before = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
     assert "index.html" in {path.name for path in before}
-    lab.command_line(*arguments, fault=fault, code=-signal.SIGKILL)
-    after = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
-    assert after == before
+    for fault in ("figures 1", "page 1"):
+        lab.command_line(*arguments, fault=fault, code=-signal.SIGKILL)
+        after = {p: p.read_bytes() for p in (lab.folder / "report").rglob("*") if p.is_file()}
+        assert after == before
     lab.command_line(*arguments, fault="page 2")
 
 

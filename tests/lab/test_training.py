@@ -158,7 +158,8 @@ def test_two_processes_equal_one(lab):
     lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
     lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
     processes = lab.srun("slurm", "--arm", "coupled_adam", *EXACT)
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
     one, metrics, evaluation = lab.reference("--arm", "coupled_adam", *EXACT)
     for other in ("accumulated", "ddp", "fsdp2", "slurm"):
         close(one, lab.weights(other), 1e-10)
@@ -210,7 +211,7 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
     """Here: files may not grow beyond a few kB."""
     first = ["cut", "--arm", "adamw", *LONG]
     lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
-    (before,) = lab.checkpoints("cut")
+    before = lab.checkpoints("cut")
 
     def full():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -219,7 +220,7 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
     stderr = lab.run(*first, "--resume", "--log", code=1, preexec_fn=full)
     assert "error: File too large" in stderr
     assert "continue with --resume" in stderr
-    assert before in lab.checkpoints("cut")
+    assert lab.checkpoints("cut") == before
     lab.run(*first, "--resume")
     lab.assert_equal("cut", "--arm", "adamw", *LONG)
 

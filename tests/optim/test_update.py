@@ -251,8 +251,9 @@ def test_half_precision_gradients_are_averaged_in_float32():
     p.grad[:, 1] = 1e3
     optimizer.step()
     expected = 1e-3 * p.grad[0].double() ** 2
+    # A thousand equal numbers, added up in float32 one after the other.
     torch.testing.assert_close(
-        optimizer.state[p]["exp_avg_sq"].double(), expected, rtol=1e-5, atol=0
+        optimizer.state[p]["exp_avg_sq"].double(), expected, rtol=1e-4, atol=0
     )
 
 

@@ -4,7 +4,6 @@ The same file is the program of each rank. Fewer ranks than four are a mesh of s
 """
 
 import copy
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
+from ranks import run_on_ranks
 
 RANKS = 4
 V, H = 5, 4  # of five rows the last of four ranks has none
@@ -311,16 +311,7 @@ CASES = (
 @pytest.mark.slow
 def test_checkpoints(tmp_path):
     """Between 1, 2, 3, 4 and 2 x 2 ranks and DDP; then into this process, which is no rank."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*torchrun, "--nproc-per-node", str(RANKS), __file__, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    for case in CASES:
-        assert result.stdout.count(f"<{case.__name__}: passed>") == RANKS
+    run_on_ranks(RANKS, __file__, [case.__name__ for case in CASES], tmp_path)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")

@@ -3,8 +3,6 @@
 The same file is the program of each rank.
 """
 
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -24,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import offset
+from ranks import run_on_ranks
 
 RANKS = 4
 V, H, STEPS = 5, 8, 6
@@ -325,16 +324,7 @@ CASES = {
 @pytest.mark.slow
 def test_parallelism():
     """Of five rows the ranks have two, two, one and none; over tensor parallelism 2, 1, 1, 1."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*torchrun, "--nproc-per-node", str(RANKS), __file__],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    for name in CASES:
-        assert result.stdout.count(f"<{name}: passed>") == RANKS
+    run_on_ranks(RANKS, __file__, CASES)
 
 
 def test_zero_partitions_are_refused():

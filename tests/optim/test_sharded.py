@@ -4,8 +4,6 @@ The same file is the program of each rank.
 """
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from torch.distributed.tensor import (
 )
 
 from coupled_adam import CoupledAdamW, param_groups
+from ranks import run_on_ranks
 
 V, H, STEPS = 7, 6, 8
 
@@ -179,16 +178,7 @@ def test_sharded(ranks):
 
     On eight ranks one has no row, and two have no column.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*torchrun, "--nproc-per-node", str(ranks), __file__],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    for name in CASES:
-        assert result.stdout.count(f"<{name}: passed>") == ranks
+    run_on_ranks(ranks, __file__, CASES)
 
 
 if __name__ == "__main__":

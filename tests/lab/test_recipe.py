@@ -18,6 +18,7 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
+from coupled_adam.lab.training import schedule
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
     "124M": (6.0e-4, 12, 12, 768, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
@@ -109,6 +110,32 @@ def test_scaled_and_sgd_arms():
     factors = [arm["lr_factor"] for arm in sgd.arms.values() if arm["optimizer"] == "sgd"]
     assert factors == [100, 200, 300, 400, 500, 600]
     assert sgd.arm("sgd_f300").label == "SGD, f = 300"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "coupled_adam"])
+def test_embeddings_have_their_own_learning_rate_and_decay(kind):
+    """As if all parameters had that rate, for the embeddings; as ever, for the others."""
+    options = {"optimizer": kind, "lr_factor": 4, "embedding_weight_decay": 0.5}
+    recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
+    assert recipe.arm("x").label.endswith(", f = 4, decay 0.5")
+    model = build_model(recipe)
+    optimizer = recipe.arm("x").optimizer(model, recipe.training)
+    found = {
+        id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
+    }
+    lr, decay = recipe.training.lr, recipe.training.weight_decay
+    assert found[id(model.transformer.wte.weight)] == (4 * lr, 0.5)
+    assert found[id(model.transformer.wpe.weight)] == (lr, 0.5)
+    assert found[id(model.transformer.ln_f.weight)] == (lr, 0)
+    assert found[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay)
+    scheduler = schedule(optimizer, recipe)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    for _ in range(50):
+        optimizer.step()
+        scheduler.step()
+    rates = [group["lr"] / group["initial_lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.5] * len(rates))  # half of the warmup
 
 
 @pytest.mark.parametrize("couple", ["input", "output"])
@@ -216,6 +243,8 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
             "arms.coupled_adam has no key 'second_moment_scal': did you mean second_moment_scale?",
         ),
         (["arms.coupled_adam.second_moment_scale=0"], "second_moment_scale=0.0 must be above 0"),
+        (["arms.coupled_adam.lr_factor=0"], "lr_factor=0.0 must be above 0"),
+        (["arms.adamw.embedding_weight_decay=-1"], "embedding_weight_decay=-1.0 must be 0 or more"),
         (["arms.coupled_adam.couple=none"], "Expected a typing.Literal['both'"),
         (["arms.x={optimizer: sgd, lr_factor: -1}"], "lr_factor=-1.0 must be above 0"),
         (["arms.x={optimizer: sgd, lr_factor: 1, momentum: 1}"], "momentum=1.0 must be"),

@@ -6,7 +6,7 @@ enter it in :data:`OPTIMIZERS`. All other parameters are AdamW's in every arm.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,41 +33,76 @@ class Arm(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """AdamW for all parameters."""
+    """AdamW for all parameters.
 
-    label = "Standard"
+    The token embeddings have ``lr_factor`` times the learning rate, and ``embedding_weight_decay``.
+    """
+
+    lr_factor: float = 1.0
+    embedding_weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for options out of range."""
+        _check_embedding_options(self)
+
+    @property
+    def label(self) -> str:
+        """Standard, and what is not the default."""
+        return ", ".join(["Standard", *_embedding_options(self)])
 
     def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
-        """torch's AdamW; embeddings do not decay."""
-        groups = param_groups(model, weight_decay=training.weight_decay)
+        """torch's AdamW on the groups of :func:`coupled_adam.param_groups`."""
+        groups = param_groups(
+            model,
+            weight_decay=training.weight_decay,
+            embedding_weight_decay=self.embedding_weight_decay,
+        )
         for group in groups:
-            del group["coupled"]
+            if group.pop("coupled"):
+                group["lr"] = self.lr_factor * training.lr
         return torch.optim.AdamW(groups, training.lr, training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True)
 class CoupledAdam:
-    """Coupled Adam for the token embeddings; ``second_moment_scale`` is the 2^-n of Sec. 6.1."""
+    """Coupled Adam for the token embeddings; ``second_moment_scale`` is the 2^-n of Sec. 6.1.
+
+    What is coupled has ``lr_factor`` times the learning rate; all embeddings have
+    ``embedding_weight_decay``.
+    """
 
     second_moment_scale: float = 1.0
     couple: Couple = "both"
+    lr_factor: float = 1.0
+    embedding_weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for options out of range."""
         if not 0 < self.second_moment_scale < math.inf:
             raise ValueError(f"second_moment_scale={self.second_moment_scale} must be above 0")
+        _check_embedding_options(self)
 
     @property
     def label(self) -> str:
         """Coupled, and what is not the default."""
-        label = "Coupled"
+        parts = ["Coupled"]
         if self.second_moment_scale != 1:
-            label += f", n = {-math.log2(self.second_moment_scale):g}"
-        return label if self.couple == "both" else f"{label}, {self.couple} only"
+            parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
+        if self.couple != "both":
+            parts.append(f"{self.couple} only")
+        return ", ".join([*parts, *_embedding_options(self)])
 
     def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
         """CoupledAdamW on the groups of :func:`coupled_adam.param_groups`."""
-        groups = param_groups(model, weight_decay=training.weight_decay, couple=self.couple)
+        groups = param_groups(
+            model,
+            weight_decay=training.weight_decay,
+            embedding_weight_decay=self.embedding_weight_decay,
+            couple=self.couple,
+        )
+        for group in groups:
+            if group["coupled"]:
+                group["lr"] = self.lr_factor * training.lr
         return CoupledAdamW(
             groups,
             training.lr,
@@ -75,6 +110,20 @@ class CoupledAdam:
             training.eps,
             second_moment_scale=self.second_moment_scale,
         )
+
+
+def _check_embedding_options(arm: AdamW | CoupledAdam) -> None:
+    if not 0 < arm.lr_factor < math.inf:
+        raise ValueError(f"lr_factor={arm.lr_factor} must be above 0")
+    if not 0 <= arm.embedding_weight_decay < math.inf:
+        raise ValueError(f"embedding_weight_decay={arm.embedding_weight_decay} must be 0 or more")
+
+
+def _embedding_options(arm: AdamW | CoupledAdam) -> Iterator[str]:
+    if arm.lr_factor != 1:
+        yield f"f = {arm.lr_factor:g}"
+    if arm.embedding_weight_decay:
+        yield f"decay {arm.embedding_weight_decay:g}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -427,13 +428,18 @@ def draw_toy_example() -> Figure:
 def _sweep(
     runs: Sequence[Run], optimizer: str, option: str, number: Callable[[float], float]
 ) -> dict[float, list[Run]]:
-    """Runs by the number that is swept, in order; Coupled Adam itself has the scale 1."""
-    found: dict[float, list[Run]] = {}
+    """Runs by the number that is swept, in order; Coupled Adam itself has the scale 1.
+
+    Runs that have another option besides do not belong to it; of several such sweeps, the widest.
+    """
+    found: dict[str, dict[float, list[Run]]] = {}
     for run in runs:
-        options = run.recipe.arms[run.arm]
-        if options["optimizer"] == optimizer:
-            found.setdefault(number(float(options.get(option, 1.0))), []).append(run)
-    return dict(sorted(found.items()))
+        options = dict(run.recipe.arms[run.arm])
+        if options.pop("optimizer") == optimizer:
+            value = number(float(options.pop(option, 1.0)))
+            sweep = found.setdefault(json.dumps(options, sort_keys=True), {})
+            sweep.setdefault(value, []).append(run)
+    return dict(sorted(max(found.values(), key=len, default={}).items()))
 
 
 def _single(draw: Callable[[Axes], None], file: str, caption: str) -> Picture:

@@ -54,7 +54,7 @@ class Run:
     @property
     def is_baseline(self) -> bool:
         """Whether it is plain AdamW, which the other arms are compared with."""
-        return isinstance(self.recipe.arm(self.arm), AdamW)
+        return self.recipe.arm(self.arm) == AdamW()
 
     @property
     def parameters(self) -> int:

@@ -1,0 +1,91 @@
+"""A small mixture of experts: eight, of which two compute each token; Mixtral's layout."""
+
+import math
+
+import torch
+from torch import Tensor
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+
+from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam.embeddings import mean_norm_ratio
+from coupled_adam.lab.recipe import Recipe
+
+from .loop import Optimizers, Variant
+
+BALANCE = 0.02  # weight of the load-balancing loss, Mixtral's own is 0.001 to 0.02
+
+
+def build(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's size, each expert half as wide as GPT-2's feed-forward."""
+    options = recipe.model
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=options.vocab_size,
+            hidden_size=options.n_embd,
+            intermediate_size=options.n_embd,
+            num_hidden_layers=options.n_layer,
+            num_attention_heads=options.n_head,
+            num_key_value_heads=options.n_head,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=recipe.training.sequence_length,
+            tie_word_embeddings=options.tied,
+            output_router_logits=True,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """Mean cross-entropy of each sequence, [batch]; in training with the load-balancing loss."""
+    output = model(input_ids=blocks[:, :-1], use_cache=False)
+    found = torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none"
+    )
+    found = found.view(len(blocks), -1).mean(1)
+    return found + BALANCE * output.aux_loss if model.training else found
+
+
+def coupled_router(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizers:
+    """Coupled Adam for the embeddings and for each router's matrix, which decays as ever."""
+    options = recipe.training
+    routers = {id(p) for p in router_matrices(model)}
+    groups = list(param_groups(model, weight_decay=options.weight_decay))
+    moved = [p for group in groups for p in group["params"] if id(p) in routers]
+    for group in groups:
+        del group["param_names"]
+        group["params"] = [p for p in group["params"] if id(p) not in routers]
+    groups.append({"params": moved, "weight_decay": options.weight_decay, "coupled": True})
+    return [CoupledAdamW(groups, options.lr, options.betas, options.eps)]
+
+
+def router_matrices(model: PreTrainedModel) -> list[Tensor]:
+    """[experts, H], one for each layer."""
+    return [p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
+
+
+def balance(model: PreTrainedModel, blocks: Tensor) -> dict[str, float]:
+    """How the tokens spread over the experts, and the routers' mean rows.
+
+    ``load_entropy`` is 1 where all experts compute as many tokens, averaged over layers;
+    ``router_mean_norm_ratio`` is the norm of the mean row over the mean norm.
+    """
+    model.train(False)
+    with torch.inference_mode():
+        routed = model(input_ids=blocks[:, :-1], use_cache=False).router_logits
+    model.train()
+    entropies = []
+    for logits in routed:
+        chosen = logits.topk(2).indices.flatten()
+        share = torch.bincount(chosen, minlength=logits.shape[1]) / chosen.numel()
+        entropies.append(-torch.xlogy(share, share).sum().item() / math.log(len(share)))
+    ratios = [mean_norm_ratio(matrix.detach()) for matrix in router_matrices(model)]
+    return {
+        "load_entropy": sum(entropies) / len(entropies),
+        "router_mean_norm_ratio": sum(ratios) / len(ratios),
+    }
+
+
+EXPERTS = Variant(build=build, losses=losses, also=balance)
+EXPERTS_AND_ROUTER = Variant(build=build, losses=losses, also=balance, optimizers=coupled_router)

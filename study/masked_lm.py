@@ -1,0 +1,50 @@
+"""A BERT, trained to fill in masked tokens: 15 % of them, as in Devlin et al., arXiv 1810.04805."""
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
+
+from coupled_adam.lab.recipe import Recipe
+
+from .loop import Variant
+
+
+def build(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's size; the last row of the embeddings is the mask."""
+    options = recipe.model
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=options.vocab_size + 1,
+            hidden_size=options.n_embd,
+            num_hidden_layers=options.n_layer,
+            num_attention_heads=options.n_head,
+            intermediate_size=4 * options.n_embd,
+            max_position_embeddings=recipe.training.sequence_length,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """Mean cross-entropy of the chosen tokens of each sequence, [batch].
+
+    Of the chosen, 80 % are masked, 10 % are another token, 10 % stay. The choice follows from the
+    blocks, so that every model fills in the same.
+    """
+    ids = blocks[:, :-1]
+    mask = model.config.vocab_size - 1
+    generator = torch.Generator().manual_seed(int(ids.sum()))
+    # The same number in each sequence, so that all count alike.
+    order = torch.rand(ids.shape, generator=generator).argsort(1)
+    chosen = order < round(0.15 * ids.shape[1])
+    what = torch.rand(ids.shape, generator=generator)
+    others = torch.randint(mask, ids.shape, generator=generator)
+    inputs = torch.where(chosen & (what < 0.8), mask, ids)
+    inputs = torch.where(chosen & (what >= 0.9), others, inputs)
+    logits = model(input_ids=inputs).logits
+    found = nn.functional.cross_entropy(logits[chosen], ids[chosen], reduction="none")
+    return found.view(len(ids), -1).mean(1)
+
+
+MASKED_LM = Variant(build=build, losses=losses)

@@ -1,0 +1,124 @@
+"""What is run for each question: runs by name, each with three seeds."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .alternatives import ALTERNATIVES
+from .experts import EXPERTS, EXPERTS_AND_ROUTER
+from .loop import Variant
+from .masked_lm import MASKED_LM
+from .muon import MUON
+from .switching import SWITCHING
+
+ADAMW = {"optimizer": "adamw"}
+COUPLED = {"optimizer": "coupled_adam"}
+ARMS = {"adamw": ADAMW, "coupled": COUPLED}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The arm, as a recipe has it; what differs from ``english.yaml``; without a variant the run is
+    the laboratory's.
+    """
+
+    arm: Mapping[str, Any]
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variant: Variant | None = None
+
+
+def _scale() -> dict[str, Entry]:
+    """Five points: three in D, three in N."""
+    sizes = {
+        "0.6M": _size(n_embd=64, n_layer=2, n_head=2, lr=1e-2),
+        "1.6M": _size(n_embd=128, n_layer=3, n_head=4, lr=6e-3),
+        "3.4M": _size(n_embd=192, n_layer=4, n_head=6, lr=4e-3),
+    }
+    points = [("0.6M", 512), ("0.6M", 2048), ("0.6M", 8192), ("1.6M", 2048), ("3.4M", 2048)]
+    return {
+        f"N={size} steps={steps} {arm}": Entry(
+            options,
+            {
+                "model.vocab_size": 8192,
+                **sizes[size],
+                "training.steps": steps,
+                "training.evaluate_every": steps // 8,
+            },
+        )
+        for size, steps in points
+        for arm, options in ARMS.items()
+    }
+
+
+def _size(lr: float, **model: int) -> dict[str, Any]:
+    return {"training.lr": lr, **{f"model.{key}": value for key, value in model.items()}}
+
+
+def _scaled(exponents: range, **overrides: Any) -> dict[str, Entry]:
+    """nu times 2^-n is a learning rate times 2^(n/2): AdamW's embeddings get the same."""
+    found = {}
+    for n in exponents:
+        found[f"coupled n={n}"] = Entry({**COUPLED, "second_moment_scale": 2.0**-n}, overrides)
+        found[f"adamw n={n}"] = Entry({**ADAMW, "lr_factor": 2 ** (n / 2)}, overrides)
+    return found
+
+
+def _alternatives() -> dict[str, Entry]:
+    found = {}
+    for lr in (1e-2, 4e-2, 1.6e-1):
+        at = {"training.lr": lr}
+        for arm, options in ARMS.items():
+            found[f"lr={lr:g} {arm}"] = Entry(options, at, Variant())
+        decay = {**ADAMW, "embedding_weight_decay": 0.1}
+        found[f"lr={lr:g} weight_decay"] = Entry(decay, at, Variant())
+        slower = {**ADAMW, "lr_factor": 0.25}
+        found[f"lr={lr:g} lr_factor_0.25"] = Entry(slower, at, Variant())
+        for name, variant in ALTERNATIVES.items():
+            found[f"lr={lr:g} {name}"] = Entry(ADAMW, at, variant)
+    return found
+
+
+QUESTIONS: dict[str, dict[str, Entry]] = {
+    "scale": _scale(),
+    "scaled": {
+        **_scaled(range(-5, 6)),
+        "coupled lr_factor=2^2.5": Entry({**COUPLED, "lr_factor": 2**2.5}),
+    },
+    "scaled_longer": _scaled(
+        range(-2, 6, 2), **{"training.steps": 2400, "training.evaluate_every": 400}
+    ),
+    "sgd": {
+        f"f={factor}": Entry({"optimizer": "sgd", "lr_factor": factor})
+        for factor in (3, 10, 30, 100, 200, 300, 400, 500, 600)
+    },
+    "tying": {
+        "untied adamw": Entry(ADAMW, {"model.tied": False}),
+        **{
+            f"untied coupled {which}": Entry({**COUPLED, "couple": which}, {"model.tied": False})
+            for which in ("both", "input", "output")
+        },
+    },
+    "schedules": {
+        f"{schedule} {arm}": Entry(options, {"training.schedule": schedule})
+        for schedule in ("constant", "wsd")
+        for arm, options in ARMS.items()
+    },
+    "masked_lm": {
+        arm: Entry(
+            options, {"training.steps": 1200, "training.evaluate_every": 200}, variant=MASKED_LM
+        )
+        for arm, options in ARMS.items()
+    },
+    "experts": {
+        **{arm: Entry(options, variant=EXPERTS) for arm, options in ARMS.items()},
+        "coupled and router": Entry(COUPLED, variant=EXPERTS_AND_ROUTER),
+    },
+    "muon": {
+        f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr}, MUON)
+        for lr in (5e-3, 1e-2, 2e-2)
+        for arm, options in ARMS.items()
+    },
+    "alternatives": _alternatives(),
+    "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
+}
+"""AdamW and Coupled Adam on the base itself are ``adamw n=0`` and ``coupled n=0`` of ``scaled``."""

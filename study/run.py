@@ -1,0 +1,165 @@
+"""Run the study, or some of its questions; go on where it was cut off.
+
+    python -m study.run --text english/train.txt.xz --word-similarity word-similarity/ QUESTION ...
+
+Results go to ``results/``, a file for each question. Runs share the machine, one thread each.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from coupled_adam.lab.corpus import Corpus, default_cache, prepare_corpus
+from coupled_adam.lab.environment import environment
+from coupled_adam.lab.evaluation import Sets, evaluate_run, word_similarity_sets
+from coupled_adam.lab.figures import fit_proportional
+from coupled_adam.lab.files import write_atomically
+from coupled_adam.lab.recipe import Recipe, load_recipe, override
+from coupled_adam.lab.runs import read_runs
+from coupled_adam.lab.training import Machine
+from coupled_adam.lab.training import train as train_in_the_laboratory
+
+from .loop import MEASURES, train
+from .questions import QUESTIONS, Entry
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the data is, and where runs go."""
+
+    text: str
+    word_similarity: Path
+    out: Path
+
+
+def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
+    """The complete recipe of an entry's runs."""
+    values: dict[str, Any] = {**entry.overrides, "arms": {entry.arm["optimizer"]: dict(entry.arm)}}
+    if text is not None:
+        values["data.text"] = text
+    return override(load_recipe(str(HERE / "english.yaml")), values)
+
+
+def run(question: str, name: str, seed: int, places: Places) -> dict[str, Any]:
+    """One run; what it found, and what it ran on."""
+    torch.set_num_threads(1)
+    entry = QUESTIONS[question][name]
+    recipe = recipe_of(entry, places.text)
+    corpus = prepare_corpus(recipe, default_cache())
+    sets = word_similarity_sets(places.word_similarity)
+    if entry.variant is None:
+        folder = places.out / question / f"{name}-seed-{seed}"
+        found = of_the_laboratory(recipe, seed, corpus, sets, folder)
+    else:
+        (arm,) = recipe.arms
+        found = train(recipe, arm, entry.variant, seed, corpus, sets)
+    here = {key: value for key, value in environment().items() if key != "command"}
+    return {"tokens": recipe.tokens, **found, "environment": here}
+
+
+def of_the_laboratory(
+    recipe: Recipe, seed: int, corpus: Corpus, sets: Sets, folder: Path
+) -> dict[str, Any]:
+    """Train and evaluate into a run folder, and condense it."""
+    (arm,) = recipe.arms
+    began = time.perf_counter()
+    train_in_the_laboratory(recipe, arm, seed, corpus, folder, Machine(log=()))
+    evaluation = evaluate_run(folder, corpus, sets=sets)
+    ((trained,), _) = read_runs([folder])
+    curve = [
+        {key: line[key] for key in ("step", "valid_loss", "mean_norm", "mean_norm_ratio")}
+        for line in trained.metrics
+        if "valid_loss" in line
+    ]
+    probability = trained.probabilities()
+    seen = probability > 0
+    fits = []
+    for tokens, moment in trained.second_moments().items():
+        a, r_squared = fit_proportional(probability[seen], moment[seen])
+        # A moment of zero: a gradient that underflowed.
+        both = seen & (moment > 0)
+        exponent, _ = np.polyfit(np.log(probability[both]), np.log(moment[both]), 1)
+        fits.append({"tokens": tokens, "A": a, "r_squared": r_squared, "exponent": exponent})
+    inputs = evaluation["input_embeddings"]
+    return {
+        "parameters": evaluation["parameters"],
+        "valid_loss": curve[-1]["valid_loss"],
+        "test_loss": evaluation["test_loss"],
+        **{name: evaluation["embeddings"][name] for name in MEASURES},
+        **({} if inputs is None else {f"input_{name}": inputs[name] for name in MEASURES}),
+        "word_similarity": {
+            name: {"r": found["r"], "pairs": found["pairs"]}
+            for name, found in evaluation["word_similarity"]["sets"].items()
+        },
+        **({"second_moment": fits} if fits else {}),
+        "curve": curve,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
+    """By name of the run and, in ``seeds``, by seed; empty where nothing was run."""
+    path = folder / f"{question}.json"
+    if not path.exists():
+        return {}
+    content: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return content
+
+
+def main() -> None:
+    """Run what has no result yet."""
+    parser = argparse.ArgumentParser(prog="python -m study.run", description=__doc__)
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
+    parser.add_argument("--text", required=True, help="documents, with blank lines between")
+    parser.add_argument("--word-similarity", required=True, type=Path, help="folder of the sets")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="for run folders")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    unknown = {*options.questions} - {*QUESTIONS}
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(QUESTIONS)}")
+    places = Places(options.text, options.word_similarity, options.out)
+    jobs = [
+        (question, name, seed)
+        for question in options.questions or QUESTIONS
+        for seed in options.seeds
+        for name in QUESTIONS[question]
+        if str(seed) not in results(question, options.results).get(name, {}).get("seeds", {})
+    ]
+    prepared = {recipe_of(QUESTIONS[q][n]).model.vocab_size: (q, n) for q, n, _ in jobs}
+    for question, name in prepared.values():  # once, with all threads
+        prepare_corpus(recipe_of(QUESTIONS[question][name], options.text), default_cache())
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with concurrent.futures.ProcessPoolExecutor(
+        options.processes, multiprocessing.get_context("spawn")
+    ) as pool:
+        waiting = {pool.submit(run, *job, places): job for job in jobs}
+        for done in concurrent.futures.as_completed(waiting):
+            question, name, seed = waiting[done]
+            found = done.result()
+            content = results(question, options.results)
+            recipe = recipe_of(QUESTIONS[question][name], Path(options.text).name).to_dict()
+            entry = content.setdefault(name, {"recipe": recipe, "seeds": {}})
+            entry["seeds"][str(seed)] = found
+            options.results.mkdir(parents=True, exist_ok=True)
+            path = options.results / f"{question}.json"
+            write_atomically(path, json.dumps(content, indent=1))
+            loss = found.get("test_loss", float("nan"))
+            print(f"{question}: {name}, seed {seed}: {loss:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The study's runs, in small: they are what they say, and differ in nothing else."""
+
+import json
+
+import pytest
+import torch
+from study import experts, masked_lm, muon
+from study.alternatives import ALTERNATIVES, recenter, soft_capped
+from study.loop import Variant, train
+from study.questions import ADAMW, COUPLED, QUESTIONS, Entry
+from study.run import of_the_laboratory, recipe_of
+from study.switching import couple
+
+from coupled_adam import CoupledAdamW
+from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.models import build_model
+from coupled_adam.lab.recipe import override
+from coupled_adam.lab.training import output_embeddings, sequence_losses
+
+SMALL = {
+    "model.vocab_size": 300,
+    "model.n_embd": 8,
+    "model.n_layer": 1,
+    "model.n_head": 2,
+    "training.steps": 4,
+    "training.evaluate_every": 2,
+    "training.batch_size": 4,
+    "training.sequence_length": 16,
+    "training.warmup": 1,
+    "training.evaluation_batches": 2,
+    "training.test_batches": 2,
+    "data.separator": None,
+    "data.held_out": 0.1,
+}
+
+
+def small(entry, text_file):
+    return override(recipe_of(entry, str(text_file)), SMALL)
+
+
+@pytest.fixture
+def base(text_file):
+    return small(Entry(ADAMW), text_file)
+
+
+@pytest.mark.parametrize("arm", [ADAMW, COUPLED], ids=lambda arm: arm["optimizer"])
+def test_the_loop_is_the_laboratorys(text_file, tmp_path, arm):
+    recipe = small(Entry(arm), text_file)
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    found = train(recipe, arm["optimizer"], Variant(), 3, corpus, {})
+    expected = of_the_laboratory(recipe, 3, corpus, {}, tmp_path / "run")
+    assert [line["step"] for line in found["curve"]] == [2, 4]
+    # The laboratory averages the averages of batches, and takes the training's numbers for isotropy
+    # as they come: other orders of summation, and nothing else.
+    for name in ("valid_loss", "test_loss", "mean_norm", "isotropy", "norm_frequency_correlation"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    assert found["parameters"] == expected["parameters"]
+    assert ("second_moment" in expected) == (arm is ADAMW)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
+    """Recipes are valid, and arms and seeds differ in what they should; variants train."""
+    recipes = {name: small(entry, text_file) for name, entry in QUESTIONS[question].items()}
+    variants = {}
+    for name, entry in QUESTIONS[question].items():
+        if entry.variant is not None:
+            variants.setdefault(entry.variant, name)
+    for variant, name in variants.items():
+        corpus = prepare_corpus(recipes[name], tmp_path / "cache")
+        (arm,) = recipes[name].arms
+        found = train(recipes[name], arm, variant, 1, corpus, {})
+        assert "diverged_at" not in found
+        json.dumps(found, allow_nan=False)
+        assert 0 <= found["isotropy"] <= 1
+
+
+def test_divergence_is_a_result(text_file, tmp_path):
+    recipe = override(small(Entry(ADAMW), text_file), {"training.lr": 1e30})
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    assert train(recipe, "adamw", Variant(), 1, corpus, {}) == {
+        "diverged_at": 3  # the warmup begins at zero
+    }
+
+
+def test_recentering_preserves_the_function(base):
+    torch.manual_seed(0)
+    model = build_model(base).double()
+    with torch.no_grad():
+        output_embeddings(model).add_(1.0)
+    blocks = torch.randint(300, (3, 17))
+    before = sequence_losses(model, blocks)
+    recenter(model)
+    assert output_embeddings(model).mean(0).abs().max() < 1e-15
+    torch.testing.assert_close(sequence_losses(model, blocks), before, rtol=1e-12, atol=0)
+
+
+def test_switching_keeps_the_optimizers_state(base):
+    torch.manual_seed(0)
+    model = build_model(base)
+    adamw = base.arm("adamw").optimizer(model, base.training)
+    for _ in range(3):
+        sequence_losses(model, torch.randint(300, (3, 17))).mean().backward()
+        adamw.step()
+    (coupled,) = couple(model, [adamw], base, centered=False)
+    assert isinstance(coupled, CoupledAdamW)
+    for p in model.parameters():
+        theirs, ours = adamw.state[p], coupled.state[p]
+        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+        assert ours["step"] == 3
+        moment = theirs["exp_avg_sq"]
+        if p is output_embeddings(model):
+            moment = moment.mean(0)
+        torch.testing.assert_close(ours["exp_avg_sq"], moment)
+
+
+def test_alternatives_are_what_their_papers_say(base):
+    torch.manual_seed(0)
+    model = build_model(base)
+    logits = torch.randn(2, 3, 300, dtype=torch.float64)
+    z = logits.exp().sum(-1)
+    penalty = ALTERNATIVES["z_loss"].penalty(model, logits)
+    assert penalty.item() == pytest.approx(1e-4 * (z.log() ** 2).mean().item())
+    matrix = output_embeddings(model).detach().double()
+    penalty = ALTERNATIVES["mean_loss_0.01"].penalty(model, logits)
+    mean = matrix.sum(0) / 300
+    assert penalty.item() == pytest.approx(1e-2 * (mean @ mean).item(), rel=1e-5)
+    torch.manual_seed(0)
+    capped = soft_capped(2.0)(base)
+    ids = torch.randint(300, (2, 16))
+    for p in (*model.parameters(), *capped.parameters()):
+        p.data *= 30
+    plain = model(input_ids=ids).logits
+    assert plain.abs().max() > 4
+    torch.testing.assert_close(capped(input_ids=ids).logits, 2 * torch.tanh(plain / 2))
+    assert output_embeddings(capped) is capped.transformer.wte.weight
+
+
+def test_muon_has_the_hidden_matrices(base):
+    model = build_model(base)
+    hidden, others = muon.optimizers(model, base, "adamw")
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for g in hidden.param_groups for p in g["params"]} == {
+        f"transformer.h.0.{name}.weight"
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    both = [id(p) for o in (hidden, others) for g in o.param_groups for p in g["params"]]
+    assert sorted(both) == sorted(names)
+
+
+def test_coupled_router_keeps_its_mean(base):
+    """Its gradient sums to zero over the experts, as the head's does over the vocabulary."""
+    torch.manual_seed(0)
+    recipe = override(base, {"arms": {"coupled_adam": COUPLED}, "training.weight_decay": 0.0})
+    model = experts.build(recipe)
+    model.train(False)  # without the load-balancing loss, which is not a function of the softmax
+    (optimizer,) = experts.coupled_router(model, recipe, "coupled_adam")
+    (router,) = experts.router_matrices(model)
+    (plain,) = (recipe.arm("coupled_adam").optimizer(model, recipe.training),)
+    means = []
+    for step in (optimizer, plain):
+        before = router.detach().mean(0)
+        experts.losses(model, torch.randint(300, (4, 17))).mean().backward()
+        step.step()
+        means.append((router.detach().mean(0) - before).norm().item())
+        model.zero_grad()
+    assert means[0] < 1e-7
+    assert means[1] > 1e-4
+
+
+def test_masked_tokens_are_the_ones_predicted(base):
+    """A model sees 80 % of the chosen tokens as the mask, and no other; each run the same."""
+    recipe = override(base, {"training.sequence_length": 40})
+    torch.manual_seed(0)
+    model = masked_lm.build(recipe)
+    blocks = torch.randint(300, (50, 41))
+    seen = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    losses = masked_lm.losses(model, blocks)
+    hook.remove()
+    assert losses.shape == (50,)
+    masked = (seen[0] == 300).sum().item()
+    changed = (seen[0] != blocks[:, :-1]).sum().item()
+    assert masked == pytest.approx(0.8 * 6 * 50, abs=30)
+    assert changed - masked == pytest.approx(0.1 * 6 * 50, abs=20)
+    assert torch.equal(masked_lm.losses(model, blocks), losses)

@@ -1,0 +1,196 @@
+"""Results -> the pictures in ``docs/images/study/``.
+
+python -m study.figures
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from .questions import QUESTIONS
+from .run import HERE
+from .tables import ALTERNATIVES, BASE, Line, runs, values
+
+IMAGES = HERE.parent / "docs" / "images" / "study"
+ORANGE, BLUE = "#d55e00", "#0072b2"
+COLORS = {"adamw": ORANGE, "coupled": BLUE}
+LABELS = {"adamw": "AdamW", "coupled": "Coupled Adam"}
+
+
+def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
+    """Mean and sample standard deviation over seeds, where all seeds have a value."""
+    shown = {x: found for x, line in points.items() if (found := values(line, measure))}
+    shown = {x: found for x, found in shown.items() if all(map(math.isfinite, found))}
+    means = [float(np.mean(found)) for found in shown.values()]
+    spread = [float(np.std(found, ddof=1)) if found[1:] else 0.0 for found in shown.values()]
+    ax.errorbar([*shown], means, spread, marker="o", capsize=3, **style)  # type: ignore[arg-type]
+
+
+def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
+    """A measure over training, all seeds."""
+    for number, line in enumerate(lines):
+        for run in runs(line):
+            steps = [point["step"] for point in run["curve"]]
+            found = [point[measure] for point in run["curve"]]
+            label = line.label if run is runs(line)[0] else None
+            ax.plot(steps, found, color=f"C{number}", label=label)
+    ax.set(xlabel="step")
+
+
+def scale() -> Figure:
+    """The loss that coupling saves, against D and N."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for ax, points, label in zip(
+        figure.subplots(1, 2, sharey=True),
+        (
+            {512 * 2048: "0.6M", 2048 * 2048: "0.6M", 8192 * 2048: "0.6M"},
+            {0.6e6: "0.6M", 1.6e6: "1.6M", 3.4e6: "3.4M"},
+        ),
+        ("tokens D, at N = 0.6M", "parameters N, at D = 4.2M"),
+    ):
+        for x, size in points.items():
+            steps = 2048 if label.startswith("param") else int(x) // 2048
+            pair = [
+                values(Line("", "scale", f"N={size} steps={steps} {arm}"), "test_loss")
+                for arm in ("adamw", "coupled")
+            ]
+            gains = [one - other for one, other in zip(*pair)]  # of the same seed
+            ax.scatter([x] * len(gains), gains, color="0.6", s=12)
+            if gains:
+                ax.scatter([x], [np.mean(gains)], color=BLUE)
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set(xlabel=label, xscale="log")
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.xaxis.set_minor_formatter("")
+    figure.axes[0].set(ylabel="AdamW's test loss less Coupled Adam's")
+    return figure
+
+
+def scaled() -> Figure:
+    """Loss and mean norm against n, AdamW's embeddings at the same learning rate."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    exponents = {"scaled": range(-5, 6), "scaled_longer": range(-2, 6, 2)}
+    panels = figure.subplots(2, 2, sharex=True)
+    for column, (question, title) in enumerate(
+        (("scaled", "1.2M tokens"), ("scaled_longer", "4.9M tokens"))
+    ):
+        for row, (measure, label) in enumerate(
+            (("test_loss", "test loss"), ("mean_norm_ratio", "‖μ‖ʳ"))
+        ):
+            ax = panels[row][column]
+            for arm in ("adamw", "coupled"):
+                points = {float(n): Line("", question, f"{arm} n={n}") for n in exponents[question]}
+                errors(ax, points, measure, color=COLORS[arm], label=LABELS[arm])
+            ax.set(ylabel=label)
+        panels[0][column].set(title=title)
+        panels[1][column].set(xlabel="n: the embeddings' learning rate times 2^(n/2)")
+    panels[0][0].legend()
+    return figure
+
+
+def sgd() -> Figure:
+    """Loss against the factor."""
+    figure = Figure(figsize=(5.5, 4), layout="constrained")
+    ax = figure.subplots()
+    factors = [float(name.removeprefix("f=")) for name in QUESTIONS["sgd"]]
+    points = {f: Line("", "sgd", f"f={f:g}") for f in factors}
+    errors(ax, points, "test_loss", color="0.3", label="SGD")
+    for line, color in zip(BASE, (ORANGE, BLUE)):
+        if found := values(line, "test_loss"):
+            ax.axhline(float(np.mean(found)), color=color, linestyle="--", label=line.label)
+    ax.set(xscale="log", xlabel="factor f on the embeddings' learning rate", ylabel="test loss")
+    ax.legend()
+    return figure
+
+
+def second_moment() -> Figure:
+    """The fit of E[v] = A p against the tokens seen."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for number, size in enumerate(("0.6M", "1.6M", "3.4M")):
+        steps = 8192 if size == "0.6M" else 2048
+        found = runs(Line("", "scale", f"N={size} steps={steps} adamw"))
+        for run in found:
+            for ax, key in zip(panels, ("A", "r_squared", "exponent")):
+                ax.plot(
+                    [fit["tokens"] for fit in run["second_moment"]],
+                    [fit[key] for fit in run["second_moment"]],
+                    color=f"C{number}",
+                    marker=".",
+                    label=f"N = {size}" if run is found[0] else None,
+                )
+    for ax, title in zip(panels, ("A", "R²", "exponent of p in a fit of the logarithms")):
+        ax.set(xlabel="tokens seen", title=title)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panels[0].set(yscale="log")
+    panels[0].legend()
+    return figure
+
+
+def alternatives() -> Figure:
+    """Loss against the learning rate."""
+    figure = Figure(figsize=(7.5, 5), layout="constrained")
+    ax = figure.subplots()
+    for number, (name, label) in enumerate(ALTERNATIVES.items()):
+        points = {lr: Line("", "alternatives", f"lr={lr:g} {name}") for lr in (1e-2, 4e-2, 1.6e-1)}
+        style = "-" if name in LABELS else "--" if number < 7 else ":"
+        color = COLORS.get(name, f"C{number % 10}")
+        errors(ax, points, "test_loss", label=label, color=color, linestyle=style)
+    ax.set(xscale="log", xlabel="learning rate", ylabel="test loss")
+    ax.legend(fontsize="small", ncols=2)
+    return figure
+
+
+def tying() -> Figure:
+    """Drift of the output embeddings' mean, tied and untied."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    ax = figure.subplots()
+    lines = [
+        Line("tied, coupled", "scaled", "coupled n=0"),
+        *(
+            Line(f"untied, coupled {which}", "tying", f"untied coupled {which}")
+            for which in ("both", "input", "output")
+        ),
+        Line("untied, AdamW", "tying", "untied adamw"),
+    ]
+    curves(ax, lines, "mean_norm_ratio")
+    ax.set(ylabel="‖μ‖ʳ of the output embeddings", yscale="log")
+    ax.legend()
+    return figure
+
+
+def switching() -> Figure:
+    """Mean norm and loss of runs that change half-way."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    lines = [
+        BASE[0],
+        Line("then Coupled Adam", "switching", "switched"),
+        Line("recentered, then Coupled Adam", "switching", "recentered_and_switched"),
+        Line("recentered, on with AdamW", "switching", "recentered"),
+        BASE[1],
+    ]
+    panels = figure.subplots(1, 2)
+    curves(panels[0], lines, "mean_norm_ratio")
+    curves(panels[1], lines, "valid_loss")
+    panels[0].set(ylabel="‖μ‖ʳ")
+    panels[1].set(ylabel="validation loss", yscale="log")
+    panels[0].legend(fontsize="small")
+    return figure
+
+
+FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching)
+
+
+def main() -> None:
+    """Draw all."""
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for draw in FIGURES:
+        draw().savefig(IMAGES / f"{draw.__name__}.png", dpi=100)
+
+
+if __name__ == "__main__":
+    main()

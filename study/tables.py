@@ -1,0 +1,279 @@
+"""Results -> the tables in ``docs/study/``, each between two comments that name it.
+
+    python -m study.tables
+
+A mean has its sample standard deviation in the last digit. Bold is what is better than the first
+row of its group, or a first row that is better than its only other, by a one-sided Student t-test
+at 95 %; p is that of the loss being lower than the first row's.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from coupled_adam.lab.files import write_atomically
+from coupled_adam.lab.runs import short
+from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.tables import COLUMNS
+
+from .run import HERE, results
+
+DOCS = HERE.parent / "docs" / "study"
+Run = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A column: a number of a run, how it is shown, and what is better."""
+
+    header: str
+    of: Callable[[Run], float | None]
+    digits: int
+    better: Literal["lower", "higher"]
+
+
+def _named(name: str) -> Callable[[Run], float | None]:
+    return lambda run: run.get(name)
+
+
+def mean_word_similarity(run: Run) -> float | None:
+    """The mean over the sets that have at least 20 usable pairs."""
+    found = [one["r"] for one in run.get("word_similarity", {}).values() if one["pairs"] >= 20]
+    return float(np.mean(found)) if found else None
+
+
+MEASURES = {
+    column.key: Measure(
+        column.header,
+        mean_word_similarity if column.key == "word_similarity" else _named(column.key),
+        column.digits,
+        column.better,
+    )
+    for column in COLUMNS
+    if column.key != "accuracy"
+} | {
+    "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
+    "input_mean_norm_ratio": Measure(
+        "‖μ‖ʳ of input ↓", _named("input_mean_norm_ratio"), 3, "lower"
+    ),
+    "input_isotropy": Measure("Iso of input ↑", _named("input_isotropy"), 2, "higher"),
+    "load_entropy": Measure("load entropy ↑", _named("load_entropy"), 3, "higher"),
+    "router_mean_norm_ratio": Measure(
+        "‖μ‖ʳ of router ↓", _named("router_mean_norm_ratio"), 3, "lower"
+    ),
+}
+ALL = tuple(column.key for column in COLUMNS if column.key != "accuracy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A row: its label, and where its runs are."""
+
+    label: str
+    question: str
+    name: str
+
+
+Group = Sequence[Line]
+"""Rows that are compared with the first."""
+
+
+def values(line: Line, measure: str) -> list[float]:
+    """Of each seed; infinite for a loss of a run that diverged."""
+    found = []
+    for run in runs(line):
+        value = MEASURES[measure].of(run)
+        if "diverged_at" in run and measure in ("test_loss", "valid_loss"):
+            value = math.inf
+        if value is not None:
+            found.append(value)
+    return found
+
+
+def runs(line: Line) -> list[Run]:
+    """Of each seed, as far as they were made."""
+    found = results(line.question).get(line.name, {}).get("seeds", {})
+    return [found[seed] for seed in sorted(found, key=int)]
+
+
+def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") -> str:
+    """A table, a line between two groups as between any two rows."""
+    header = [first, *(MEASURES[name].header for name in measures), "p", "seeds"]
+    lines = [header, ["---", *("---:" for _ in header[1:])]]
+    for group in groups:
+        for line in group:
+            against = group[0]
+            if line is against:
+                against = group[1] if len(group) == 2 else line
+            cells = [_cell(line, against, name) for name in measures]
+            loss = values(line, "test_loss"), values(group[0], "test_loss")
+            p = None if line is group[0] else one_sided_t_test(*loss, "lower")
+            shown = "" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001"
+            lines.append([line.label, *cells, shown, str(len(runs(line)))])
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def _cell(line: Line, against: Line, name: str) -> str:
+    mine, theirs, measure = values(line, name), values(against, name), MEASURES[name]
+    diverged = sum(map(math.isinf, mine))
+    if diverged:
+        return f"{diverged} of {len(mine)} diverged"
+    text = shorthand(mine, measure.digits)
+    if line is against:
+        return text
+    p = one_sided_t_test(mine, theirs, measure.better)
+    return f"**{text}**" if p is not None and p < SIGNIFICANCE else text
+
+
+BASE = (Line("AdamW", "scaled", "adamw n=0"), Line("Coupled Adam", "scaled", "coupled n=0"))
+
+
+def _scale() -> str:
+    groups = []
+    for size, steps in (
+        ("0.6M", 512),
+        ("0.6M", 2048),
+        ("0.6M", 8192),
+        ("1.6M", 2048),
+        ("3.4M", 2048),
+    ):
+        name = f"N={size} steps={steps}"
+        tokens = short(steps * 2048)
+        groups.append(
+            [
+                Line(f"{tokens}, {size}: AdamW", "scale", f"{name} adamw"),
+                Line(f"{tokens}, {size}: Coupled Adam", "scale", f"{name} coupled"),
+            ]
+        )
+    return markdown(groups, ALL, "D, N: Adam")
+
+
+def _scaled(question: str, exponents: range) -> str:
+    groups = [
+        [
+            Line(f"n = {n}: AdamW, rate times {2 ** (n / 2):.3g}", question, f"adamw n={n}"),
+            Line(f"n = {n}: Coupled Adam", question, f"coupled n={n}"),
+        ]
+        for n in exponents
+    ]
+    return markdown(groups, ("valid_loss", *ALL))
+
+
+def _sgd() -> str:
+    factors = (3, 10, 30, 100, 200, 300, 400, 500, 600)
+    lines = [Line(f"SGD, f = {f}", "sgd", f"f={f}") for f in factors]
+    return markdown([[*BASE, *lines]], ("valid_loss", *ALL))
+
+
+def _tying() -> str:
+    untied = {
+        "adamw": "untied: AdamW",
+        **{f"coupled {w}": f"untied: coupled {w}" for w in ("both", "input", "output")},
+    }
+    lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
+    tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
+    return markdown([tied, lines], (*ALL, "input_isotropy", "input_mean_norm_ratio"))
+
+
+def _schedules() -> str:
+    def group(name: str) -> Group:
+        arms = {"adamw": "AdamW", "coupled": "Coupled Adam"}
+        return [Line(f"{name}: {arms[arm]}", "schedules", f"{name} {arm}") for arm in arms]
+
+    cosine = [dataclasses.replace(line, label=f"cosine: {line.label}") for line in BASE]
+    return markdown([cosine, group("constant"), group("wsd")], ALL)
+
+
+def _masked_lm() -> str:
+    lines = [Line("AdamW", "masked_lm", "adamw"), Line("Coupled Adam", "masked_lm", "coupled")]
+    return markdown([lines], ALL)
+
+
+def _experts() -> str:
+    lines = [
+        Line("AdamW", "experts", "adamw"),
+        Line("Coupled Adam", "experts", "coupled"),
+        Line("Coupled Adam, router too", "experts", "coupled and router"),
+    ]
+    return markdown([lines], (*ALL[:4], "load_entropy", "router_mean_norm_ratio"))
+
+
+def _muon() -> str:
+    groups = [
+        [
+            Line(f"rate {lr}: Muon + AdamW", "muon", f"lr={lr} adamw"),
+            Line(f"rate {lr}: Muon + Coupled Adam", "muon", f"lr={lr} coupled"),
+        ]
+        for lr in ("0.005", "0.01", "0.02")
+    ]
+    return markdown([BASE, *groups], ("valid_loss", *ALL))
+
+
+ALTERNATIVES = {
+    "adamw": "AdamW",
+    "coupled": "Coupled Adam",
+    "centered_each_step": "mean subtracted after each step",
+    "mean_loss_0.0001": "mean's penalty, 1e-4",
+    "mean_loss_0.01": "mean's penalty, 1e-2",
+    "mean_loss_1": "mean's penalty, 1",
+    "z_loss": "z-loss, 1e-4",
+    "soft_cap": "logits capped at 30",
+    "weight_decay": "embeddings decay, 0.1",
+    "lr_factor_0.25": "embeddings' rate times 0.25",
+    "centered_at_the_end": "mean subtracted afterwards",
+    "recentered_at_the_end": "the same, function preserved",
+}
+
+
+def _alternatives(lr: str) -> str:
+    lines = [Line(label, "alternatives", f"lr={lr} {name}") for name, label in ALTERNATIVES.items()]
+    return markdown([lines], ALL)
+
+
+def _switching() -> str:
+    lines = [
+        Line("AdamW, then Coupled Adam", "switching", "switched"),
+        Line("AdamW, recentered, then Coupled Adam", "switching", "recentered_and_switched"),
+        Line("AdamW, recentered, on with AdamW", "switching", "recentered"),
+    ]
+    return markdown([[BASE[0], *lines, BASE[1]]], ALL)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "scale": _scale,
+    "scaled": partial(_scaled, "scaled", range(-5, 6)),
+    "scaled_longer": partial(_scaled, "scaled_longer", range(-2, 6, 2)),
+    "sgd": _sgd,
+    "tying": _tying,
+    "schedules": _schedules,
+    "masked_lm": _masked_lm,
+    "experts": _experts,
+    "muon": _muon,
+    **{f"alternatives_{lr}": partial(_alternatives, lr) for lr in ("0.01", "0.04", "0.16")},
+    "switching": _switching,
+}
+
+
+def filled(page: str) -> str:
+    """A page with its tables made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]()}{found[3]}"
+
+    return re.sub(r"(<!-- table: (\w[\w.]*) -->)\n.*?(<!-- end -->)", made, page, flags=re.S)
+
+
+def main() -> None:
+    """Write all pages."""
+    for path in sorted(Path(DOCS).glob("*.md")):
+        write_atomically(path, filled(path.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()

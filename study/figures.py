@@ -44,30 +44,28 @@ def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
 def scale() -> Figure:
     """The loss that coupling saves, against D and N."""
     figure = Figure(figsize=(9, 4), layout="constrained")
-    for ax, points, label in zip(
-        figure.subplots(1, 2, sharey=True),
-        (
-            {512 * 2048: "0.6M", 2048 * 2048: "0.6M", 8192 * 2048: "0.6M"},
-            {0.6e6: "0.6M", 1.6e6: "1.6M", 3.4e6: "3.4M"},
-        ),
-        ("tokens D, at N = 0.6M", "parameters N, at D = 4.2M"),
-    ):
-        for x, size in points.items():
-            steps = 2048 if label.startswith("param") else int(x) // 2048
-            pair = [
-                values(Line("", "scale", f"N={size} steps={steps} {arm}"), "test_loss")
-                for arm in ("adamw", "coupled")
-            ]
-            gains = [one - other for one, other in zip(*pair)]  # of the same seed
-            ax.scatter([x] * len(gains), gains, color="0.6", s=12)
-            if gains:
-                ax.scatter([x], [np.mean(gains)], color=BLUE)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for steps in (512, 2048, 8192):
+        _gains(left, steps * 2048, f"N=0.6M steps={steps}")
+    for size, number in (("0.6M", 0.6e6), ("1.6M", 1.6e6), ("3.4M", 3.4e6)):
+        _gains(right, number, f"N={size} steps=2048")
+    left.set(xlabel="tokens D, at N = 0.6M", ylabel="AdamW's test loss less Coupled Adam's")
+    right.set(xlabel="parameters N, at D = 4.2M")
+    for ax in (left, right):
         ax.axhline(0, color="black", linewidth=0.8)
-        ax.set(xlabel=label, xscale="log")
+        ax.set(xscale="log")
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.xaxis.set_minor_formatter("")
-    figure.axes[0].set(ylabel="AdamW's test loss less Coupled Adam's")
     return figure
+
+
+def _gains(ax: Axes, x: float, name: str) -> None:
+    """Of each seed, and their mean."""
+    pair = [values(Line("", "scale", f"{name} {arm}"), "test_loss") for arm in LABELS]
+    gains = [one - other for one, other in zip(*pair)]
+    ax.scatter([x] * len(gains), gains, color="0.6", s=12)
+    if gains:
+        ax.scatter([x], [np.mean(gains)], color=BLUE)
 
 
 def scaled() -> Figure:

@@ -25,7 +25,7 @@ from coupled_adam.lab.figures import fit_proportional
 from coupled_adam.lab.files import write_atomically
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
 from coupled_adam.lab.runs import read_runs
-from coupled_adam.lab.training import Machine
+from coupled_adam.lab.training import Machine, keep_freed_memory
 from coupled_adam.lab.training import train as train_in_the_laboratory
 
 from .loop import MEASURES, train
@@ -54,6 +54,7 @@ def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
 def run(question: str, name: str, seed: int, places: Places) -> dict[str, Any]:
     """One run; what it found, and what it ran on."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     entry = QUESTIONS[question][name]
     recipe = recipe_of(entry, places.text)
     corpus = prepare_corpus(recipe, default_cache())

@@ -127,16 +127,17 @@ def test_no_whole_checkpoint(unfinished):
 
 
 def test_remains_of_a_killed_process(unfinished, finished):
-    """An unfinished checkpoint, and digests of one that has not got its name."""
+    """What was unfinished, and digests of what has not got its name, go; another's file stays."""
     run, go_on = unfinished
     folder = run / "checkpoints"
     (folder / "step-50.tmp").write_bytes(b"half")
     (folder / "step-60.tmp").mkdir()
     shutil.copy(folder / "step-40.json", folder / "step-50.json")
+    (folder / "step-of-my-own").write_text("kept")
     continued = go_on()
     expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
-    names = {"step-30", "step-30.json", "step-40", "step-40.json"}
+    names = {"step-30", "step-30.json", "step-40", "step-40.json", "step-of-my-own"}
     assert {path.name for path in folder.iterdir()} == names
 
 

@@ -1,6 +1,7 @@
 """Batches and schedules; runs that are killed, stopped, shared by processes, or fail."""
 
 import json
+import platform
 import resource
 import signal
 from pydoc_data.topics import topics
@@ -170,12 +171,29 @@ def test_two_processes_equal_one(lab):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
+def test_memory_is_kept_from_step_to_step(lab):
+    """Logits of 40 MB are 10,000 pages; to get them anew at least twice in each step would show."""
+    size = ["model.vocab_size=10000", "training.batch_size=16", "training.sequence_length=64"]
+    options = ["--arm", "adamw", *size, "training.evaluate_every=30"]
+    faults = []
+    for steps in (10, 30):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        lab.run(f"{steps}", *options, "--steps", steps)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    assert faults[1] - faults[0] < 20 * 10_000
+
+
+@pytest.mark.slow
 def test_sharded_run_is_killed_and_resumed(lab):
-    """FSDP2, whose checkpoint is a folder; AdamW's second moments are those of one process."""
+    """FSDP2, whose checkpoint is a folder, on two ranks, then on four.
+
+    AdamW's second moments are those of one process.
+    """
     sharded = ["--arm", "adamw", *EXACT, *LONG, "--strategy", "fsdp2"]
     lab.run("one", "--arm", "adamw", *EXACT, *LONG)
     lab.stop("cut", *sharded, step=50, number=signal.SIGKILL, code=-9, processes=2)
-    lab.run("cut", *sharded, "--resume", processes=2)
+    lab.run("cut", *sharded, "--resume", processes=4)
     close(lab.weights("one"), lab.weights("cut"), 1e-10)
     for step in range(10, 210, 10):
         moments = [

@@ -119,7 +119,8 @@ class Checkpoints(pl.Callback):
         on_rank_zero(finish)
 
     def _all(self) -> list[Path]:
-        return [path for path in self.folder.glob("step-*") if path.suffix not in (".tmp", ".json")]
+        names = self.folder.glob("step-*")  # among them .tmp, .json, and what others put there
+        return [path for path in names if path.name.removeprefix("step-").isdecimal()]
 
     def _newest(self) -> tuple[Path | None, Path | None]:
         """The last two checkpoints; also removes what a killed process has left."""

@@ -22,7 +22,6 @@ from coupled_adam.lab.runs import short
 from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
 from coupled_adam.lab.tables import COLUMNS
 
-from .questions import QUESTIONS
 from .run import HERE, results
 
 DOCS = HERE.parent / "docs" / "study"

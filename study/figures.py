@@ -13,7 +13,7 @@ from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
 from .run import HERE
-from .tables import ALTERNATIVES, BASE, Line, runs, values
+from .tables import ALTERNATIVES, BASE, SCALE, Line, runs, values
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
 ORANGE, BLUE = "#d55e00", "#0072b2"
@@ -45,12 +45,13 @@ def scale() -> Figure:
     """The loss that coupling saves, against D and N."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for steps in (512, 2048, 8192):
-        _gains(left, steps * 2048, f"N=0.6M steps={steps}")
-    for size, number in (("0.6M", 0.6e6), ("1.6M", 1.6e6), ("3.4M", 3.4e6)):
-        _gains(right, number, f"N={size} steps=2048")
-    left.set(xlabel="tokens D, at N = 0.6M", ylabel="AdamW's test loss less Coupled Adam's")
-    right.set(xlabel="parameters N, at D = 4.2M")
+    for (tokens, size), (question, *names) in SCALE.items():
+        if tokens == "2.5M":
+            _gains(right, float(size[:-1]) * 1e6, question, names)
+        if size == "0.4M":
+            _gains(left, float(tokens[:-1]) * 1e6, question, names)
+    left.set(xlabel="tokens D, at N = 0.4M", ylabel="AdamW's test loss less Coupled Adam's")
+    right.set(xlabel="parameters N, at D = 2.5M")
     for ax in (left, right):
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set(xscale="log")
@@ -59,9 +60,9 @@ def scale() -> Figure:
     return figure
 
 
-def _gains(ax: Axes, x: float, name: str) -> None:
+def _gains(ax: Axes, x: float, question: str, names: Sequence[str]) -> None:
     """Of each seed, and their mean."""
-    pair = [values(Line("", "scale", f"{name} {arm}"), "test_loss") for arm in LABELS]
+    pair = [values(Line("", question, name), "test_loss") for name in names]
     gains = [one - other for one, other in zip(*pair)]
     ax.scatter([x] * len(gains), gains, color="0.6", s=12)
     if gains:
@@ -109,9 +110,11 @@ def second_moment() -> Figure:
     """The fit of E[v] = A p against the tokens seen."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     panels = figure.subplots(1, 3)
-    for number, size in enumerate(("0.6M", "1.6M", "3.4M")):
-        steps = 8192 if size == "0.6M" else 2048
-        found = runs(Line("", "scale", f"N={size} steps={steps} adamw"))
+    for number, (tokens, size) in enumerate(
+        (("19.7M", "0.4M"), ("2.5M", "1.1M"), ("2.5M", "2.6M"))
+    ):
+        question, name, _ = SCALE[tokens, size]
+        found = runs(Line("", question, name))
         for run in found:
             for ax, key in zip(panels, ("A", "r_squared", "exponent")):
                 ax.plot(

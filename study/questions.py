@@ -28,22 +28,17 @@ class Entry:
 
 
 def _scale() -> dict[str, Entry]:
-    """Five points: three in D, three in N."""
+    """More data for the base, larger models; the base's own two points are other questions'."""
     sizes = {
-        "0.6M": _size(n_embd=64, n_layer=2, n_head=2, lr=1e-2),
-        "1.6M": _size(n_embd=128, n_layer=3, n_head=4, lr=6e-3),
-        "3.4M": _size(n_embd=192, n_layer=4, n_head=6, lr=4e-3),
+        "0.4M": _size(n_embd=64, n_layer=2, n_head=2, lr=1e-2),
+        "1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=6e-3),
+        "2.6M": _size(n_embd=192, n_layer=4, n_head=6, lr=4e-3),
     }
-    points = [("0.6M", 512), ("0.6M", 2048), ("0.6M", 8192), ("1.6M", 2048), ("3.4M", 2048)]
+    points = [("0.4M", 1200), ("1.1M", 1200), ("2.6M", 1200), ("0.4M", 9600)]
     return {
         f"N={size} steps={steps} {arm}": Entry(
             options,
-            {
-                "model.vocab_size": 8192,
-                **sizes[size],
-                "training.steps": steps,
-                "training.evaluate_every": steps // 8,
-            },
+            {**sizes[size], "training.steps": steps, "training.evaluate_every": steps // 6},
         )
         for size, steps in points
         for arm, options in ARMS.items()
@@ -123,4 +118,4 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "alternatives": _alternatives(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
-"""AdamW and Coupled Adam on the base itself are ``adamw n=0`` and ``coupled n=0`` of ``scaled``."""
+"""Plain AdamW and Coupled Adam on the base are ``adamw n=0`` and ``coupled n=0`` of ``scaled``."""

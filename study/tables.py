@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 
 from coupled_adam.lab.files import write_atomically
-from coupled_adam.lab.runs import short
 from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
 from coupled_adam.lab.tables import COLUMNS
 
@@ -134,23 +133,26 @@ def _cell(line: Line, against: Line, name: str) -> str:
 BASE = (Line("AdamW", "scaled", "adamw n=0"), Line("Coupled Adam", "scaled", "coupled n=0"))
 
 
+SCALE = {
+    ("1.2M", "0.4M"): ("scaled", "adamw n=0", "coupled n=0"),
+    ("4.9M", "0.4M"): ("scaled_longer", "adamw n=0", "coupled n=0"),
+    ("19.7M", "0.4M"): ("scale", "N=0.4M steps=9600 adamw", "N=0.4M steps=9600 coupled"),
+    **{
+        ("2.5M", size): ("scale", f"N={size} steps=1200 adamw", f"N={size} steps=1200 coupled")
+        for size in ("0.4M", "1.1M", "2.6M")
+    },
+}
+"""Of each D and N: the question that has it, and the names of its two runs."""
+
+
 def _scale() -> str:
-    groups = []
-    for size, steps in (
-        ("0.6M", 512),
-        ("0.6M", 2048),
-        ("0.6M", 8192),
-        ("1.6M", 2048),
-        ("3.4M", 2048),
-    ):
-        name = f"N={size} steps={steps}"
-        tokens = short(steps * 2048)
-        groups.append(
-            [
-                Line(f"{tokens}, {size}: AdamW", "scale", f"{name} adamw"),
-                Line(f"{tokens}, {size}: Coupled Adam", "scale", f"{name} coupled"),
-            ]
-        )
+    groups = [
+        [
+            Line(f"{tokens}, {size}: AdamW", question, adamw),
+            Line(f"{tokens}, {size}: Coupled Adam", question, coupled),
+        ]
+        for (tokens, size), (question, adamw, coupled) in SCALE.items()
+    ]
     return markdown(groups, ALL, "D, N: Adam")
 
 

@@ -76,6 +76,11 @@ def _alternatives() -> dict[str, Entry]:
 
 
 QUESTIONS: dict[str, dict[str, Entry]] = {
+    "learning_rate": {
+        f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr})
+        for lr in (5e-3, 2.5e-3, 1e-2, 1.25e-3, 2e-2)
+        for arm, options in ARMS.items()
+    },
     "scale": _scale(),
     "scaled": {
         **_scaled(range(-5, 6)),

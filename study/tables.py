@@ -111,7 +111,7 @@ def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") 
             if line is against:
                 against = group[1] if len(group) == 2 else line
             cells = [_cell(line, against, name) for name in measures]
-            loss = values(line, "test_loss"), values(group[0], "test_loss")
+            loss = values(line, measures[0]), values(group[0], measures[0])
             p = None if line is group[0] else one_sided_t_test(*loss, "lower")
             shown = "" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001"
             lines.append([line.label, *cells, shown, str(len(runs(line)))])
@@ -154,6 +154,17 @@ def _scale() -> str:
         for (tokens, size), (question, adamw, coupled) in SCALE.items()
     ]
     return markdown(groups, ALL, "D, N: Adam")
+
+
+def _learning_rate() -> str:
+    groups = [
+        [
+            Line(f"{lr}: AdamW", "learning_rate", f"lr={lr} adamw"),
+            Line(f"{lr}: Coupled Adam", "learning_rate", f"lr={lr} coupled"),
+        ]
+        for lr in ("0.00125", "0.0025", "0.005", "0.01", "0.02")
+    ]
+    return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
 
 def _scaled(question: str, exponents: range) -> str:
@@ -248,6 +259,7 @@ def _switching() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "learning_rate": _learning_rate,
     "scale": _scale,
     "scaled": partial(_scaled, "scaled", range(-5, 6)),
     "scaled_longer": partial(_scaled, "scaled_longer", range(-2, 6, 2)),

@@ -104,6 +104,7 @@ def runs(line: Line) -> list[Run]:
 def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") -> str:
     """A table, a line between two groups as between any two rows."""
     header = [first, *(MEASURES[name].header for name in measures), "p", "seeds"]
+    tested = "test_loss" if "test_loss" in measures else measures[0]
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for group in groups:
         for line in group:
@@ -111,7 +112,7 @@ def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") 
             if line is against:
                 against = group[1] if len(group) == 2 else line
             cells = [_cell(line, against, name) for name in measures]
-            loss = values(line, measures[0]), values(group[0], measures[0])
+            loss = values(line, tested), values(group[0], tested)
             p = None if line is group[0] else one_sided_t_test(*loss, "lower")
             shown = "" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001"
             lines.append([line.label, *cells, shown, str(len(runs(line)))])

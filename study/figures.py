@@ -3,8 +3,10 @@
 python -m study.figures
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +15,7 @@ from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
 from .run import HERE
-from .tables import ALTERNATIVES, BASE, SCALE, Line, runs, values
+from .tables import ALTERNATIVES, BASE, SCALE, Arm, Line, of_exponent, runs, values
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
 ORANGE, BLUE = "#d55e00", "#0072b2"
@@ -81,7 +83,7 @@ def scaled() -> Figure:
             (("test_loss", "test loss"), ("mean_norm_ratio", "‖μ‖ʳ"))
         ):
             ax = panels[row][column]
-            for arm in ("adamw", "coupled"):
+            for arm in get_args(Arm):
                 points = {float(n): Line("", question, f"{arm} n={n}") for n in exponents[question]}
                 errors(ax, points, measure, color=COLORS[arm], label=LABELS[arm])
             ax.set(ylabel=label)
@@ -137,7 +139,7 @@ def alternatives() -> Figure:
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     ax = figure.subplots()
     for number, (name, label) in enumerate(ALTERNATIVES.items()):
-        points = {lr: Line("", "alternatives", f"lr={lr:g} {name}") for lr in (1e-2, 4e-2, 1.6e-1)}
+        points = {lr: Line("", "alternatives", f"lr={lr:g} {name}") for lr in (5e-3, 2e-2, 8e-2)}
         style = "-" if name in LABELS else "--" if number < 7 else ":"
         color = COLORS.get(name, f"C{number % 10}")
         errors(ax, points, "test_loss", label=label, color=color, linestyle=style)
@@ -151,7 +153,7 @@ def tying() -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
     lines = [
-        Line("tied, coupled", "scaled", "coupled n=0"),
+        dataclasses.replace(BASE[1], label="tied, coupled"),
         *(
             Line(f"untied, coupled {which}", "tying", f"untied coupled {which}")
             for which in ("both", "input", "output")

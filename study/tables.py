@@ -25,6 +25,7 @@ from .run import HERE, results
 
 DOCS = HERE.parent / "docs" / "study"
 Run = Mapping[str, Any]
+Arm = Literal["adamw", "coupled"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +132,21 @@ def _cell(line: Line, against: Line, name: str) -> str:
     return f"**{text}**" if p is not None and p < SIGNIFICANCE else text
 
 
-BASE = (Line("AdamW", "scaled", "adamw n=0"), Line("Coupled Adam", "scaled", "coupled n=0"))
+BASE = (
+    Line("AdamW", "learning_rate", "lr=0.005 adamw"),
+    Line("Coupled Adam", "learning_rate", "lr=0.005 coupled"),
+)
+
+
+def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
+    """The run of question 2 with that n."""
+    if (question, n) == ("scaled", 0):
+        return dataclasses.replace(BASE[arm == "coupled"], label=label)
+    return Line(label, question, f"{arm} n={n}")
 
 
 SCALE = {
-    ("1.2M", "0.4M"): ("scaled", "adamw n=0", "coupled n=0"),
+    ("1.2M", "0.4M"): ("learning_rate", "lr=0.005 adamw", "lr=0.005 coupled"),
     ("4.9M", "0.4M"): ("scaled_longer", "adamw n=0", "coupled n=0"),
     ("19.7M", "0.4M"): ("scale", "N=0.4M steps=9600 adamw", "N=0.4M steps=9600 coupled"),
     **{
@@ -163,7 +174,7 @@ def _learning_rate() -> str:
             Line(f"{lr}: AdamW", "learning_rate", f"lr={lr} adamw"),
             Line(f"{lr}: Coupled Adam", "learning_rate", f"lr={lr} coupled"),
         ]
-        for lr in ("0.00125", "0.0025", "0.005", "0.01", "0.02")
+        for lr in ("0.0025", "0.005", "0.01", "0.02")
     ]
     return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
@@ -171,8 +182,8 @@ def _learning_rate() -> str:
 def _scaled(question: str, exponents: range) -> str:
     groups = [
         [
-            Line(f"n = {n}: AdamW, rate times {2 ** (n / 2):.3g}", question, f"adamw n={n}"),
-            Line(f"n = {n}: Coupled Adam", question, f"coupled n={n}"),
+            of_exponent(question, "adamw", n, f"n = {n}: AdamW, rate times {2 ** (n / 2):.3g}"),
+            of_exponent(question, "coupled", n, f"n = {n}: Coupled Adam"),
         ]
         for n in exponents
     ]
@@ -180,7 +191,7 @@ def _scaled(question: str, exponents: range) -> str:
 
 
 def _sgd() -> str:
-    factors = (3, 10, 30, 100, 200, 300, 400, 500, 600)
+    factors = (10, 30, 60, 100, 200, 300, 400, 500, 600)
     lines = [Line(f"SGD, f = {f}", "sgd", f"f={f}") for f in factors]
     return markdown([[*BASE, *lines]], ("valid_loss", *ALL))
 
@@ -224,7 +235,7 @@ def _muon() -> str:
             Line(f"rate {lr}: Muon + AdamW", "muon", f"lr={lr} adamw"),
             Line(f"rate {lr}: Muon + Coupled Adam", "muon", f"lr={lr} coupled"),
         ]
-        for lr in ("0.005", "0.01", "0.02")
+        for lr in ("0.0025", "0.005", "0.01")
     ]
     return markdown([BASE, *groups], ("valid_loss", *ALL))
 
@@ -270,7 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "masked_lm": _masked_lm,
     "experts": _experts,
     "muon": _muon,
-    **{f"alternatives_{lr}": partial(_alternatives, lr) for lr in ("0.01", "0.04", "0.16")},
+    **{f"alternatives_{lr}": partial(_alternatives, lr) for lr in ("0.005", "0.02", "0.08")},
     "switching": _switching,
 }
 

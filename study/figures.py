@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
 from .run import HERE
-from .tables import ALTERNATIVES, BASE, SCALE, Arm, Line, of_exponent, runs, values
+from .tables import ALTERNATIVES, BASE, SCALE, Arm, Line, runs, values
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
 ORANGE, BLUE = "#d55e00", "#0072b2"

@@ -35,11 +35,13 @@ def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object
 def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
     """A measure over training, all seeds."""
     for number, line in enumerate(lines):
-        for run in runs(line):
+        for seed, run in enumerate(runs(line)):
             steps = [point["step"] for point in run["curve"]]
             found = [point[measure] for point in run["curve"]]
-            label = line.label if run is runs(line)[0] else None
-            ax.plot(steps, found, color=f"C{number}", label=label)
+            label = None if seed else line.label
+            # Dashes, for some lie on each other.
+            style = (2 * number, (4, number))
+            ax.plot(steps, found, color=f"C{number}", linestyle=style, label=label)
     ax.set(xlabel="step")
 
 
@@ -180,8 +182,8 @@ def switching() -> Figure:
     curves(panels[0], lines, "mean_norm_ratio")
     curves(panels[1], lines, "valid_loss")
     panels[0].set(ylabel="‖μ‖ʳ")
-    panels[1].set(ylabel="validation loss", yscale="log")
-    panels[0].legend(fontsize="small")
+    panels[1].set(ylabel="validation loss")
+    panels[1].legend(fontsize="small")
     return figure
 
 

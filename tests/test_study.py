@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from study import experts, masked_lm, muon
+from study import experts, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, recenter, soft_capped
 from study.loop import Variant, train
 from study.questions import ADAMW, COUPLED, QUESTIONS, Entry
-from study.run import of_the_laboratory, recipe_of
+from study.run import of_the_laboratory, recipe_of, results
 from study.switching import couple
 
 from coupled_adam import CoupledAdamW
@@ -186,3 +186,45 @@ def test_masked_tokens_are_the_ones_predicted(base):
     assert masked == pytest.approx(0.8 * 6 * 50, abs=30)
     assert changed - masked == pytest.approx(0.1 * 6 * 50, abs=20)
     assert torch.equal(masked_lm.losses(model, blocks), losses)
+
+
+def test_pages_are_made_from_the_results():
+    for path in tables.DOCS.glob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        assert tables.filled(page) == page
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_results_are_of_the_questions_as_they_are(question):
+    """Each result has the recipe that its question would be run with now."""
+    for name, entry in results(question).items():
+        recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
+        assert entry["recipe"] == json.loads(json.dumps(recipe.to_dict()))
+        assert {*entry["seeds"]} == {"1", "2", "3"}
+
+
+def test_a_table(monkeypatch):
+    """Bold by the t-test, with the first of a group; a run that diverged is no number."""
+    seeds = {
+        "one": [2.0, 2.1, 2.2],
+        "two": [1.0, 1.1, 1.2],
+        "three": [1.0, None, 1.2],
+    }
+    found = {
+        name: {
+            "seeds": {
+                str(seed): {"diverged_at": 7} if loss is None else {"test_loss": loss}
+                for seed, loss in enumerate(losses)
+            }
+        }
+        for name, losses in seeds.items()
+    }
+    monkeypatch.setattr(tables, "results", lambda question: found)
+    lines = [tables.Line(name.upper(), "", name) for name in seeds]
+    assert tables.markdown([lines[:2], lines], ["test_loss"]).splitlines()[2:] == [
+        "| ONE | 2.1 (1) |  | 3 |",
+        "| TWO | **1.1 (1)** | < 0.001 | 3 |",
+        "| ONE | 2.1 (1) |  | 3 |",
+        "| TWO | **1.1 (1)** | < 0.001 | 3 |",
+        "| THREE | 1 of 3 diverged |  | 3 |",
+    ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from coupled_adam.embeddings import analyze, single_tokens, word_similarity
+from coupled_adam.embeddings import analyze, mean_norm, single_tokens, word_similarity
 from coupled_adam.lab.corpus import Corpus
 from coupled_adam.lab.evaluation import Sets, load_tokenizer
 from coupled_adam.lab.models import build_model
@@ -70,6 +70,7 @@ def train(
     began = time.perf_counter()
     model = variant.build(recipe)
     model.train()
+    initial_mean_norm = mean_norm(output_embeddings(model))
     options = recipe.training
     optimizers = variant.optimizers(model, recipe, arm)
     factors = learning_rate_factors(recipe)
@@ -117,6 +118,7 @@ def train(
     )
     return {
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "initial_mean_norm": initial_mean_norm,
         "valid_loss": held_out_loss(model, variant, recipe, corpus, "valid"),
         "test_loss": held_out_loss(model, variant, recipe, corpus, "test"),
         **{name: value for name, value in report.to_dict().items() if name in MEASURES},

@@ -95,6 +95,7 @@ def of_the_laboratory(
     inputs = evaluation["input_embeddings"]
     return {
         "parameters": evaluation["parameters"],
+        "initial_mean_norm": trained.metrics[0]["mean_norm"],
         "valid_loss": curve[-1]["valid_loss"],
         "test_loss": evaluation["test_loss"],
         **{name: evaluation["embeddings"][name] for name in MEASURES},

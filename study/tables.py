@@ -59,6 +59,7 @@ MEASURES = {
     if column.key != "accuracy"
 } | {
     "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
+    "initial_mean_norm": Measure("‖μ‖ at the start", _named("initial_mean_norm"), 4, "lower"),
     "input_mean_norm_ratio": Measure(
         "‖μ‖ʳ of input ↓", _named("input_mean_norm_ratio"), 3, "lower"
     ),
@@ -203,7 +204,9 @@ def _tying() -> str:
     }
     lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
     tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
-    return markdown([tied, lines], (*ALL, "input_isotropy", "input_mean_norm_ratio"))
+    return markdown(
+        [tied, lines], ("initial_mean_norm", *ALL, "input_isotropy", "input_mean_norm_ratio")
+    )
 
 
 def _schedules() -> str:

@@ -52,6 +52,7 @@ def test_the_loop_is_the_laboratorys(text_file, tmp_path, arm):
     assert [line["step"] for line in found["curve"]] == [2, 4]
     # The laboratory averages the averages of batches, and takes the training's numbers for isotropy
     # as they come: other orders of summation, and nothing else.
+    assert found["initial_mean_norm"] == expected["initial_mean_norm"]
     for name in ("valid_loss", "test_loss", "mean_norm", "isotropy", "norm_frequency_correlation"):
         assert found[name] == pytest.approx(expected[name], rel=1e-5)
     assert found["parameters"] == expected["parameters"]

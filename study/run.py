@@ -151,6 +151,10 @@ def main() -> None:
         waiting = {pool.submit(run, *job, places): job for job in jobs}
         for done in concurrent.futures.as_completed(waiting):
             question, name, seed = waiting[done]
+            error = done.exception()
+            if error is not None:
+                print(f"{question}: {name}, seed {seed}: {error!r}", flush=True)
+                continue
             found = done.result()
             content = results(question, options.results)
             recipe = recipe_of(QUESTIONS[question][name], Path(options.text).name).to_dict()
@@ -161,6 +165,8 @@ def main() -> None:
             write_atomically(path, json.dumps(content, indent=1))
             loss = found.get("test_loss", float("nan"))
             print(f"{question}: {name}, seed {seed}: {loss:.4f}", flush=True)
+    if any(done.exception() for done in waiting):
+        raise SystemExit("some runs failed, see above")
 
 
 if __name__ == "__main__":

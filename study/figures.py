@@ -162,8 +162,8 @@ def tying() -> Figure:
         ),
         Line("untied, AdamW", "tying", "untied adamw"),
     ]
-    curves(ax, lines, "mean_norm_ratio")
-    ax.set(ylabel="‖μ‖ʳ of the output embeddings", yscale="log")
+    curves(ax, lines, "mean_norm")
+    ax.set(ylabel="‖μ‖ of the output embeddings", yscale="log")
     ax.legend()
     return figure
 

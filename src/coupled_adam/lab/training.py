@@ -452,6 +452,7 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)  # except for what the runs before have left
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             libc.mallopt(parameter, 2**31 - 1)
 

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
-from .run import HERE
+from .run import HERE, results
 from .tables import ALTERNATIVES, BASE, SCALE, Arm, Line, runs, values
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
@@ -187,14 +187,19 @@ def switching() -> Figure:
     return figure
 
 
-FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching)
+FIGURES = {
+    **{draw: draw.__name__ for draw in (scale, scaled, sgd, alternatives, tying, switching)},
+    second_moment: "scale",
+}
+"""And the question that each is of."""
 
 
 def main() -> None:
-    """Draw all."""
+    """Draw those whose question was run."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for draw in FIGURES:
-        draw().savefig(IMAGES / f"{draw.__name__}.png", dpi=100)
+    for draw, question in FIGURES.items():
+        if results(question):
+            draw().savefig(IMAGES / f"{draw.__name__}.png", dpi=100)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from study import experts, masked_lm, muon, tables
+from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, recenter, soft_capped
 from study.loop import Variant, train
 from study.questions import ADAMW, COUPLED, QUESTIONS, Entry
@@ -202,6 +202,15 @@ def test_results_are_of_the_questions_as_they_are(question):
         recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
         assert entry["recipe"] == json.loads(json.dumps(recipe.to_dict()))
         assert {*entry["seeds"]} == {"1", "2", "3"}
+
+
+@pytest.mark.parametrize("draw", figures.FIGURES, ids=lambda draw: draw.__name__)
+def test_pictures_show_the_results(draw):
+    if not results(figures.FIGURES[draw]):
+        pytest.skip("not run yet")
+    figure = draw()
+    assert all(ax.has_data() for ax in figure.axes)
+    assert (figures.IMAGES / f"{draw.__name__}.png").exists()
 
 
 def test_a_table(monkeypatch):

@@ -14,7 +14,7 @@ test: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
 $(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c

@@ -10,6 +10,12 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file with the longest test first, or one of two processes would wait for the other."""
+    items.sort(key=lambda item: item.path.name != "test_cli.py")
+
+
 SMALL = """
 name: small
 model: {architecture: gpt2, vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}

@@ -9,6 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
 from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.training import losses_of_logits
 
 from .loop import Optimizers, Variant
 
@@ -40,10 +41,7 @@ def build(recipe: Recipe) -> PreTrainedModel:
 def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     """Mean cross-entropy of each sequence, [batch]; in training with the load-balancing loss."""
     output = model(input_ids=blocks[:, :-1], use_cache=False)
-    found = torch.nn.functional.cross_entropy(
-        output.logits.flatten(0, 1), blocks[:, 1:].flatten(), reduction="none"
-    )
-    found = found.view(len(blocks), -1).mean(1)
+    found = losses_of_logits(output.logits, blocks)
     return found + BALANCE * output.aux_loss if model.training else found
 
 

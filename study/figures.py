@@ -15,12 +15,11 @@ from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
 from .run import HERE, results
-from .tables import ALTERNATIVES, BASE, SCALE, Arm, Line, runs, values
+from .tables import ALTERNATIVES, BASE, LABELS, SCALE, Arm, Line, runs, values
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
 ORANGE, BLUE = "#d55e00", "#0072b2"
 COLORS = {"adamw": ORANGE, "coupled": BLUE}
-LABELS = {"adamw": "AdamW", "coupled": "Coupled Adam"}
 
 
 def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:

@@ -8,6 +8,7 @@ at 95 %; p is that of the loss being lower than the first row's.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +22,12 @@ from coupled_adam.lab.files import write_atomically
 from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
 from coupled_adam.lab.tables import COLUMNS
 
-from .run import HERE, results
+from .questions import QUESTIONS
+from .run import HERE
+from .run import results as read_results
 
 DOCS = HERE.parent / "docs" / "study"
+results = functools.cache(read_results)  # each cell of a table asks for them
 Run = Mapping[str, Any]
 Arm = Literal["adamw", "coupled"]
 
@@ -139,6 +143,14 @@ BASE = (
 )
 
 
+LABELS: dict[Arm, str] = {"adamw": "AdamW", "coupled": "Coupled Adam"}
+
+
+def pair(label: str, question: str, name: str) -> Group:
+    """AdamW and Coupled Adam in the same setting."""
+    return [Line(f"{label} {text}", question, f"{name} {arm}") for arm, text in LABELS.items()]
+
+
 def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
     """The run of question 2 with that n."""
     if (question, n) == ("scaled", 0):
@@ -171,11 +183,7 @@ def _scale() -> str:
 
 def _learning_rate() -> str:
     groups = [
-        [
-            Line(f"{lr}: AdamW", "learning_rate", f"lr={lr} adamw"),
-            Line(f"{lr}: Coupled Adam", "learning_rate", f"lr={lr} coupled"),
-        ]
-        for lr in ("0.0025", "0.005", "0.01", "0.02")
+        pair(f"{lr}:", "learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
     ]
     return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
@@ -210,12 +218,9 @@ def _tying() -> str:
 
 
 def _schedules() -> str:
-    def group(name: str) -> Group:
-        arms = {"adamw": "AdamW", "coupled": "Coupled Adam"}
-        return [Line(f"{name}: {arms[arm]}", "schedules", f"{name} {arm}") for arm in arms]
-
     cosine = [dataclasses.replace(line, label=f"cosine: {line.label}") for line in BASE]
-    return markdown([cosine, group("constant"), group("wsd")], ALL)
+    others = [pair(f"{name}:", "schedules", name) for name in ("constant", "wsd")]
+    return markdown([cosine, *others], ALL)
 
 
 def _masked_lm() -> str:
@@ -233,13 +238,7 @@ def _experts() -> str:
 
 
 def _muon() -> str:
-    groups = [
-        [
-            Line(f"rate {lr}: Muon + AdamW", "muon", f"lr={lr} adamw"),
-            Line(f"rate {lr}: Muon + Coupled Adam", "muon", f"lr={lr} coupled"),
-        ]
-        for lr in ("0.0025", "0.005", "0.01")
-    ]
+    groups = [pair(f"rate {lr}: Muon +", "muon", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01")]
     return markdown([BASE, *groups], ("valid_loss", *ALL))
 
 
@@ -260,7 +259,11 @@ ALTERNATIVES = {
 
 
 def _alternatives(lr: str) -> str:
-    lines = [Line(label, "alternatives", f"lr={lr} {name}") for name, label in ALTERNATIVES.items()]
+    lines = [
+        Line(label, "alternatives", f"lr={lr} {name}")
+        for name, label in ALTERNATIVES.items()
+        if f"lr={lr} {name}" in QUESTIONS["alternatives"]
+    ]
     return markdown([lines], ALL)
 
 

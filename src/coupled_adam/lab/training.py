@@ -400,7 +400,11 @@ def next_token_loss(model: PreTrainedModel, blocks: Tensor) -> Tensor:
 
 def sequence_losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     """The same for each sequence, [batch]."""
-    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
+    return losses_of_logits(model(input_ids=blocks[:, :-1], use_cache=False).logits, blocks)
+
+
+def losses_of_logits(logits: Tensor, blocks: Tensor) -> Tensor:
+    """The same, from the logits [batch, length, V]."""
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     losses = nn.functional.cross_entropy(logits, blocks[:, 1:].flatten(), reduction="none")
     return losses.view(len(blocks), -1).mean(1)

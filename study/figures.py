@@ -15,7 +15,21 @@ from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
 from .run import HERE, results
-from .tables import ALTERNATIVES, BASE, LABELS, SCALE, Arm, Line, runs, values
+from .tables import (
+    ALTERNATIVES,
+    BASE,
+    EXPONENTS,
+    LABELS,
+    SCALE,
+    Arm,
+    Group,
+    Line,
+    alternative,
+    of_exponent,
+    pair,
+    runs,
+    values,
+)
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
 ORANGE, BLUE = "#d55e00", "#0072b2"
@@ -48,13 +62,13 @@ def scale() -> Figure:
     """The loss that coupling saves, against D and N."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for (tokens, size), (question, *names) in SCALE.items():
-        if tokens == "2.5M":
-            _gains(right, float(size[:-1]) * 1e6, question, names)
+    for (tokens, size), (question, name) in SCALE.items():
+        if tokens == "1.2M":
+            _gains(right, float(size[:-1]) * 1e6, pair("", question, name))
         if size == "0.4M":
-            _gains(left, float(tokens[:-1]) * 1e6, question, names)
+            _gains(left, float(tokens[:-1]) * 1e6, pair("", question, name))
     left.set(xlabel="tokens D, at N = 0.4M", ylabel="AdamW's test loss less Coupled Adam's")
-    right.set(xlabel="parameters N, at D = 2.5M")
+    right.set(xlabel="parameters N, at D = 1.2M")
     for ax in (left, right):
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set(xscale="log")
@@ -63,19 +77,17 @@ def scale() -> Figure:
     return figure
 
 
-def _gains(ax: Axes, x: float, question: str, names: Sequence[str]) -> None:
+def _gains(ax: Axes, x: float, arms: Group) -> None:
     """Of each seed, and their mean."""
-    pair = [values(Line("", question, name), "test_loss") for name in names]
-    gains = [one - other for one, other in zip(*pair)]
+    adamw, coupled = (np.array(values(line, "test_loss")) for line in arms)
+    gains = adamw - coupled
     ax.scatter([x] * len(gains), gains, color="0.6", s=12)
-    if gains:
-        ax.scatter([x], [np.mean(gains)], color=BLUE)
+    ax.scatter([x], [gains.mean()], color=BLUE)
 
 
 def scaled() -> Figure:
     """Loss and mean norm against n, AdamW's embeddings at the same learning rate."""
     figure = Figure(figsize=(9, 7), layout="constrained")
-    exponents = {"scaled": range(-5, 6), "scaled_longer": range(-2, 6, 2)}
     panels = figure.subplots(2, 2, sharex=True)
     for column, (question, title) in enumerate(
         (("scaled", "1.2M tokens"), ("scaled_longer", "4.9M tokens"))
@@ -85,7 +97,7 @@ def scaled() -> Figure:
         ):
             ax = panels[row][column]
             for arm in get_args(Arm):
-                points = {float(n): Line("", question, f"{arm} n={n}") for n in exponents[question]}
+                points = {float(n): of_exponent(question, arm, n) for n in EXPONENTS[question]}
                 errors(ax, points, measure, color=COLORS[arm], label=LABELS[arm])
             ax.set(ylabel=label)
         panels[0][column].set(title=title)
@@ -113,11 +125,9 @@ def second_moment() -> Figure:
     """The fit of E[v] = A p against the tokens seen."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     panels = figure.subplots(1, 3)
-    for number, (tokens, size) in enumerate(
-        (("19.7M", "0.4M"), ("2.5M", "1.1M"), ("2.5M", "2.6M"))
-    ):
-        question, name, _ = SCALE[tokens, size]
-        found = runs(Line("", question, name))
+    for number, (tokens, size) in enumerate((("4.9M", "0.4M"), ("1.2M", "1.1M"), ("1.2M", "2.6M"))):
+        question, name = SCALE[tokens, size]
+        found = runs(pair("", question, name)[0])
         for run in found:
             for ax, key in zip(panels, ("A", "r_squared", "exponent")):
                 ax.plot(
@@ -140,7 +150,7 @@ def alternatives() -> Figure:
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     ax = figure.subplots()
     for number, (name, label) in enumerate(ALTERNATIVES.items()):
-        points = {lr: Line("", "alternatives", f"lr={lr:g} {name}") for lr in (5e-3, 2e-2, 8e-2)}
+        points = {lr: line for lr in (5e-3, 2e-2) if (line := alternative(lr, name))}
         style = "-" if name in LABELS else "--" if number < 7 else ":"
         color = COLORS.get(name, f"C{number % 10}")
         errors(ax, points, "test_loss", label=label, color=color, linestyle=style)

@@ -151,32 +151,31 @@ def pair(label: str, question: str, name: str) -> Group:
     return [Line(f"{label} {text}", question, f"{name} {arm}") for arm, text in LABELS.items()]
 
 
-def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
-    """The run of question 2 with that n."""
-    if (question, n) == ("scaled", 0):
-        return dataclasses.replace(BASE[arm == "coupled"], label=label)
-    return Line(label, question, f"{arm} n={n}")
-
-
 SCALE = {
-    ("1.2M", "0.4M"): ("learning_rate", "lr=0.005 adamw", "lr=0.005 coupled"),
-    ("4.9M", "0.4M"): ("scaled_longer", "adamw n=0", "coupled n=0"),
-    ("19.7M", "0.4M"): ("scale", "N=0.4M steps=9600 adamw", "N=0.4M steps=9600 coupled"),
-    **{
-        ("2.5M", size): ("scale", f"N={size} steps=1200 adamw", f"N={size} steps=1200 coupled")
-        for size in ("0.4M", "1.1M", "2.6M")
-    },
+    ("1.2M", "0.4M"): ("learning_rate", "lr=0.005"),
+    ("2.5M", "0.4M"): ("scale", "N=0.4M steps=1200"),
+    ("4.9M", "0.4M"): ("scale", "N=0.4M steps=2400"),
+    ("1.2M", "1.1M"): ("scale", "N=1.1M steps=600"),
+    ("1.2M", "2.6M"): ("scale", "N=2.6M steps=600"),
 }
-"""Of each D and N: the question that has it, and the names of its two runs."""
+"""Of each D and N: the question that has it, and the name that its two runs share."""
+
+
+def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
+    """The run of question 2 with that n; of n = 0, another question has it."""
+    if n != 0:
+        return Line(label, question, f"{arm} n={n}")
+    where, name = SCALE["1.2M" if question == "scaled" else "4.9M", "0.4M"]
+    return Line(label, where, f"{name} {arm}")
+
+
+EXPONENTS = {"scaled": range(-5, 6), "scaled_longer": range(-2, 6, 2)}
 
 
 def _scale() -> str:
     groups = [
-        [
-            Line(f"{tokens}, {size}: AdamW", question, adamw),
-            Line(f"{tokens}, {size}: Coupled Adam", question, coupled),
-        ]
-        for (tokens, size), (question, adamw, coupled) in SCALE.items()
+        pair(f"{tokens}, {size}:", question, name)
+        for (tokens, size), (question, name) in SCALE.items()
     ]
     return markdown(groups, ALL, "D, N: Adam")
 
@@ -188,20 +187,19 @@ def _learning_rate() -> str:
     return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
 
-def _scaled(question: str, exponents: range) -> str:
+def _scaled(question: str) -> str:
     groups = [
         [
             of_exponent(question, "adamw", n, f"n = {n}: AdamW, rate times {2 ** (n / 2):.3g}"),
             of_exponent(question, "coupled", n, f"n = {n}: Coupled Adam"),
         ]
-        for n in exponents
+        for n in EXPONENTS[question]
     ]
     return markdown(groups, ("valid_loss", *ALL))
 
 
 def _sgd() -> str:
-    factors = (10, 30, 60, 100, 200, 300, 400, 500, 600)
-    lines = [Line(f"SGD, f = {f}", "sgd", f"f={f}") for f in factors]
+    lines = [Line(f"SGD, {name.replace('=', ' = ')}", "sgd", name) for name in QUESTIONS["sgd"]]
     return markdown([[*BASE, *lines]], ("valid_loss", *ALL))
 
 
@@ -258,12 +256,18 @@ ALTERNATIVES = {
 }
 
 
-def _alternatives(lr: str) -> str:
-    lines = [
-        Line(label, "alternatives", f"lr={lr} {name}")
-        for name, label in ALTERNATIVES.items()
-        if f"lr={lr} {name}" in QUESTIONS["alternatives"]
-    ]
+def alternative(lr: float, name: str) -> Line | None:
+    """The run of question 9; of some, another question has it; None if there is none."""
+    line = Line(ALTERNATIVES[name], "alternatives", f"lr={lr:g} {name}")
+    if name in LABELS:
+        line = dataclasses.replace(line, question="learning_rate")
+    elif (lr, name) == (5e-3, "lr_factor_0.25"):
+        line = of_exponent("scaled", "adamw", -4, line.label)
+    return line if line.name in QUESTIONS[line.question] else None
+
+
+def _alternatives(lr: float) -> str:
+    lines = [line for name in ALTERNATIVES if (line := alternative(lr, name))]
     return markdown([lines], ALL)
 
 
@@ -279,15 +283,14 @@ def _switching() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "learning_rate": _learning_rate,
     "scale": _scale,
-    "scaled": partial(_scaled, "scaled", range(-5, 6)),
-    "scaled_longer": partial(_scaled, "scaled_longer", range(-2, 6, 2)),
+    **{question: partial(_scaled, question) for question in EXPONENTS},
     "sgd": _sgd,
     "tying": _tying,
     "schedules": _schedules,
     "masked_lm": _masked_lm,
     "experts": _experts,
     "muon": _muon,
-    **{f"alternatives_{lr}": partial(_alternatives, lr) for lr in ("0.005", "0.02", "0.08")},
+    **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in (5e-3, 2e-2)},
     "switching": _switching,
 }
 

@@ -18,14 +18,13 @@ from .run import HERE, results
 from .tables import (
     ALTERNATIVES,
     BASE,
-    EXPONENTS,
     LABELS,
     SCALE,
     Arm,
     Group,
     Line,
     alternative,
-    of_exponent,
+    exponents,
     pair,
     runs,
     values,
@@ -36,7 +35,9 @@ ORANGE, BLUE = "#d55e00", "#0072b2"
 COLORS = {"adamw": ORANGE, "coupled": BLUE}
 
 
-def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
+def errors(
+    ax: Axes, points: Mapping[float, Line] | Mapping[int, Line], measure: str, **style: object
+) -> None:
     """Mean and sample standard deviation over seeds, where all seeds have a value."""
     shown = {x: found for x, line in points.items() if (found := values(line, measure))}
     shown = {x: found for x, found in shown.items() if all(map(math.isfinite, found))}
@@ -97,7 +98,7 @@ def scaled() -> Figure:
         ):
             ax = panels[row][column]
             for arm in get_args(Arm):
-                points = {float(n): of_exponent(question, arm, n) for n in EXPONENTS[question]}
+                points = exponents(question, arm)
                 errors(ax, points, measure, color=COLORS[arm], label=LABELS[arm])
             ax.set(ylabel=label)
         panels[0][column].set(title=title)

@@ -1,7 +1,7 @@
 """What is run for each question: runs by name, each with three seeds."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .alternatives import ALTERNATIVES
@@ -50,13 +50,15 @@ def _steps(steps: int) -> dict[str, Any]:
     return {"training.steps": steps, "training.evaluate_every": steps // 6}
 
 
-def _scaled(exponents: Sequence[int], **overrides: Any) -> dict[str, Entry]:
+def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> dict[str, Entry]:
     """nu times 2^-n is a learning rate times 2^(n/2): AdamW's embeddings get the same."""
-    found = {}
-    for n in exponents:
-        found[f"coupled n={n}"] = Entry({**COUPLED, "second_moment_scale": 2.0**-n}, overrides)
-        found[f"adamw n={n}"] = Entry({**ADAMW, "lr_factor": 2 ** (n / 2)}, overrides)
-    return found
+    scaled = {n: {**COUPLED, "second_moment_scale": 2.0**-n} for n in coupled}
+    faster = {n: {**ADAMW, "lr_factor": 2 ** (n / 2)} for n in adamw}
+    return {
+        f"{arm} n={n}": Entry(options, overrides)
+        for arm, found in (("coupled", scaled), ("adamw", faster))
+        for n, options in found.items()
+    }
 
 
 def _alternatives() -> dict[str, Entry]:
@@ -82,10 +84,10 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "scale": _scale(),
     "scaled": {
-        **_scaled([n for n in range(-5, 6) if n != 0]),
+        **_scaled((*range(-5, 0), *range(1, 6)), (-4, -2, 2, 4, 5)),
         "coupled lr_factor=2^2.5": Entry({**COUPLED, "lr_factor": 2**2.5}),
     },
-    "scaled_longer": _scaled((-2, 2, 4), **_steps(2400)),
+    "scaled_longer": _scaled((-2, 2, 4), (-2, 2, 4), **_steps(2400)),
     "sgd": {
         f"f={factor}": Entry({"optimizer": "sgd", "lr_factor": factor})
         for factor in (10, 30, 60, 100, 300, 600)

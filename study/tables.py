@@ -169,7 +169,13 @@ def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
     return Line(label, where, f"{name} {arm}")
 
 
-EXPONENTS = {"scaled": range(-5, 6), "scaled_longer": range(-2, 6, 2)}
+def exponents(question: str, arm: Arm) -> dict[int, Line]:
+    """Of the runs of question 2."""
+    pattern = re.compile(rf"{arm} n=(-?\d+)")
+    found = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
+    return {
+        n: of_exponent(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *found])
+    }
 
 
 def _scale() -> str:
@@ -188,14 +194,20 @@ def _learning_rate() -> str:
 
 
 def _scaled(question: str) -> str:
-    groups = [
-        [
-            of_exponent(question, "adamw", n, f"n = {n}: AdamW, rate times {2 ** (n / 2):.3g}"),
-            of_exponent(question, "coupled", n, f"n = {n}: Coupled Adam"),
-        ]
-        for n in EXPONENTS[question]
-    ]
-    return markdown(groups, ("valid_loss", *ALL))
+    """Each arm's, against its n = 0; then its best on the validation documents."""
+    groups, best = [], []
+    for arm in LABELS:
+        lines = exponents(question, arm)
+        groups.append([lines.pop(0), *lines.values()])
+        line = min(groups[-1], key=lambda line: np.mean(values(line, "valid_loss")))
+        best.append(dataclasses.replace(line, label=f"best: {line.label}"))
+    return markdown([*groups, best], ("valid_loss", *ALL))
+
+
+def _rate() -> str:
+    scaled = of_exponent("scaled", "coupled", 5, "ν times 2⁻⁵")
+    faster = Line("learning rate times 2^2.5", "scaled", "coupled lr_factor=2^2.5")
+    return markdown([[scaled, faster]], ("valid_loss", *ALL))
 
 
 def _sgd() -> str:
@@ -283,7 +295,8 @@ def _switching() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "learning_rate": _learning_rate,
     "scale": _scale,
-    **{question: partial(_scaled, question) for question in EXPONENTS},
+    **{question: partial(_scaled, question) for question in ("scaled", "scaled_longer")},
+    "rate": _rate,
     "sgd": _sgd,
     "tying": _tying,
     "schedules": _schedules,

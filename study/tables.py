@@ -52,6 +52,11 @@ def mean_word_similarity(run: Run) -> float | None:
     return float(np.mean(found)) if found else None
 
 
+def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
+    """Of the last fit of the second moment."""
+    return lambda run: times * run["second_moment"][-1][key]
+
+
 MEASURES = {
     column.key: Measure(
         column.header,
@@ -68,6 +73,9 @@ MEASURES = {
         "‖μ‖ʳ of input ↓", _named("input_mean_norm_ratio"), 3, "lower"
     ),
     "input_isotropy": Measure("Iso of input ↑", _named("input_isotropy"), 2, "higher"),
+    "A": Measure("1000 A", _at_the_end("A", 1000), 2, "higher"),
+    "r_squared": Measure("R²", _at_the_end("r_squared"), 3, "higher"),
+    "exponent": Measure("exponent", _at_the_end("exponent"), 2, "higher"),
     "load_entropy": Measure("load entropy ↑", _named("load_entropy"), 3, "higher"),
     "router_mean_norm_ratio": Measure(
         "‖μ‖ʳ of router ↓", _named("router_mean_norm_ratio"), 3, "lower"
@@ -186,6 +194,14 @@ def _scale() -> str:
     return markdown(groups, ALL, "D, N: Adam")
 
 
+def _second_moment() -> str:
+    groups = [
+        [Line(f"{tokens}, {size}", question, f"{name} adamw")]
+        for (tokens, size), (question, name) in SCALE.items()
+    ]
+    return markdown(groups, ("A", "r_squared", "exponent"), "D, N")
+
+
 def _learning_rate() -> str:
     groups = [
         pair(f"{lr}:", "learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
@@ -295,6 +311,7 @@ def _switching() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "learning_rate": _learning_rate,
     "scale": _scale,
+    "second_moment": _second_moment,
     **{question: partial(_scaled, question) for question in ("scaled", "scaled_longer")},
     "rate": _rate,
     "sgd": _sgd,

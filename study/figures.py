@@ -138,7 +138,7 @@ def second_moment() -> Figure:
                     marker=".",
                     label=f"N = {size}" if run is found[0] else None,
                 )
-    for ax, title in zip(panels, ("A", "R²", "exponent of p in a fit of the logarithms")):
+    for ax, title in zip(panels, ("A", "R²", "exponent of p")):
         ax.set(xlabel="tokens seen", title=title)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     panels[0].set(yscale="log")

@@ -84,14 +84,10 @@ def of_the_laboratory(
         if "valid_loss" in line
     ]
     probability = trained.probabilities()
-    seen = probability > 0
-    fits = []
-    for tokens, moment in trained.second_moments().items():
-        a, r_squared = fit_proportional(probability[seen], moment[seen])
-        # A moment of zero: a gradient that underflowed.
-        both = seen & (moment > 0)
-        exponent, _ = np.polyfit(np.log(probability[both]), np.log(moment[both]), 1)
-        fits.append({"tokens": tokens, "A": a, "r_squared": r_squared, "exponent": exponent})
+    fits = [
+        {"tokens": tokens, **_fit(probability, moment)}
+        for tokens, moment in trained.second_moments().items()
+    ]
     inputs = evaluation["input_embeddings"]
     return {
         "parameters": evaluation["parameters"],
@@ -108,6 +104,20 @@ def of_the_laboratory(
         "curve": curve,
         "seconds": time.perf_counter() - began,
     }
+
+
+def _fit(probability: np.ndarray, moment: np.ndarray) -> dict[str, float]:
+    """E[v] = A p for the tokens that occur, and the exponent of p where it is free.
+
+    The exponent is fitted to the means of twenty groups of like frequency: a token's own moment
+    scatters, the rarer the more, and the mean of logarithms lies below the logarithm of the mean.
+    """
+    order = probability.argsort()[(probability == 0).sum() :]
+    p, v = probability[order], moment[order].astype(float)
+    a, r_squared = fit_proportional(p, v)
+    groups = [[part.mean() for part in np.array_split(values, 20)] for values in (p, v)]
+    exponent, _ = np.polyfit(np.log(groups[0]), np.log(groups[1]), 1)
+    return {"A": a, "r_squared": r_squared, "exponent": float(exponent)}
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:

@@ -2,13 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, recenter, soft_capped
 from study.loop import Variant, train
 from study.questions import ADAMW, COUPLED, QUESTIONS, Entry
-from study.run import of_the_laboratory, recipe_of, results
+from study.run import _fit, of_the_laboratory, recipe_of, results
 from study.switching import couple
 
 from coupled_adam import CoupledAdamW
@@ -187,6 +188,19 @@ def test_masked_tokens_are_the_ones_predicted(base):
     assert masked == pytest.approx(0.8 * 6 * 50, abs=30)
     assert changed - masked == pytest.approx(0.1 * 6 * 50, abs=20)
     assert torch.equal(masked_lm.losses(model, blocks), losses)
+
+
+def test_a_fit_of_noisy_moments():
+    """Noise of every size, as from rare events, leaves proportionality as it is."""
+    random = np.random.default_rng(0)
+    probability = random.pareto(1.0, 4096)
+    probability[:50] = 0.0
+    probability /= probability.sum()
+    for exponent in (0.5, 1.0):
+        moment = 3e-3 * probability**exponent * random.gamma(0.1, 10.0, 4096)
+        assert _fit(probability, moment)["exponent"] == pytest.approx(exponent, abs=0.05)
+    exact = _fit(probability, 3e-3 * probability)
+    assert exact == pytest.approx({"A": 3e-3, "r_squared": 1.0, "exponent": 1.0})
 
 
 def test_pages_are_made_from_the_results():

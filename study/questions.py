@@ -90,7 +90,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "scaled_longer": _scaled((-2, 2, 4), (-2, 2, 4), **_steps(2400)),
     "sgd": {
         f"f={factor}": Entry({"optimizer": "sgd", "lr_factor": factor})
-        for factor in (10, 30, 60, 100, 300, 600)
+        for factor in (1, 3, 10, 30, 60, 100, 300, 600)
     },
     "tying": {
         "untied adamw": Entry(ADAMW, {"model.tied": False}),

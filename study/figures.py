@@ -21,7 +21,6 @@ from .tables import (
     LABELS,
     SCALE,
     Arm,
-    Group,
     Line,
     alternative,
     exponents,
@@ -64,26 +63,17 @@ def scale() -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for (tokens, size), (question, name) in SCALE.items():
-        if tokens == "1.2M":
-            _gains(right, float(size[:-1]) * 1e6, pair("", question, name))
-        if size == "0.4M":
-            _gains(left, float(tokens[:-1]) * 1e6, pair("", question, name))
+        adamw, coupled = (np.array(values(arm, "test_loss")) for arm in pair("", question, name))
+        shown = {left: tokens if size == "0.4M" else "", right: size if tokens == "1.2M" else ""}
+        for ax, x in shown.items():
+            if x:
+                ax.scatter([x] * len(adamw), adamw - coupled, color="0.6", s=12)
+                ax.scatter([x], [(adamw - coupled).mean()], color=BLUE)
     left.set(xlabel="tokens D, at N = 0.4M", ylabel="AdamW's test loss less Coupled Adam's")
     right.set(xlabel="parameters N, at D = 1.2M")
     for ax in (left, right):
         ax.axhline(0, color="black", linewidth=0.8)
-        ax.set(xscale="log")
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        ax.xaxis.set_minor_formatter("")
     return figure
-
-
-def _gains(ax: Axes, x: float, arms: Group) -> None:
-    """Of each seed, and their mean."""
-    adamw, coupled = (np.array(values(line, "test_loss")) for line in arms)
-    gains = adamw - coupled
-    ax.scatter([x] * len(gains), gains, color="0.6", s=12)
-    ax.scatter([x], [gains.mean()], color=BLUE)
 
 
 def scaled() -> Figure:

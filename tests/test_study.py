@@ -218,6 +218,23 @@ def test_results_are_of_the_questions_as_they_are(question):
         assert {*entry["seeds"]} == {"1", "2", "3"}
 
 
+def test_rows_that_other_questions_have_are_of_the_same_runs():
+    """What a table borrows differs from its other rows in what the row says, and in nothing else."""
+
+    def training(line):
+        return recipe_of(QUESTIONS[line.question][line.name]).to_dict()["training"]
+
+    for lr in (5e-3, 2e-2):
+        lines = [line for name in tables.ALTERNATIVES if (line := tables.alternative(lr, name))]
+        assert len(lines) > 5
+        assert all(training(line) == training(lines[0]) for line in lines)
+        assert training(lines[0])["lr"] == lr
+    for question in ("scaled", "scaled_longer"):
+        lines = [line for arm in tables.LABELS for line in tables.exponents(question, arm).values()]
+        assert all(training(line) == training(lines[0]) for line in lines)
+        assert len({*lines}) == len(lines)
+
+
 @pytest.mark.parametrize("draw", figures.FIGURES, ids=lambda draw: draw.__name__)
 def test_pictures_show_the_results(draw):
     if not results(figures.FIGURES[draw]):

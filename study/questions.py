@@ -111,7 +111,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "muon": {
         f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr}, MUON)
-        for lr in (2.5e-3, 5e-3, 1e-2)
+        for lr in (2.5e-3, 5e-3, 1e-2, 2e-2)
         for arm, options in ARMS.items()
     },
     "alternatives": _alternatives(),

@@ -264,7 +264,8 @@ def _experts() -> str:
 
 
 def _muon() -> str:
-    groups = [pair(f"rate {lr}: Muon +", "muon", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01")]
+    rates = ("0.0025", "0.005", "0.01", "0.02")
+    groups = [pair(f"rate {lr}: Muon +", "muon", f"lr={lr}") for lr in rates]
     return markdown([BASE, *groups], ("valid_loss", *ALL))
 
 

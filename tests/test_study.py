@@ -219,7 +219,7 @@ def test_results_are_of_the_questions_as_they_are(question):
 
 
 def test_rows_that_other_questions_have_are_of_the_same_runs():
-    """What a table borrows differs from its other rows in what the row says, and in nothing else."""
+    """What a table borrows is trained as its other rows are."""
 
     def training(line):
         return recipe_of(QUESTIONS[line.question][line.name]).to_dict()["training"]

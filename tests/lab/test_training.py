@@ -96,7 +96,15 @@ def test_held_out_shares_are_all_blocks_once(recipe, monkeypatch, world_size):
         ({"training.schedule": "constant", "training.warmup": 10}, {5: 0.5, 10: 1, 99: 1}),
         (
             {"training.schedule": "wsd", "training.warmup": 10, "training.decay": 0.2},
-            {5: 0.55, 10: 1, 80: 1, 90: 0.55, 100: 0.1},
+            {0: 0, 5: 0.5, 10: 1, 80: 1, 90: 0.55, 100: 0.1},
+        ),
+        (
+            {"training.schedule": "wsd", "training.warmup": 0, "training.decay": 1.0},
+            {0: 1, 50: 0.55, 100: 0.1},
+        ),
+        (
+            {"training.schedule": "wsd", "training.warmup": 10, "training.decay": 0.001},
+            {5: 0.5, 10: 1, 100: 1},
         ),
     ],
 )

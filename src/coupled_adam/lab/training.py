@@ -29,12 +29,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.optimization import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
-    get_wsd_schedule,
 )
 
 from coupled_adam.embeddings import analyze
@@ -416,14 +416,15 @@ def schedule(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Any:
     if training.schedule == "constant":
         return get_constant_schedule_with_warmup(optimizer, warmup)
     if training.schedule == "wsd":
-        return get_wsd_schedule(
-            optimizer,
-            warmup,
-            round(training.decay * steps),
-            num_training_steps=steps,
-            decay_type="linear",
-            min_lr_ratio=training.final_lr,
-        )
+        # That of transformers warms up from final_lr, not from zero as the others.
+        decay = round(training.decay * steps)
+
+        def factor(step: int) -> float:
+            rising = step / warmup if step < warmup else 1.0
+            gone = max(0, step - (steps - decay)) / max(1, decay)
+            return min(rising, 1.0 - (1.0 - training.final_lr) * gone)
+
+        return LambdaLR(optimizer, factor)
     return get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, warmup, steps, min_lr_rate=training.final_lr
     )

@@ -67,6 +67,7 @@ MEASURES = {
     for column in COLUMNS
     if column.key != "accuracy"
 } | {
+    "men": Measure("r of MEN ↑", lambda run: run["word_similarity"]["MEN"]["r"], 0, "higher"),
     "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
     "initial_mean_norm": Measure("‖μ‖ at the start", _named("initial_mean_norm"), 4, "lower"),
     "input_mean_norm_ratio": Measure(
@@ -191,7 +192,7 @@ def _scale() -> str:
         pair(f"{tokens}, {size}:", question, name)
         for (tokens, size), (question, name) in SCALE.items()
     ]
-    return markdown(groups, ALL, "D, N: Adam")
+    return markdown(groups, ("valid_loss", *ALL, "men"), "D, N: Adam")
 
 
 def _second_moment() -> str:

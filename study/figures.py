@@ -34,9 +34,7 @@ ORANGE, BLUE = "#d55e00", "#0072b2"
 COLORS = {"adamw": ORANGE, "coupled": BLUE}
 
 
-def errors(
-    ax: Axes, points: Mapping[float, Line] | Mapping[int, Line], measure: str, **style: object
-) -> None:
+def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
     """Mean and sample standard deviation over seeds, where all seeds have a value."""
     shown = {x: found for x, line in points.items() if (found := values(line, measure))}
     shown = {x: found for x, found in shown.items() if all(map(math.isfinite, found))}
@@ -64,9 +62,8 @@ def scale() -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     for (tokens, size), (question, name) in SCALE.items():
         adamw, coupled = (np.array(values(arm, "test_loss")) for arm in pair("", question, name))
-        shown = {left: tokens if size == "0.4M" else "", right: size if tokens == "1.2M" else ""}
-        for ax, x in shown.items():
-            if x:
+        for ax, x, shown in ((left, tokens, size == "0.4M"), (right, size, tokens == "1.2M")):
+            if shown:
                 ax.scatter([x] * len(adamw), adamw - coupled, color="0.6", s=12)
                 ax.scatter([x], [(adamw - coupled).mean()], color=BLUE)
     left.set(xlabel="tokens D, at N = 0.4M", ylabel="AdamW's test loss less Coupled Adam's")

@@ -85,7 +85,7 @@ def of_the_laboratory(
     ]
     probability = trained.probabilities()
     fits = [
-        {"tokens": tokens, **_fit(probability, moment)}
+        {"tokens": tokens, **second_moment_fit(probability, moment)}
         for tokens, moment in trained.second_moments().items()
     ]
     inputs = evaluation["input_embeddings"]
@@ -106,7 +106,7 @@ def of_the_laboratory(
     }
 
 
-def _fit(probability: np.ndarray, moment: np.ndarray) -> dict[str, float]:
+def second_moment_fit(probability: np.ndarray, moment: np.ndarray) -> dict[str, float]:
     """E[v] = A p for the tokens that occur, and the exponent of p where it is free.
 
     The exponent is fitted to the means of twenty groups of like frequency: a token's own moment

@@ -178,7 +178,7 @@ def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
     return Line(label, where, f"{name} {arm}")
 
 
-def exponents(question: str, arm: Arm) -> dict[int, Line]:
+def exponents(question: str, arm: Arm) -> dict[float, Line]:
     """Of the runs of question 2."""
     pattern = re.compile(rf"{arm} n=(-?\d+)")
     found = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]

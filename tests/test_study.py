@@ -9,7 +9,7 @@ from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, recenter, soft_capped
 from study.loop import Variant, train
 from study.questions import ADAMW, COUPLED, QUESTIONS, Entry
-from study.run import _fit, of_the_laboratory, recipe_of, results
+from study.run import of_the_laboratory, recipe_of, results, second_moment_fit
 from study.switching import couple
 
 from coupled_adam import CoupledAdamW
@@ -198,8 +198,10 @@ def test_a_fit_of_noisy_moments():
     probability /= probability.sum()
     for exponent in (0.5, 1.0):
         moment = 3e-3 * probability**exponent * random.gamma(0.1, 10.0, 4096)
-        assert _fit(probability, moment)["exponent"] == pytest.approx(exponent, abs=0.05)
-    exact = _fit(probability, 3e-3 * probability)
+        assert second_moment_fit(probability, moment)["exponent"] == pytest.approx(
+            exponent, abs=0.05
+        )
+    exact = second_moment_fit(probability, 3e-3 * probability)
     assert exact == pytest.approx({"A": 3e-3, "r_squared": 1.0, "exponent": 1.0})
 
 

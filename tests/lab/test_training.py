@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.loggers import TensorBoardLogger
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
@@ -158,6 +159,31 @@ def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     moments = sorted(path.name for path in (lab.folder / "cut" / "second_moments").glob("*"))
     steps = range(10, 210, 10) if arm == "adamw" else []
     assert moments == sorted(f"step-{step}.npy" for step in steps)
+
+
+def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
+    """Interrupted in one, all have the step; TensorBoard would be left with a lock taken."""
+    in_file, in_tensorboard = MetricsFile.log_metrics, TensorBoardLogger.log_metrics
+    told = []
+
+    def interrupted(logger, metrics, step):
+        if step == 20:
+            signal.raise_signal(signal.SIGINT)
+        in_file(logger, metrics, step)
+
+    def noted(logger, metrics, step):
+        in_tensorboard(logger, metrics, step)
+        told.append(step)
+
+    monkeypatch.setattr(MetricsFile, "log_metrics", interrupted)
+    monkeypatch.setattr(TensorBoardLogger, "log_metrics", noted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        said = lab.run("run", "--arm", "adamw", *LONG, code=130)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "interrupted; add --resume" in said
+    assert lab.metrics("run")[-1]["step"] == told[-1] == 20
 
 
 @pytest.mark.slow

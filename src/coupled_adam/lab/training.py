@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Iterator
@@ -299,8 +300,9 @@ class LanguageModel(pl.LightningModule):
 
     def _log(self, metrics: dict[str, float], step: int) -> None:
         self.shown.update(metrics)
-        for logger in self.trainer.loggers:
-            logger.log_metrics(metrics, step)
+        with _ctrl_c_waits():
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step)
 
     def _save_second_moment(self) -> None:
         """The mean over H of AdamW's second moment, bias-corrected: one number for each token."""
@@ -476,6 +478,23 @@ def _loggers(machine: Machine, folder: Path, step: int) -> list[Logger]:
         name = f"{folder.parent.name}/{folder.name}"
         loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
     return loggers
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """An interrupt takes effect at the end of the block.
+
+    TensorBoard and wandb write in threads. Interrupted within a lock that it shares with them, this
+    thread would never give it back, and the end of the run would wait for it forever.
+    """
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _claim(

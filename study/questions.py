@@ -84,10 +84,10 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "scale": _scale(),
     "scaled": {
-        **_scaled((*range(-5, 0), *range(1, 6), 7), (-4, -2, 2, 4, 5, 7)),
+        **_scaled((*range(-5, 0), *range(1, 6), 7, 9), (-4, -2, 2, 4, 5, 7, 9)),
         "coupled lr_factor=2^2.5": Entry({**COUPLED, "lr_factor": 2**2.5}),
     },
-    "scaled_longer": _scaled((2, 5, 7), (2, 5, 7), **_steps(2400)),
+    "scaled_longer": _scaled((5, 7, 9), (5, 7, 9), **_steps(2400)),
     "sgd": {
         f"f={factor}": Entry({"optimizer": "sgd", "lr_factor": factor})
         for factor in (1, 3, 10, 30, 60, 100, 300, 600)

@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS
-from .run import HERE, results
+from .run import HERE
 from .tables import (
     ALTERNATIVES,
     BASE,
     LABELS,
+    RATES,
     SCALE,
     Arm,
     Line,
@@ -102,8 +103,8 @@ def sgd() -> Figure:
     points = {f: Line("", "sgd", f"f={f:g}") for f in factors}
     errors(ax, points, "test_loss", color="0.3", label="SGD")
     for line, color in zip(BASE, (ORANGE, BLUE)):
-        if found := values(line, "test_loss"):
-            ax.axhline(float(np.mean(found)), color=color, linestyle="--", label=line.label)
+        mean = float(np.mean(values(line, "test_loss")))
+        ax.axhline(mean, color=color, linestyle="--", label=line.label)
     ax.set(xscale="log", xlabel="factor f on the embeddings' learning rate", ylabel="test loss")
     ax.legend()
     return figure
@@ -138,7 +139,7 @@ def alternatives() -> Figure:
     figure = Figure(figsize=(7.5, 5), layout="constrained")
     ax = figure.subplots()
     for number, (name, label) in enumerate(ALTERNATIVES.items()):
-        points = {lr: line for lr in (5e-3, 2e-2) if (line := alternative(lr, name))}
+        points = {lr: line for lr in RATES if (line := alternative(lr, name))}
         style = "-" if name in LABELS else "--" if number < 7 else ":"
         color = COLORS.get(name, f"C{number % 10}")
         errors(ax, points, "test_loss", label=label, color=color, linestyle=style)
@@ -184,19 +185,14 @@ def switching() -> Figure:
     return figure
 
 
-FIGURES = {
-    **{draw: draw.__name__ for draw in (scale, scaled, sgd, alternatives, tying, switching)},
-    second_moment: "scale",
-}
-"""And the question that each is of."""
+FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching)
 
 
 def main() -> None:
-    """Draw those whose question was run."""
+    """Draw all."""
     IMAGES.mkdir(parents=True, exist_ok=True)
-    for draw, question in FIGURES.items():
-        if results(question):
-            draw().savefig(IMAGES / f"{draw.__name__}.png", dpi=100)
+    for draw in FIGURES:
+        draw().savefig(IMAGES / f"{draw.__name__}.png", dpi=100)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def _cell(line: Line, against: Line, name: str) -> str:
     diverged = sum(map(math.isinf, mine))
     if diverged:
         return f"{diverged} of {len(mine)} diverged"
-    text = shorthand(mine, measure.digits)
+    text = "< 1e-6" if 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
     if line is against:
         return text
     p = one_sided_t_test(mine, theirs, measure.better)
@@ -205,7 +205,8 @@ def _second_moment() -> str:
 
 def _learning_rate() -> str:
     groups = [
-        pair(f"{lr}:", "learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
+        pair(f"{lr}:", "learning_rate", f"lr={lr}")
+        for lr in ("0.0025", "0.005", "0.01", "0.02", "0.08")
     ]
     return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
@@ -296,6 +297,9 @@ def alternative(lr: float, name: str) -> Line | None:
     return line if line.name in QUESTIONS[line.question] else None
 
 
+RATES = (5e-3, 2e-2, 8e-2)
+
+
 def _alternatives(lr: float) -> str:
     lines = [line for name in ALTERNATIVES if (line := alternative(lr, name))]
     return markdown([lines], ALL)
@@ -322,7 +326,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "masked_lm": _masked_lm,
     "experts": _experts,
     "muon": _muon,
-    **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in (5e-3, 2e-2)},
+    **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in RATES},
     "switching": _switching,
 }
 

@@ -205,8 +205,7 @@ def _second_moment() -> str:
 
 def _learning_rate() -> str:
     groups = [
-        pair(f"{lr}:", "learning_rate", f"lr={lr}")
-        for lr in ("0.0025", "0.005", "0.01", "0.02", "0.08")
+        pair(f"{lr}:", "learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
     ]
     return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
@@ -219,13 +218,13 @@ def _scaled(question: str) -> str:
         groups.append([lines.pop(0), *lines.values()])
         line = min(groups[-1], key=lambda line: np.mean(values(line, "valid_loss")))
         best.append(dataclasses.replace(line, label=f"best: {line.label}"))
-    return markdown([*groups, best], ("valid_loss", *ALL))
+    return markdown([*groups, best], ("valid_loss", *ALL, "men"))
 
 
 def _rate() -> str:
     scaled = of_exponent("scaled", "coupled", 5, "ν times 2⁻⁵")
     faster = Line("learning rate times 2^2.5", "scaled", "coupled lr_factor=2^2.5")
-    return markdown([[scaled, faster]], ("valid_loss", *ALL))
+    return markdown([[scaled, faster]], ("valid_loss", *ALL, "men"))
 
 
 def _sgd() -> str:
@@ -297,12 +296,12 @@ def alternative(lr: float, name: str) -> Line | None:
     return line if line.name in QUESTIONS[line.question] else None
 
 
-RATES = (5e-3, 2e-2, 8e-2)
+RATES = (5e-3, 2e-2)
 
 
 def _alternatives(lr: float) -> str:
     lines = [line for name in ALTERNATIVES if (line := alternative(lr, name))]
-    return markdown([lines], ALL)
+    return markdown([lines], ("valid_loss", *ALL, "men"))
 
 
 def _switching() -> str:

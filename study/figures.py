@@ -135,16 +135,18 @@ def second_moment() -> Figure:
 
 
 def alternatives() -> Figure:
-    """Loss against the learning rate."""
-    figure = Figure(figsize=(7.5, 5), layout="constrained")
-    ax = figure.subplots()
-    for number, (name, label) in enumerate(ALTERNATIVES.items()):
-        points = {lr: line for lr in RATES if (line := alternative(lr, name))}
-        style = "-" if name in LABELS else "--" if number < 7 else ":"
-        color = COLORS.get(name, f"C{number % 10}")
-        errors(ax, points, "test_loss", label=label, color=color, linestyle=style)
-    ax.set(xscale="log", xlabel="learning rate", ylabel="test loss")
-    ax.legend(fontsize="small", ncols=2)
+    """Loss of each seed, and its mean, at each learning rate."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(RATES), sharey=True)
+    for ax, lr in zip(panels, RATES):
+        for row, name in enumerate(ALTERNATIVES):
+            if line := alternative(lr, name):
+                found = values(line, "test_loss")
+                ax.scatter(found, [row] * len(found), color="0.7", s=15)
+                ax.scatter([np.mean(found)], [row], color=COLORS.get(name, "0.2"))
+        ax.set(title=f"learning rate {lr:g}", xlabel="test loss")
+    panels[0].set_yticks(range(len(ALTERNATIVES)), ALTERNATIVES.values())
+    panels[0].invert_yaxis()
     return figure
 
 

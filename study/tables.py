@@ -139,7 +139,7 @@ def _cell(line: Line, against: Line, name: str) -> str:
     diverged = sum(map(math.isinf, mine))
     if diverged:
         return f"{diverged} of {len(mine)} diverged"
-    text = "< 1e-6" if 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
+    text = "< 1e-6" if mine and 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
     if line is against:
         return text
     p = one_sided_t_test(mine, theirs, measure.better)

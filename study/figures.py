@@ -13,13 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from .questions import QUESTIONS
+from .questions import QUESTIONS, RATES
 from .run import HERE
 from .tables import (
     ALTERNATIVES,
     BASE,
     LABELS,
-    RATES,
     SCALE,
     Arm,
     Line,

@@ -61,6 +61,10 @@ def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> d
     }
 
 
+RATES = (5e-3, 2e-2)
+"""Learning rates of question 9."""
+
+
 def _alternatives() -> dict[str, Entry]:
     """Without what other questions have: the two arms, the embeddings' rate times 0.25 at 5e-3."""
     # Weak penalties change nothing, and what is done at the end is after AdamW's training.
@@ -69,10 +73,10 @@ def _alternatives() -> dict[str, Entry]:
     return {
         **{
             f"lr={lr:g} {name}": Entry(ADAMW, {"training.lr": lr}, ALTERNATIVES[name])
-            for lr, names in ((5e-3, (*ALTERNATIVES,)), (2e-2, strong))
+            for lr, names in zip(RATES, ((*ALTERNATIVES,), strong))
             for name in names
         },
-        **{f"lr={lr:g} weight_decay": Entry(decay, {"training.lr": lr}) for lr in (5e-3, 2e-2)},
+        **{f"lr={lr:g} weight_decay": Entry(decay, {"training.lr": lr}) for lr in RATES},
         "lr=0.02 lr_factor_0.25": Entry({**ADAMW, "lr_factor": 0.25}, {"training.lr": 2e-2}),
     }
 

@@ -22,7 +22,7 @@ from coupled_adam.lab.files import write_atomically
 from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
 from coupled_adam.lab.tables import COLUMNS
 
-from .questions import QUESTIONS
+from .questions import QUESTIONS, RATES
 from .run import HERE
 from .run import results as read_results
 
@@ -83,6 +83,7 @@ MEASURES = {
     ),
 }
 ALL = tuple(column.key for column in COLUMNS if column.key != "accuracy")
+MORE = ("valid_loss", *ALL, "men")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _scale() -> str:
         pair(f"{tokens}, {size}:", question, name)
         for (tokens, size), (question, name) in SCALE.items()
     ]
-    return markdown(groups, ("valid_loss", *ALL, "men"), "D, N: Adam")
+    return markdown(groups, MORE, "D, N: Adam")
 
 
 def _second_moment() -> str:
@@ -218,13 +219,13 @@ def _scaled(question: str) -> str:
         groups.append([lines.pop(0), *lines.values()])
         line = min(groups[-1], key=lambda line: np.mean(values(line, "valid_loss")))
         best.append(dataclasses.replace(line, label=f"best: {line.label}"))
-    return markdown([*groups, best], ("valid_loss", *ALL, "men"))
+    return markdown([*groups, best], MORE)
 
 
 def _rate() -> str:
     scaled = of_exponent("scaled", "coupled", 5, "ν times 2⁻⁵")
     faster = Line("learning rate times 2^2.5", "scaled", "coupled lr_factor=2^2.5")
-    return markdown([[scaled, faster]], ("valid_loss", *ALL, "men"))
+    return markdown([[scaled, faster]], MORE)
 
 
 def _sgd() -> str:
@@ -296,12 +297,9 @@ def alternative(lr: float, name: str) -> Line | None:
     return line if line.name in QUESTIONS[line.question] else None
 
 
-RATES = (5e-3, 2e-2)
-
-
 def _alternatives(lr: float) -> str:
     lines = [line for name in ALTERNATIVES if (line := alternative(lr, name))]
-    return markdown([lines], ("valid_loss", *ALL, "men"))
+    return markdown([lines], MORE)
 
 
 def _switching() -> str:

@@ -8,7 +8,7 @@ import torch
 from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, recenter, soft_capped
 from study.loop import Variant, train
-from study.questions import ADAMW, COUPLED, QUESTIONS, Entry
+from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, Entry
 from study.run import of_the_laboratory, recipe_of, results, second_moment_fit
 from study.switching import couple
 
@@ -227,7 +227,7 @@ def test_rows_that_other_questions_have_are_of_the_same_runs():
     def training(line):
         return recipe_of(QUESTIONS[line.question][line.name]).to_dict()["training"]
 
-    for lr in tables.RATES:
+    for lr in RATES:
         lines = [line for name in tables.ALTERNATIVES if (line := tables.alternative(lr, name))]
         assert len(lines) > 5
         assert all(training(line) == training(lines[0]) for line in lines)

@@ -18,12 +18,12 @@ from torch import nn
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
-from coupled_adam.lab.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.environment import environment
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training import Batches, next_token_loss, schedule, sequence_losses
+from coupled_adam.lab.training.environment import environment
+from coupled_adam.lab.training.run import Batches, next_token_loss, schedule, sequence_losses
 
 ROUNDINGS = ("float32", "nearest", "stochastic")
 LR_FACTOR = 0.1

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from coupled_adam.lab.environment import environment
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.training.environment import environment
 
 SETUP = """
 import resource, time, json

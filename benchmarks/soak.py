@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from coupled_adam.lab.environment import environment
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.training.environment import environment
 
 SIGNALS = {"SIGKILL": 6, "SIGTERM": 1, "SIGINT": 1}
 CODES = {"SIGKILL": {-9}, "SIGTERM": {-15, 75}, "SIGINT": {-2, 130}}

@@ -10,11 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coupled_adam.lab.corpus import default_cache, prepare_corpus
-from coupled_adam.lab.environment import environment
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training import Machine, train
+from coupled_adam.lab.training.environment import environment
+from coupled_adam.lab.training.run import Machine, train
 
 RATES = (3e-3, 6e-3, 1e-2, 2e-2)
 SEEDS = (1, 2, 3)

@@ -12,7 +12,7 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training import output_embeddings
+from coupled_adam.lab.training.run import output_embeddings
 
 from .loop import Variant
 

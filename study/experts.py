@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training import losses_of_logits
+from coupled_adam.lab.training.run import losses_of_logits
 
 from .loop import Optimizers, Variant
 

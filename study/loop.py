@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings import analyze, mean_norm, single_tokens, word_similarity
-from coupled_adam.lab.corpus import Corpus
-from coupled_adam.lab.evaluation import Sets, load_tokenizer
+from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.evaluation.evaluate import Sets, load_tokenizer
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training import (
+from coupled_adam.lab.training.run import (
     Batches,
     held_out_batches,
     output_embeddings,

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from coupled_adam.lab.corpus import Corpus, default_cache, prepare_corpus
-from coupled_adam.lab.environment import environment
-from coupled_adam.lab.evaluation import Sets, evaluate_run, word_similarity_sets
-from coupled_adam.lab.figures import fit_proportional
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
+from coupled_adam.lab.evaluation.evaluate import Sets, evaluate_run, word_similarity_sets
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
-from coupled_adam.lab.runs import read_runs
-from coupled_adam.lab.training import Machine, keep_freed_memory
-from coupled_adam.lab.training import train as train_in_the_laboratory
+from coupled_adam.lab.reporting.figures import fit_proportional
+from coupled_adam.lab.reporting.runs import read_runs
+from coupled_adam.lab.training.environment import environment
+from coupled_adam.lab.training.run import Machine, keep_freed_memory
+from coupled_adam.lab.training.run import train as train_in_the_laboratory
 
 from .loop import MEASURES, train
 from .questions import QUESTIONS, Entry

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coupled_adam.lab.files import write_atomically
-from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
-from coupled_adam.lab.tables import COLUMNS
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.reporting.tables import COLUMNS
 
 from .questions import QUESTIONS, RATES
 from .run import HERE

@@ -11,7 +11,10 @@ from pathlib import Path
 import torch
 
 from coupled_adam import cli
-from coupled_adam.lab import distributed, evaluation, reporting, training
+from coupled_adam.lab.evaluation import evaluate as evaluation
+from coupled_adam.lab.reporting import report as reporting
+from coupled_adam.lab.training import distributed
+from coupled_adam.lab.training import run as training
 
 
 def kill(*_):

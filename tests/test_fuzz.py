@@ -33,11 +33,10 @@ from safetensors.torch import save, save_file
 
 import coupled_adam
 from coupled_adam.embeddings import load_embeddings, read_word_similarity
+from coupled_adam.embeddings.analysis import Source, analyses_csv, analyses_json, analyze_model
 from coupled_adam.embeddings.similarity import _FORMATS
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.analysis import Source, analyses_csv, analyses_json, analyze_model
-from coupled_adam.lab.documents import open_documents
-from coupled_adam.lab.evaluation import evaluate_run
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import (
     Data,
     load_recipe,
@@ -46,9 +45,10 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
-from coupled_adam.lab.reporting import report
-from coupled_adam.lab.runs import read_runs
-from coupled_adam.lab.token_files import Tokens, find_token_files
+from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.reporting.runs import read_runs
+from coupled_adam.text.documents import open_documents
+from coupled_adam.text.token_files import Tokens, find_token_files
 from lab.test_reporting import make_run
 
 EXAMPLES = int(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", "150"))

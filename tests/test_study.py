@@ -13,10 +13,10 @@ from study.run import of_the_laboratory, recipe_of, results, second_moment_fit
 from study.switching import couple
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import override
-from coupled_adam.lab.training import output_embeddings, sequence_losses
+from coupled_adam.lab.training.run import output_embeddings, sequence_losses
 
 SMALL = {
     "model.vocab_size": 300,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from coupled_adam.lab.corpus import prepare_corpus
+from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training import Machine, train
+from coupled_adam.lab.training.run import Machine, train
 from laboratory import Laboratory
 
 

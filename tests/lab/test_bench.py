@@ -9,8 +9,7 @@ from matplotlib.image import imread
 from torch import nn
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.cli import main
-from coupled_adam.lab.bench import (
+from coupled_adam.bench.steps import (
     BASELINE,
     GROWTH,
     AveragedAdamW,
@@ -20,8 +19,9 @@ from coupled_adam.lab.bench import (
     growth_picture,
     optimizers_here,
 )
+from coupled_adam.bench.training import training_speed
+from coupled_adam.cli import main
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training_speed import training_speed
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler:UserWarning")
 

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.corpus import (
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.data.corpus import (
     default_cache,
     held_out_split,
     load_tokenizer,
     prepare_corpus,
 )
-from coupled_adam.lab.documents import passages
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.text.documents import passages
 
 SPLITS = ("train", "valid", "test")
 
@@ -150,7 +150,7 @@ def test_formats_agree(recipe, text_file, tmp_path):
 
 def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
     """A data set's own held-out splits; reading stops where there is enough."""
-    monkeypatch.setattr("coupled_adam.lab.corpus._BATCH", 1000)
+    monkeypatch.setattr("coupled_adam.lab.data.corpus._BATCH", 1000)
     folder = tmp_path / "dataset"
     folder.mkdir()
     for split in ("train", "validation"):
@@ -219,7 +219,8 @@ def test_a_damaged_corpus_is_made_again(recipe, tmp_path, name):
 PREPARE = """
 import os, resource, signal, sys
 from pathlib import Path
-from coupled_adam.lab import UsageError, corpus
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.data import corpus
 from coupled_adam.lab.recipe import load_recipe, override
 recipe = override(load_recipe(sys.argv[1]), {"data.text": sys.argv[2]})
 def killed(*arguments):

@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.documents import (
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.recipe import Data
+from coupled_adam.text.documents import (
     open_documents,
     passages,
     python_documentation,
     separated,
 )
-from coupled_adam.lab.recipe import Data
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -267,8 +267,8 @@ def test_hub_errors(hub_folder):
 
 READ = """
 import sys
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.documents import open_documents
+from coupled_adam.errors import UsageError
+from coupled_adam.text.documents import open_documents
 from coupled_adam.lab.recipe import Data
 try:
     documents = open_documents(Data(hub=sys.argv[1]))

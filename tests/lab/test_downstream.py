@@ -14,9 +14,9 @@ import yaml
 from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.downstream import Downstream
-from coupled_adam.lab.evaluation import evaluate_model
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation.downstream import Downstream
+from coupled_adam.lab.evaluation.evaluate import evaluate_model
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.evaluation import (
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
     is_run,

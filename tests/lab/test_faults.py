@@ -14,11 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from coupled_adam.lab import UsageError, comparison
-from coupled_adam.lab.corpus import prepare_corpus
-from coupled_adam.lab.files import sole_writer
+from coupled_adam.errors import UsageError
+from coupled_adam.files import sole_writer
+from coupled_adam.lab import comparison
+from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training import Machine, train
+from coupled_adam.lab.training.run import Machine, train
 from laboratory import EXACT, LONG, SHORT, close
 
 ARM = ["--arm", "coupled_adam"]

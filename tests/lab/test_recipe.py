@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from coupled_adam import CoupledAdamW, embedding_parameters
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import (
@@ -18,7 +18,7 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
-from coupled_adam.lab.training import schedule
+from coupled_adam.lab.training.run import schedule
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
     "124M": (6.0e-4, 12, 12, 768, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),

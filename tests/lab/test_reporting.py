@@ -15,13 +15,14 @@ from rich.console import Console
 from scipy import stats
 
 from coupled_adam.embeddings import analyze
-from coupled_adam.lab import UsageError, reporting
-from coupled_adam.lab.figures import TOY_EMBEDDINGS, fit_proportional, toy_updates
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.reporting import report
-from coupled_adam.lab.runs import read_runs, short
-from coupled_adam.lab.tables import table_rows
+from coupled_adam.lab.reporting import report as reporting
+from coupled_adam.lab.reporting.figures import TOY_EMBEDDINGS, fit_proportional, toy_updates
+from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.reporting.runs import read_runs, short
+from coupled_adam.lab.reporting.tables import table_rows
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
 

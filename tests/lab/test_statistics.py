@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from coupled_adam.cli import main
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.evaluation import load_model
-from coupled_adam.lab.theory import measure_theory
-from coupled_adam.lab.training import next_token_loss
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation.evaluate import load_model
+from coupled_adam.lab.evaluation.theory import measure_theory
+from coupled_adam.lab.training.run import next_token_loss
 
 
 def batches(number, vocab_size=448):

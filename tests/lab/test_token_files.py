@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import Data
-from coupled_adam.lab.token_files import Tokens, find_token_files
+from coupled_adam.text.token_files import Tokens, find_token_files
 
 
 def ids(count, dtype="<u2", seed=0):

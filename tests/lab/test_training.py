@@ -15,10 +15,11 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from coupled_adam.lab import UsageError, training
-from coupled_adam.lab.callbacks import MetricsFile
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training import Batches, held_out_batches, held_out_share, schedule
+from coupled_adam.lab.training import run as training
+from coupled_adam.lab.training.callbacks import MetricsFile
+from coupled_adam.lab.training.run import Batches, held_out_batches, held_out_share, schedule
 from laboratory import EXACT, LONG, Laboratory, close
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.corpus import prepare_corpus
-from coupled_adam.lab.distributed import on_rank_zero, process_group, rank, world_size
-from coupled_adam.lab.evaluation import evaluate_run
-from coupled_adam.lab.files import sole_writer, write_atomically
+from coupled_adam.errors import UsageError
+from coupled_adam.files import sole_writer, write_atomically
+from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
-from coupled_adam.lab.reporting import report
-from coupled_adam.lab.training import Machine, train
+from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.training.run import Machine, train
 
 _FILE = "comparison.yaml"
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import jsonargparse
 import yaml
 
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"

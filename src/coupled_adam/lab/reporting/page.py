@@ -9,9 +9,9 @@ from typing import Any
 import jinja2
 import yaml
 
-from coupled_adam.lab.figures import Picture
-from coupled_adam.lab.runs import Run, short
-from coupled_adam.lab.tables import Column, Row, footnotes
+from coupled_adam.lab.reporting.figures import Picture
+from coupled_adam.lab.reporting.runs import Run, short
+from coupled_adam.lab.reporting.tables import Column, Row, footnotes
 
 
 def render(
@@ -60,7 +60,7 @@ def render_analysis(
 
 def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("coupled_adam.lab"),
+        loader=jinja2.PackageLoader("coupled_adam.lab.reporting"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )

@@ -25,15 +25,15 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.corpus import Corpus
-from coupled_adam.lab.documents import open_documents
-from coupled_adam.lab.downstream import Downstream
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import Data, load_recipe
-from coupled_adam.lab.token_files import Tokens
-from coupled_adam.lab.training import held_out_batches, next_token_loss
+from coupled_adam.lab.training.run import held_out_batches, next_token_loss
+from coupled_adam.text.documents import open_documents
+from coupled_adam.text.token_files import Tokens
 
 _TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
 _TEXT_BATCH = 8  # sequences of a text that are one of its batches

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from coupled_adam import CoupledAdam
 from coupled_adam.embeddings import pictures, row_norms
-from coupled_adam.lab.runs import Run, short
+from coupled_adam.lab.reporting.runs import Run, short
 
 Array = NDArray[np.float64]
 TOY_EMBEDDINGS = ((-0.5, 0.9), (1.4, -0.3), (-0.1, -0.7))

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
 
 BASELINE = "AdamW fused"
 _LEAST_SECONDS = 2e-3  # of a sample: of several steps, where one is shorter

@@ -12,7 +12,7 @@ import yaml
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.weights import open_file, read_array
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import AdamW
 from coupled_adam.lab.recipe import Recipe, parse_recipe, read_yaml
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import Data
 
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32

@@ -15,7 +15,8 @@ try:
     import jsonargparse
     from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
-    from coupled_adam.lab import PreemptedError, TrainingError, UsageError
+    from coupled_adam.errors import UsageError
+    from coupled_adam.lab import PreemptedError, TrainingError
 except ModuleNotFoundError as error:
     sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
 
@@ -290,7 +291,7 @@ def _compare(options: jsonargparse.Namespace) -> None:
     import dataclasses
 
     from coupled_adam.lab import comparison
-    from coupled_adam.lab.corpus import default_cache
+    from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_recipe
 
     recipe = load_recipe(options.recipe)
@@ -321,7 +322,7 @@ def _compare(options: jsonargparse.Namespace) -> None:
 def _train(options: jsonargparse.Namespace) -> None:
     """One run of a comparison."""
     from coupled_adam.lab import comparison
-    from coupled_adam.lab.corpus import default_cache
+    from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_recipe
 
     recipe = _overridden(load_recipe(options.recipe), options)
@@ -345,10 +346,10 @@ def _evaluate(options: jsonargparse.Namespace) -> None:
 
     from rich.pretty import pprint
 
-    from coupled_adam.lab import evaluation
-    from coupled_adam.lab.corpus import default_cache, prepare_corpus
-    from coupled_adam.lab.downstream import PAPER_TASKS, Downstream
-    from coupled_adam.lab.files import write_atomically
+    from coupled_adam.files import write_atomically
+    from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
+    from coupled_adam.lab.evaluation import evaluate as evaluation
+    from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.recipe import load_recipe
 
     device = _device(options.device)
@@ -402,7 +403,7 @@ def _without_spectra(result: Any) -> Any:
 
 def _report(options: jsonargparse.Namespace) -> None:
     """Tables, pictures and a page from finished runs."""
-    from coupled_adam.lab.reporting import report
+    from coupled_adam.lab.reporting.report import report
 
     folders = [Path(folder) for folder in options.folders]
     for folder in folders:
@@ -415,10 +416,10 @@ def _report(options: jsonargparse.Namespace) -> None:
 
 def _analyze(options: jsonargparse.Namespace) -> None:
     """How healthy the embeddings of any model are."""
-    from coupled_adam.embeddings import download_word_similarity
-    from coupled_adam.lab import analysis, evaluation
-    from coupled_adam.lab.files import write_atomically
-    from coupled_adam.lab.page import render_analysis
+    from coupled_adam.embeddings import analysis, download_word_similarity
+    from coupled_adam.files import write_atomically
+    from coupled_adam.lab.evaluation import evaluate as evaluation
+    from coupled_adam.lab.reporting.page import render_analysis
 
     given = [name for name in ("counts", "text", "tokens") if options[name] is not None]
     if len(given) > 1:
@@ -478,12 +479,13 @@ def _theory(options: jsonargparse.Namespace) -> None:
     import itertools
     import json
 
-    from coupled_adam.lab import evaluation, theory
-    from coupled_adam.lab.corpus import default_cache, prepare_corpus
-    from coupled_adam.lab.files import write_atomically
-    from coupled_adam.lab.page import render_analysis
+    from coupled_adam.files import write_atomically
+    from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
+    from coupled_adam.lab.evaluation import evaluate as evaluation
+    from coupled_adam.lab.evaluation import theory
     from coupled_adam.lab.recipe import load_recipe
-    from coupled_adam.lab.training import held_out_batches
+    from coupled_adam.lab.reporting.page import render_analysis
+    from coupled_adam.lab.training.run import held_out_batches
 
     _check_folders(options, "html")
     device = _device(options.device)
@@ -531,10 +533,10 @@ def _bench(options: jsonargparse.Namespace) -> None:
 
     from tqdm import tqdm
 
-    from coupled_adam.lab import bench
-    from coupled_adam.lab.environment import environment
+    from coupled_adam.bench import steps as bench
+    from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
-    from coupled_adam.lab.training_speed import training_speed
+    from coupled_adam.lab.training.environment import environment
 
     _check_folders(options, "picture")
     if options.picture is not None:
@@ -649,7 +651,7 @@ def _known_arm(name: str, recipe: Any) -> str:
 
 
 def _machine(options: jsonargparse.Namespace) -> Any:
-    from coupled_adam.lab.training import Machine
+    from coupled_adam.lab.training.run import Machine
 
     _quiet_libraries()  # after their imports, which set the levels they like
     for name in options.log:
@@ -761,7 +763,3 @@ _COMMANDS = {
     "bench": _bench,
     "recipes": _recipes,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

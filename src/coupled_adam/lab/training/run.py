@@ -41,16 +41,17 @@ from transformers.optimization import (
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.monitor import whole
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.lab import PreemptedError, TrainingError, UsageError
-from coupled_adam.lab.callbacks import MetricsFile, ProgressBar
-from coupled_adam.lab.checkpoints import CheckpointIO, Checkpoints
-from coupled_adam.lab.corpus import Corpus
-from coupled_adam.lab.distributed import launcher, nodes, on_rank_zero, rank, world_size
-from coupled_adam.lab.environment import changes, environment
-from coupled_adam.lab.files import sole_writer, write_atomically
+from coupled_adam.errors import UsageError
+from coupled_adam.files import sole_writer, write_atomically
+from coupled_adam.lab import PreemptedError, TrainingError
+from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe, read_yaml
-from coupled_adam.lab.token_files import Tokens
+from coupled_adam.lab.training.callbacks import MetricsFile, ProgressBar
+from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
+from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
+from coupled_adam.lab.training.environment import changes, environment
+from coupled_adam.text.token_files import Tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 import fsspec
 
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import Data
 
 if sys.version_info >= (3, 14):

@@ -11,7 +11,8 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.lab import TrainingError, UsageError
+from coupled_adam.errors import UsageError
+from coupled_adam.lab import TrainingError
 
 T = TypeVar("T")
 

@@ -30,12 +30,12 @@ from coupled_adam.embeddings import (
 )
 from coupled_adam.embeddings.report import MEASURES, number, shown
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.evaluation import load_tokenizer, text_tokens
-from coupled_adam.lab.figures import Picture
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation.evaluate import load_tokenizer, text_tokens
 from coupled_adam.lab.recipe import Data
-from coupled_adam.lab.tables import csv_text
-from coupled_adam.lab.token_files import Tokens, token_file
+from coupled_adam.lab.reporting.figures import Picture
+from coupled_adam.lab.reporting.tables import csv_text
+from coupled_adam.text.token_files import Tokens, token_file
 
 Excluded = Literal["padding", "unseen"]
 

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.distributed import rank
-from coupled_adam.lab.files import write_atomically
+from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.training.distributed import rank
 
 
 class MetricsFile(Logger):

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.lab import UsageError
+from coupled_adam.errors import UsageError
 
 PAPER_TASKS = (
     "arc_easy",

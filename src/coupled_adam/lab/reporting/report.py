@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.figures import draw_all
-from coupled_adam.lab.page import render
-from coupled_adam.lab.runs import read_runs
-from coupled_adam.lab.tables import (
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.reporting.figures import draw_all
+from coupled_adam.lab.reporting.page import render
+from coupled_adam.lab.reporting.runs import read_runs
+from coupled_adam.lab.reporting.tables import (
     latex,
     markdown,
     runs_csv,

@@ -12,8 +12,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from coupled_adam.lab.runs import Run, short
-from coupled_adam.lab.statistics import SIGNIFICANCE, one_sided_t_test, sample_deviation, shorthand
+from coupled_adam.lab.reporting.runs import Run, short
+from coupled_adam.lab.reporting.statistics import (
+    SIGNIFICANCE,
+    one_sided_t_test,
+    sample_deviation,
+    shorthand,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,10 +24,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.lab import UsageError
-from coupled_adam.lab.documents import Documents, content_digest, open_documents
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import Data, Recipe
-from coupled_adam.lab.token_files import TokenFile, Tokens, find_token_files
+from coupled_adam.text.documents import Documents, content_digest, open_documents
+from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")

@@ -1,0 +1,1 @@
+"""How long steps take, and what memory."""

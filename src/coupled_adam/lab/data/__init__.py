@@ -1,0 +1,1 @@
+"""Text -> a corpus of token ids, cached by its content."""

@@ -1,0 +1,1 @@
+"""A run, or a model -> what can be measured of it."""

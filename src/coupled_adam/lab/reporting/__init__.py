@@ -1,0 +1,1 @@
+"""Finished runs -> statistics, tables, pictures, one page."""

@@ -1,0 +1,1 @@
+"""One run of an arm and a seed."""

@@ -1,0 +1,1 @@
+"""Text on disk, read as documents, and as token ids."""

@@ -552,11 +552,13 @@ def _bench(options: jsonargparse.Namespace) -> None:
             if options[name]:
                 raise UsageError(f"--recipe times whole training steps; leave out --{name}")
         recipe = override(load_recipe(options.recipe), parse_overrides(options.overrides))
+        if not options.json:
+            print("\n".join(machine.notes))
         speed = training_speed(recipe, device=device, steps=int(options.steps))
         if options.json:
             print(json.dumps({**found, **speed.to_dict()}, indent=1))
             return
-        print("\n".join([speed.summary, *machine.notes]))
+        print(speed.summary)
         return
     if options.overrides:
         raise UsageError(f"{options.overrides[0]} is of a recipe: name one with --recipe")
@@ -573,6 +575,8 @@ def _bench(options: jsonargparse.Namespace) -> None:
     for name in names:
         if name not in here:
             raise UsageError(f"--optimizers: no {name!r}; there are {', '.join(here)}")
+    if not options.json:
+        print("\n".join(machine.notes))
     timed = bench.bench(cases, names, device=device, seconds=float(options.seconds))
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
     if options.picture is not None:
@@ -582,7 +586,6 @@ def _bench(options: jsonargparse.Namespace) -> None:
         print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
         return
     _print_table(bench.bench_table(results))
-    print("\n".join(machine.notes))
 
 
 def _check_folders(options: jsonargparse.Namespace, *names: str) -> None:

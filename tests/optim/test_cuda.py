@@ -1,7 +1,7 @@
 """The Triton kernels against the reference in float64, and whole steps on a GPU.
 
-The first part also runs without a GPU, on CPU tensors in Triton's interpreter, where the environment
-has TRITON_INTERPRET=1 from the start: test_triton.py does that. The rest is for GPUs alone.
+The first part also runs without a GPU, on CPU tensors in Triton's interpreter, if the environment
+had TRITON_INTERPRET=1 from the start: test_triton.py does that. The rest is for GPUs alone.
 """
 
 import os

@@ -34,11 +34,11 @@ def choose(group: dict[str, Any], param: Tensor, others: list[Tensor]) -> Kernel
         return reference
     if param.is_cpu:
         return native if native.fits(param, others) else operations
-    if (param.is_cuda or param.is_xpu) and _fits_triton(param, others):
-        if _triton_works(param.device, param.dtype):
-            from coupled_adam.optim.kernels import triton
+    has_triton = param.is_cuda or param.is_xpu
+    if has_triton and _fits_triton(param, others) and _triton_works(param.device, param.dtype):
+        from coupled_adam.optim.kernels import triton
 
-            return triton
+        return triton
     return operations
 
 

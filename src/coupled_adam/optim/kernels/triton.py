@@ -1,9 +1,9 @@
-"""The update on a GPU: three Triton kernels, the first and the last of which pass over the matrices.
+"""The update on a GPU: three Triton kernels, the first and last of which pass over the matrices.
 
 ``_sums`` adds up the squared gradient, in parts of the rows; ``_finish`` does all arithmetic with
 vectors [H], which is :func:`coupled_adam.optim.reference.step_size` once more; ``_update`` changes
-the first moment and the parameter. All sums have a fixed order, so that results are the same bits at
-every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
+the first moment and the parameter. All sums have a fixed order, so that results are the same bits
+at every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
 import math
@@ -30,7 +30,7 @@ _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise what Triton raises where it cannot compile for matrices of this dtype on this device."""
+    """Raise what Triton raises where it cannot compile for this device and this dtype."""
     # Aligned as most matrices are: what is compiled here is then used for them.
     param, grad, exp_avg = torch.zeros(3, 16, 16, dtype=dtype, device=device)
     moment = torch.zeros(16, device=device)
@@ -204,7 +204,7 @@ def _finish(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if skip is not None:
+    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if tl.load(skip) != 0:
             return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -257,7 +257,7 @@ def _update(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if skip is not None:
+    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if tl.load(skip) != 0:
             return
     # The last rows first: of the gradient, they are what the sums have left in the cache.

@@ -14,7 +14,6 @@ CASES = Path(__file__).with_name("optim_db_cases.py")
 @pytest.mark.slow
 def test_optim_db():
     """In a process of its own, whose settings torch's records may change."""
-    pytest.importorskip("expecttest", reason="torch.testing._internal needs it")
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(CASES)],
         capture_output=True,

@@ -458,13 +458,13 @@ def failures(seeds):
 
 def test_random_configurations():
     """The first of the 2,000."""
-    assert failures(range(100)) == {}
+    assert failures(range(40)) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(100, 2000, 190))
+@pytest.mark.parametrize("start", range(40, 2000, 196))
 def test_more_random_configurations(start):
-    assert failures(range(start, start + 190)) == {}
+    assert failures(range(start, start + 196)) == {}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,14 @@
 """Which parameters are found to be token embeddings, and the groups made of all parameters."""
 
+import types
+
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.utils import parametrizations
 
 from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
 
@@ -13,10 +18,8 @@ SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
 def gpt2(**options):
-    config = transformers.GPT2Config(
-        vocab_size=V, n_embd=H, n_layer=1, n_head=2, n_positions=V, **SPECIAL, **options
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": 12}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **SPECIAL, **options}))
 
 
 def llama(**options):
@@ -33,7 +36,7 @@ def stablelm(**options):
 
 def bert():
     config = transformers.BertConfig(
-        intermediate_size=8, max_position_embeddings=V, type_vocab_size=V, **SMALL, pad_token_id=0
+        intermediate_size=8, max_position_embeddings=12, **SMALL, pad_token_id=0
     )
     return transformers.BertForMaskedLM(config)
 
@@ -46,7 +49,7 @@ def t5():
 
 
 FOUND = {
-    "gpt2, as many positions as tokens": (gpt2, {"transformer.wte.weight"}),
+    "gpt2": (gpt2, {"transformer.wte.weight"}),
     "gpt2, untied": (
         lambda: gpt2(tie_word_embeddings=False),
         {"transformer.wte.weight", "lm_head.weight"},
@@ -60,10 +63,7 @@ FOUND = {
     "llama, tied": (lambda: llama(tie_word_embeddings=True), {"model.embed_tokens.weight"}),
     "stablelm": (stablelm, {"model.embed_tokens.weight", "lm_head.weight"}),
     "stablelm, tied": (lambda: stablelm(tie_word_embeddings=True), {"model.embed_tokens.weight"}),
-    "bert, as many positions and types as tokens": (
-        bert,
-        {"bert.embeddings.word_embeddings.weight"},
-    ),
+    "bert": (bert, {"bert.embeddings.word_embeddings.weight"}),
     "t5": (t5, {"shared.weight"}),
 }
 
@@ -90,9 +90,9 @@ def test_transformers_models(build, names):
 
 
 class HandWritten(nn.Module):
-    """No getters; as many positions as tokens."""
+    """No getters, no configuration."""
 
-    def __init__(self, tied, positions=V, head=V, head_width=H):
+    def __init__(self, tied, positions=12, head=V, head_width=H):
         super().__init__()
         self.pos = nn.Embedding(positions, H)
         self.tok = nn.Embedding(V, H)
@@ -105,7 +105,6 @@ class HandWritten(nn.Module):
 
 
 def test_hand_written_tied():
-    """Identity decides: the tied matrix, not the position table of the same shape."""
     model = HandWritten(tied=True)
     assert set(embedding_parameters(model)) == {"tok.weight"}
     decays = {
@@ -136,28 +135,350 @@ def test_hand_written_with_a_head_of_another_width():
     assert list(embedding_parameters(model)) == ["tok.weight", "head.weight"]
 
 
-def test_hand_written_ambiguous():
-    """Two tables with as many rows as the head: only the user knows."""
-    with pytest.raises(ValueError, match=r"\['pos.weight', 'tok.weight'\].*embeddings="):
-        embedding_parameters(HandWritten(tied=False))
-    model = HandWritten(tied=False)
+@pytest.mark.parametrize("vocab_size", [None, V])
+def test_as_many_positions_as_tokens(vocab_size):
+    """Getters and ties tell them apart, and a warning names the positions; else only the user."""
+    for model, table, positions in (
+        (gpt2(n_positions=V), "transformer.wte.weight", "transformer.wpe.weight"),
+        (gpt2(n_positions=V).transformer, "wte.weight", "wpe.weight"),
+        (HandWritten(tied=True, positions=V), "tok.weight", "pos.weight"),
+    ):
+        with pytest.warns(UserWarning, match=rf"not coupled.*'{positions}' \[40, 16\]") as caught:
+            assert set(embedding_parameters(model, vocab_size=vocab_size)) == {table}
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+    model = HandWritten(tied=False, positions=V)
+    with pytest.raises(ValueError, match=r"'pos.weight' \[40, 16\], 'tok.*embeddings="):
+        embedding_parameters(model, vocab_size=vocab_size)
     assert set(param_groups(model, embeddings=model.tok)[0]["param_names"]) == {"tok.weight"}
 
 
-def test_projection_to_the_width_is_not_a_head():
-    """H positions and a last layer back to width H: neither is an embedding of tokens."""
+def test_as_many_tokens_as_features():
+    """V = H: every square matrix could be a head."""
+    model = gpt2(vocab_size=H)
+    with pytest.warns(UserWarning, match=r"not coupled.*'transformer.h.0.attn.c_proj.weight'"):
+        assert set(embedding_parameters(model)) == {"transformer.wte.weight"}
+    layers = [nn.Linear(H, H) for _ in range(3)]
+    untied = nn.Sequential(nn.Embedding(H, H), *layers)
+    with pytest.raises(ValueError, match=r"size 16: '1.weight'.*embeddings=\['1.weight'"):
+        embedding_parameters(untied)
+    assert set(embedding_parameters(untied, embeddings=["0.weight", "3.weight"])) == {
+        "0.weight",
+        "3.weight",
+    }
+
+
+def test_hidden_layers_as_wide_as_the_vocabulary():
+    """To V features and from them: a hidden layer, in GPT-2 stored as [H, V] and [V, H]."""
+    with pytest.warns(UserWarning, match=r"not coupled.*c_fc.weight' \[16, 40\].*c_proj.weight'"):
+        assert set(embedding_parameters(gpt2(n_inner=V))) == {"transformer.wte.weight"}
+    with pytest.warns(UserWarning, match=r"not coupled.*c_attn.weight' \[16, 48\]"):
+        assert set(embedding_parameters(gpt2(vocab_size=3 * H))) == {"transformer.wte.weight"}
+
+
+class Bert(nn.Module):
+    """Hand-written: tables of tokens, positions and segments; a head for the pair task, last."""
+
+    def __init__(self, heads=1):
+        super().__init__()
+        self.tok, self.pos, self.seg = (nn.Embedding(n, 8) for n in (100, 16, 2))
+        self.mlm = nn.ModuleList(nn.Linear(8, 100) for _ in range(heads))
+        self.nsp = nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_hand_written_bert(heads):
+    """All heads over the vocabulary, however many; neither segments nor the pair task."""
+    expected = ["tok.weight", *(f"mlm.{i}.weight" for i in range(heads))]
+    assert list(embedding_parameters(Bert(heads))) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "classes"), [(100, 16, 16), (65, 256, 65), (65, 256, 256)]
+)
+def test_a_head_of_the_size_of_the_smaller_table(tokens, positions, classes):
+    """Sixteen classes and positions, or few characters and many positions: only the user knows."""
+    model = nn.ModuleDict(
+        {
+            "tok": nn.Embedding(tokens, 8),
+            "pos": nn.Embedding(positions, 8),
+            "up": nn.Linear(8, 256),  # a hidden layer as wide as there are positions
+            "down": nn.Linear(256, 8),
+            "head": nn.Linear(8, classes),
+        }
+    )
+    with pytest.raises(ValueError, match=r"cannot tell which .*(vocab_size|embeddings)="):
+        embedding_parameters(model)
+    expected = {"tok.weight"} | ({"head.weight"} if classes == tokens else set())
+    assert set(embedding_parameters(model, vocab_size=tokens)) == expected
+
+
+class Translator(nn.Module):
+    def __init__(self, source, target, **config):
+        super().__init__()
+        self.src, self.tgt = nn.Embedding(source, 8), nn.Embedding(target, 8)
+        self.head = nn.Linear(8, target)
+        self.config = config
+
+
+@pytest.mark.parametrize("sizes", [(90, 100), (100, 90)])
+def test_two_vocabularies(sizes):
+    everything = {"src.weight", "tgt.weight", "head.weight"}
+    config = {"src_vocab_size": sizes[0], "tgt_vocab_size": sizes[1]}
+    assert set(embedding_parameters(Translator(*sizes, **config))) == everything
+    assert set(embedding_parameters(Translator(*sizes), vocab_size=sizes)) == everything
+    model = Translator(*sizes)
+    with pytest.raises(ValueError, match=r"'src.weight' \[.*several vocabularies"):
+        embedding_parameters(model)
+    model.head.weight = model.tgt.weight
+    with pytest.warns(UserWarning, match=r"'src.weight' \[.*several vocabularies"):
+        assert set(embedding_parameters(model)) == {"tgt.weight"}
+
+
+def test_the_largest_table_is_a_guess_without_a_head():
+    model = nn.Sequential(nn.Embedding(V, H), nn.Embedding(12, H), nn.Linear(H, 3))
+    with pytest.warns(UserWarning, match=r"may be 40, but the model has .*vocab_size=40"):
+        assert set(embedding_parameters(model)) == {"0.weight"}
+    assert set(embedding_parameters(model, vocab_size=V)) == {"0.weight"}
+    # H positions and a last layer back to the width H is no head.
     model = nn.Sequential(nn.Embedding(H, H), nn.Embedding(V, H), nn.Linear(4 * H, H))
-    assert embedding_parameters(model) == {}
+    with pytest.raises(ValueError, match=r"cannot tell which .*Embedding"):
+        embedding_parameters(model)
+
+
+def test_padded_tables_and_nested_configurations():
+    """A table with more rows than the configuration says is found by its getter, or as tied."""
+    model = llama()
+    model.resize_token_embeddings(64)
+    model.config.vocab_size = V
+    assert len(embedding_parameters(model)) == 2
+    config = types.SimpleNamespace(model={"vocab_size": V}, block_size=100)
+    table = nn.Sequential(nn.Embedding(V, H), nn.Embedding(100, H), nn.Linear(H, V))
+    table.config = config
+    assert set(embedding_parameters(table)) == {"0.weight", "2.weight"}
+    tied = HandWritten(tied=True)
+    tied.config = types.SimpleNamespace(vocab_size=V - 3)
+    assert set(embedding_parameters(tied)) == {"tok.weight"}
+
+
+class HeadOfItsOwn(transformers.PreTrainedModel):
+    """Its getters return the input table only."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.predict = nn.Linear(H, V)
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return None
+
+
+def test_a_head_that_the_getters_do_not_return():
+    config = llama().config
+    assert set(embedding_parameters(HeadOfItsOwn(config))) == {
+        "model.embed_tokens.weight",
+        "predict.weight",
+    }
+
+
+class GettersWithArguments(Bert):
+    def get_input_embeddings(self, ids):
+        return self.tok(ids)
+
+    def get_output_embeddings(self, *, of):
+        raise AssertionError
+
+
+def test_getters_that_take_arguments_are_something_else():
+    assert list(embedding_parameters(GettersWithArguments())) == ["tok.weight", "mlm.0.weight"]
+
+
+def test_an_error_within_a_getter_is_not_hidden():
+    model = Bert()
+    model.get_input_embeddings = lambda: model.tok.wait
+    with pytest.raises(AttributeError, match="wait"):
+        embedding_parameters(model)
+
+
+@pytest.mark.parametrize(
+    "parametrize",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm],
+    ids=["weight_norm", "spectral_norm", "old weight_norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*nn.utils.weight_norm. is deprecated")
+def test_parametrized_tables_and_heads(parametrize):
+    """What takes a weight's place is coupled, magnitudes [V, 1] too, and does not decay."""
+    for build, modules in (
+        (lambda: HandWritten(tied=False), ("tok", "head")),
+        (llama, ("model.embed_tokens", "lm_head")),
+    ):
+        model = build()
+        for name in modules:
+            parametrize(model.get_submodule(name))
+        expected = {
+            name
+            for name, p in model.named_parameters()
+            if name.startswith(modules) and p.dim() == 2 and len(p) == V
+        }
+        assert len(expected) == (2 if parametrize is parametrizations.spectral_norm else 4)
+        groups = param_groups(model)
+        assert set(groups[0]["param_names"]) == expected
+        assert groups[0]["weight_decay"] == 0
+        optimizer = CoupledAdamW(groups)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        module = model.get_submodule(modules[1])
+        named = list(embedding_parameters(model, embeddings=module))
+        assert named == [n for n in groups[0]["param_names"] if n.startswith(modules[1])]
+
+
+class Table(nn.Module):
+    """A table that is no nn.Embedding."""
+
+    def __init__(self, rows=V):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, H))
+
+
+def test_hand_written_tables():
+    model = nn.ModuleDict({"tok": Table(), "pos": Table(12), "head": nn.Linear(H, V)})
+    assert embedding_parameters(model) == {}  # nothing says V
+    assert set(embedding_parameters(model, vocab_size=V)) == {"tok.weight", "head.weight"}
+    assert set(embedding_parameters(model, vocab_size=V, couple="input")) == {"tok.weight"}
+    model["head"].weight = model["tok"].weight
+    for couple in ("both", "input", "output"):
+        assert set(embedding_parameters(model, vocab_size=V, couple=couple)) == {"tok.weight"}
+    functionally_tied = nn.ModuleDict({"tok": Table()})
+    for couple in ("both", "input", "output"):
+        assert len(embedding_parameters(functionally_tied, vocab_size=V, couple=couple)) == 1
+    two = nn.ModuleDict({"tok": Table(), "pos": Table()})
+    with pytest.raises(ValueError, match=r"'tok.weight' \[40, 16\], 'pos.weight'.*embeddings="):
+        embedding_parameters(two, vocab_size=V)
+    beside = nn.ModuleDict({"tok": nn.Embedding(V, H), "head": nn.Linear(H, V), "pos": Table()})
+    with pytest.warns(UserWarning, match=r"not coupled.*'pos.weight' \[40, 16\]"):
+        assert set(embedding_parameters(beside)) == {"tok.weight", "head.weight"}
+
+
+class Transposed(nn.Module):
+    """As TransformerLens stores them: W_E is [V, H], W_U is [H, V]."""
+
+    def __init__(self):
+        super().__init__()
+        self.W_E = nn.Parameter(torch.randn(V, H))
+        self.W_in = nn.Parameter(torch.randn(H, 4 * H))
+        self.W_out = nn.Parameter(torch.randn(4 * H, H))
+        self.W_U = nn.Parameter(torch.randn(H, V))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size": V},
+        {"embeddings": {"W_E": 0, "*_U": 1}},
+        {"embeddings": ["W_E", "W_U"], "vocab_size": V},
+    ],
+    ids=["rule", "mapping", "names"],
+)
+def test_a_head_stored_by_columns(options):
+    """One moment for each hidden feature, in either layout."""
+    torch.manual_seed(0)
+    model = Transposed()
+    groups = param_groups(model, **options)
+    assert [g["param_names"] for g in groups] == [["W_E"], ["W_U"], ["W_in", "W_out"]]
+    assert [g.get("vocab_dim", 0) for g in groups] == [0, 1, 0]
+    saved = 4 * (V * H - H)
+    assert str(groups).splitlines()[-1].split() == ["total", f"{2 * saved:,}", "B"]
+    rows = nn.Parameter(model.W_U.detach().T.clone())
+    expected = CoupledAdamW([{"params": [rows], "coupled": True, "weight_decay": 0.0}], lr=0.1)
+    optimizer = CoupledAdamW(groups, lr=0.1)
+    for p in (*model.parameters(), rows):
+        p.grad = torch.randn_like(p)
+    model.W_U.grad = rows.grad.T.clone()
+    optimizer.step()
+    expected.step()
+    torch.testing.assert_close(model.W_U.T, rows)
+    assert optimizer.state[model.W_U]["exp_avg_sq"].shape == (H,)
+
+
+@pytest.mark.parametrize(("couple", "name"), [("input", "W_E"), ("output", "W_U")])
+def test_couple_of_hand_written_matrices(couple, name):
+    assert set(embedding_parameters(Transposed(), couple=couple, vocab_size=V)) == {name}
+
+
+def test_a_head_by_columns_beside_a_table():
+    model = nn.ModuleDict({"tok": nn.Embedding(V, H), "norm": nn.LayerNorm(H)})
+    model.register_parameter("head", nn.Parameter(torch.zeros(H, V)))
+    groups = param_groups(model)
+    assert [(g["param_names"], g.get("vocab_dim", 0)) for g in groups if g["coupled"]] == [
+        (["tok.weight"], 0),
+        (["head"], 1),
+    ]
+    assert set(embedding_parameters(model, couple="output")) == {"head"}
+
+
+def test_one_hot_tokens():
+    """A projection of one-hot tokens is [H, V]."""
+    model = nn.Sequential(nn.Linear(V, H), nn.Linear(H, 3 * H), nn.Linear(3 * H, V))
+    dims = {
+        name: group.get("vocab_dim", 0)
+        for group in param_groups(model, vocab_size=V)
+        for name in group["param_names"]
+        if group["coupled"]
+    }
+    assert dims == {"0.weight": 1, "2.weight": 0}
+    assert set(embedding_parameters(model, vocab_size=V, couple="input")) == {"0.weight"}
+
+
+def test_tensor_parallel_parameters_of_megatron_are_refused():
+    """The average over this rank's rows would be another one."""
+    model = llama()
+    head = model.lm_head.weight
+    head.tensor_model_parallel, head.partition_dim = True, 0
+    message = r"cannot couple 'lm_head.weight' \[40, 16\].*parallelize_module.*=False"
+    for options in ({}, {"embeddings": "lm_head.weight"}):
+        with pytest.raises(ValueError, match=message):
+            param_groups(model, **options)
+    with pytest.raises(ValueError, match=r"cannot couple parameter 0 \[40, 16\].*=False"):
+        CoupledAdamW([head], coupled=True)
+    assert len(param_groups(model, couple="input")[0]["params"]) == 1
+    head.partition_dim = 1  # all rows are here, of some columns
+    assert len(embedding_parameters(model)) == 2
+    CoupledAdamW([head], coupled=True)
+    head.tensor_model_parallel, head.partition_dim = False, 0
+    assert len(embedding_parameters(model)) == 2
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP", "ignore:.*NO_SHARD")
+def test_fsdp1_beside_whole_embeddings_is_refused(one_process):
+    """The other matrices are vectors, which would lose their decay."""
+    model = HandWritten(tied=True)
+    wrapped = FullyShardedDataParallel(
+        model, device_id=torch.device("cpu"), use_orig_params=True, ignored_modules=[model.tok]
+    )
+    assert wrapped.tok.weight.dim() == 2
+    for options in ({}, {"embeddings": wrapped.tok}):
+        with pytest.raises(ValueError, match=r"flattened by a wrapper.*fully_shard"):
+            param_groups(wrapped, **options)
 
 
 @pytest.mark.parametrize(
     "model",
-    [
-        nn.Linear(3, 4),
-        nn.Sequential(nn.Embedding(V, H)),
-        nn.Sequential(nn.Embedding(V, H), nn.Linear(H, 2)),
-    ],
-    ids=["no embedding", "no head", "classifier"],
+    [nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))],
+    ids=["a layer", "layers"],
 )
 def test_nothing_found(model):
     """No group is coupled, and the optimizer says so."""
@@ -166,6 +487,14 @@ def test_nothing_found(model):
     assert not any(group["coupled"] for group in groups)
     with pytest.warns(UserWarning, match="no param group is coupled"):
         CoupledAdamW(groups)
+
+
+@pytest.mark.parametrize(
+    "layers", [[], [nn.Linear(H, 2)], [nn.LSTM(H, V // 4)]], ids=["alone", "classifier", "lstm"]
+)
+@pytest.mark.filterwarnings("ignore:not coupled.*weight_ih_l0")
+def test_a_single_table_embeds_tokens(layers):
+    assert set(embedding_parameters(nn.Sequential(nn.Embedding(V, H), *layers))) == {"0.weight"}
 
 
 @pytest.mark.parametrize(
@@ -225,6 +554,12 @@ def test_embeddings_named_outright():
         ({"embeddings": "*norm*"}, r"matches '.*norm.*' of shape \[16\], which is not a matrix"),
         ({"embeddings": "lm_head.weight", "couple": "input"}, "couple='input' has no meaning"),
         ({"couple": "inputs"}, "Invalid couple value: 'inputs'"),
+        ({"embeddings": {"lm_head.weight": 2}}, "'lm_head.weight': 2.*which dimension"),
+        ({"embeddings": {"lm_head.weight": 0, "lm_*": 1}}, "both 0 and 1 for 'lm_head.weight'"),
+        ({"vocab_size": V + 1}, r"vocab_size=41 is the size of no .*'model.embed_tokens.weight'"),
+        ({"vocab_size": (V, V + 1)}, "vocab_size=41 is the size of no"),
+        ({"vocab_size": 0}, "Invalid vocab_size value: 0"),
+        ({"vocab_size": []}, "Invalid vocab_size value"),
         ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),
         ({"embedding_weight_decay": -0.1}, "Invalid embedding_weight_decay value: -0.1"),
     ],
@@ -232,6 +567,11 @@ def test_embeddings_named_outright():
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
         param_groups(llama(), **options)
+
+
+def test_a_hand_written_matrix_named_outright_needs_its_dimension():
+    with pytest.raises(ValueError, match=r"which dimension of 'W_U' \[16, 40\].*\{'W_U': 0\}"):
+        embedding_parameters(Transposed(), embeddings="W_U")
 
 
 def test_parameters_instead_of_a_model():

@@ -190,8 +190,9 @@ def _kind(module: nn.Module) -> str:
         return "embedding"
     if isinstance(module, nn.Linear):
         return "linear"
-    container = isinstance(module, nn.ParameterList | nn.ParameterDict)
-    return "layer" if type(module).__module__.startswith("torch.nn.") and not container else "own"
+    origin = type(module).__module__
+    of_torch = origin.startswith("torch.nn.") and origin != nn.ModuleDict.__module__
+    return "layer" if of_torch else "own"
 
 
 def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str]:
@@ -213,7 +214,7 @@ def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str
     for m in matrices:
         if m.sides and m.tokens not in sizes:  # another vocabulary than the given one
             m.sides.clear()
-    left = [m for n in sorted(sizes) for m in _choose(matrices, n)]
+    left = [m for n in sorted(sizes) for m in _choose(matrices, n) if m.parameter.requires_grad]
     if left:
         warned.append(
             f"not coupled, although as large as the vocabulary: {_listed(left)}. They were taken "

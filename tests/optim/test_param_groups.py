@@ -1,6 +1,7 @@
 """Which parameters are found to be token embeddings, and the groups made of all parameters."""
 
 import types
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import parametrizations
+from transformers.models.auto import modeling_auto
 
 from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
 
@@ -362,8 +364,11 @@ def test_hand_written_tables():
     with pytest.raises(ValueError, match=r"'tok.weight' \[40, 16\], 'pos.weight'.*embeddings="):
         embedding_parameters(two, vocab_size=V)
     beside = nn.ModuleDict({"tok": nn.Embedding(V, H), "head": nn.Linear(H, V), "pos": Table()})
+    with pytest.raises(ValueError, match=r"size 40: 'pos.weight' \[40, 16\].*embeddings="):
+        embedding_parameters(beside)
+    beside["head"].weight = beside["tok"].weight
     with pytest.warns(UserWarning, match=r"not coupled.*'pos.weight' \[40, 16\]"):
-        assert set(embedding_parameters(beside)) == {"tok.weight", "head.weight"}
+        assert set(embedding_parameters(beside)) == {"tok.weight"}
 
 
 class Transposed(nn.Module):
@@ -495,6 +500,123 @@ def test_nothing_found(model):
 @pytest.mark.filterwarnings("ignore:not coupled.*weight_ih_l0")
 def test_a_single_table_embeds_tokens(layers):
     assert set(embedding_parameters(nn.Sequential(nn.Embedding(V, H), *layers))) == {"0.weight"}
+
+
+FAST = (
+    "AlbertForMaskedLM",
+    "BartForConditionalGeneration",
+    "BertForPreTraining",
+    "BlenderbotForCausalLM",
+    "ElectraForPreTraining",
+    "FSMTForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "LlavaForConditionalGeneration",
+    "MobileBertForPreTraining",
+    "MusicgenForCausalLM",
+    "OPTForCausalLM",
+    "T5ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "XLMRobertaForMaskedLM",
+)
+LANGUAGE_MODELS = (
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "PRETRAINING",
+    "IMAGE_TEXT_TO_TEXT",
+    "MULTIMODAL_LM",
+    "SPEECH_SEQ_2_SEQ",
+)
+# What is found beside the matrices with as many rows as a vocabulary size in the configuration,
+# or left out: the end of a name.
+EXCEPTIONS = {
+    "CpmAnt": {"input_embedding.weight"},  # prompts behind the tokens
+    "Gemma3nForCausalLM": {"embed_tokens_per_layer.weight"},  # has a size of its own
+    "Mllama": {"embed_tokens.weight"},  # special tokens behind the others
+    "MobileBert": {"cls.predictions.dense.weight"},  # the head's other columns, [H - E, V]
+    "MoshiFor": {"embed_tokens.weight"},  # padding behind the tokens
+    "Musicgen": {f"embed_tokens.{i}.weight" for i in range(4)},  # padding behind the tokens
+}
+LEFT_OUT = {
+    "NeoMME": {"value_embeddings.weight"},  # as large as the table that the getter returns: warned
+}
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+
+
+def cut(config):
+    """Leave two layers of a configuration, and of those nested in it."""
+    for key, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            cut(value)
+        elif isinstance(value, int) and value > 2 and key.endswith(LAYERS):
+            setattr(config, key, 2)
+
+
+def build(name):
+    """A model of transformers as its configuration has it by default, of few layers if it can."""
+    model_class = getattr(transformers, name)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        config = model_class.config_class()
+        try:
+            cut(config)
+            return model_class(config)
+        except (LookupError, TypeError, ValueError):  # other settings count layers, too
+            return model_class(model_class.config_class())
+
+
+def vocabulary_sizes(config):
+    """Of a configuration written as dicts in dicts."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from vocabulary_sizes(value)
+        elif key in ("vocab_size", "src_vocab_size", "tgt_vocab_size"):
+            yield value
+
+
+def check_as_expected(name, model):
+    sizes = set(vocabulary_sizes(model.config.to_dict()))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2}
+    expected = {n for n, p in trained.items() if p.shape[0] in sizes}
+    for change, exceptions in ((set.union, EXCEPTIONS), (set.difference, LEFT_OUT)):
+        for start, ends in exceptions.items():
+            if name.startswith(start):
+                expected = change(expected, {n for n in trained if n.endswith(tuple(ends))})
+    left = any(name.startswith(start) for start in LEFT_OUT)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore" if left else "error", message="not coupled")
+        groups = param_groups(model)
+    found = {n: g.get("vocab_dim", 0) for g in groups if g["coupled"] for n in g["param_names"]}
+    assert set(found) == expected, name
+    for n, dim in found.items():
+        assert dim == (1 if n == "cls.predictions.dense.weight" else 0), n
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_default_configurations(name):
+    check_as_expected(name, build(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", LANGUAGE_MODELS)
+def test_all_language_models_of_transformers(task):
+    """Nearly all can be built from the default configuration without further packages."""
+    names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
+    names = {n for entry in names for n in ([entry] if isinstance(entry, str) else entry)}
+    checked = 0
+    for name in sorted(names):
+        try:
+            model = build(name)
+        except Exception:  # the default configuration is not for use, or a package is not there
+            continue
+        check_as_expected(name, model)
+        checked += 1
+    assert checked > 0.75 * len(names)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ class Matrix:
             return False
         return n == self.shape[0] if "embedding" in kinds else n in self.shape
 
+    def take(self, n: int, sides: set[str]) -> None:
+        """Make it a token embedding of a vocabulary of this size."""
+        self.sides, self.vocab_dim = sides, 0 if self.shape[0] == n else 1
+
 
 def embedding_parameters(
     model: nn.Module,
@@ -331,7 +335,10 @@ def _is_width(matrices: list[Matrix], n: int) -> bool:
 
 
 def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
-    """Choose the token embeddings of a vocabulary of size n; those that fit and are not: returned.
+    """Take the token embeddings of a vocabulary of size n.
+
+    Returns:
+        Those of this size that are not taken.
 
     Raises:
         ValueError: they cannot be told from others.
@@ -339,56 +346,53 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     fitting = [m for m in matrices if m.fits(n)]
     for m in fitting:
         if len(m.kinds) > 1:
-            m.sides |= {"input", "output"}
+            m.sides = {"input", "output"}
     known = [m for m in fitting if m.sides]
-    others = [m for m in fitting if not m.sides]
-    left = [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
-    taken = set().union(*(m.sides for m in known))
+    tables = [m for m in fitting if not m.sides and "embedding" in m.kinds]
+    layers = [m for m in fitting if not m.sides and "embedding" not in m.kinds]
+    unclear = []
 
-    tables = [m for m in others if "embedding" in m.kinds]
-    if "input" in taken:
-        left += tables
-    elif len({m.modules[0] for m in tables}) > 1:
-        raise _ambiguous(tables, n)
+    if "input" in _sides(known) or len({m.modules[0] for m in tables}) > 1:
+        unclear += tables
     else:
         for m in tables:
-            m.sides = {"input"}
-            taken.add("input")
+            m.take(n, {"input"})
 
-    layers = [m for m in others if "embedding" not in m.kinds]
+    one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
     if not _is_width(layers, n):
-        linear = [m for m in layers if "linear" in m.kinds]
-        for m in linear:
-            m.vocab_dim = 0 if m.shape[0] == n else 1
-            m.sides = {"output"} if m.vocab_dim == 0 or "input" in taken else {"input"}
-        taken = taken.union(*(m.sides for m in linear))
-        missing = {"input", "output"} - taken
-        # A hand-written matrix stands for the table or the head that is missing otherwise.
-        own = [m for m in layers if "linear" not in m.kinds]
-        if not missing:
-            left += own
-        elif len(own) > 1:
-            raise _ambiguous(own, n)
-        for m in own if missing else []:
-            m.vocab_dim = 0 if m.shape[0] == n else 1
-            m.sides = missing
-    elif known:
-        left += layers
-    elif not taken and len(layers) == 2 and layers[0].shape[0] != layers[0].shape[1]:
+        unclear += _take_layers(layers, n, _sides(known + tables))
+    elif one_each_way and not known and not tables:
         # [V, H] and [H, V] written by hand, or a projection of one-hot tokens and a head.
         for m in layers:
-            m.vocab_dim = 0 if m.shape[0] == n else 1
-            m.sides = {"output"} if ("linear" in m.kinds) == (m.vocab_dim == 0) else {"input"}
+            is_head = (m.shape[0] == n) == ("linear" in m.kinds)
+            m.take(n, {"output"} if is_head else {"input"})
     else:
-        raise _ambiguous(layers, n)
-    return left
+        unclear += layers
+
+    if unclear and not known:
+        raise ValueError(
+            f"cannot tell which of these embed tokens, all of the vocabulary's size {n}: "
+            f"{_listed(unclear)}. Name all matrices that do, e.g. "
+            f"embeddings=[{unclear[0].name!r}, ...]"
+        )
+    return unclear + [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
 
 
-def _ambiguous(matrices: list[Matrix], n: int) -> ValueError:
-    return ValueError(
-        f"cannot tell which of these embed tokens, all of the vocabulary's size {n}: "
-        f"{_listed(matrices)}. Name those that do, e.g. embeddings=[{matrices[0].name!r}, ...]"
-    )
+def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
+    """Take linear layers, and one hand-written matrix for a side that is missing; the rest."""
+    linear = [m for m in layers if "linear" in m.kinds]
+    own = [m for m in layers if "linear" not in m.kinds]
+    for m in linear:
+        m.take(n, {"output"} if m.shape[0] == n or "input" in sides else {"input"})
+    missing = {"input", "output"} - sides - _sides(linear)
+    if missing and len(own) == 1:
+        own[0].take(n, missing)
+        return []
+    return own
+
+
+def _sides(matrices: list[Matrix]) -> set[str]:
+    return {side for m in matrices for side in m.sides}
 
 
 def _listed(matrices: list[Matrix]) -> str:

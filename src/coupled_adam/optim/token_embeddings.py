@@ -406,20 +406,25 @@ def _spelled(sizes: set[int]) -> str:
 
 
 def _check_not_flattened(model: nn.Module) -> None:
-    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has made vectors of matrices."""
-    for module_name, module in model.named_modules():
-        handle = getattr(module, "_handle", None)  # of FullyShardedDataParallel
-        flattened = [p for p in [getattr(handle, "flat_param", None)] if p is not None]
-        for name, p in module.named_parameters(recurse=False):
-            vector = _kind(module) in ("embedding", "linear") and name == "weight" and p.dim() < 2
-            if vector or getattr(p, "_is_flat_param", False):
-                flattened.append(p)
-                module_name = f"{module_name}.{name}".lstrip(".")
-        if flattened:
+    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has made vectors of matrices.
+
+    Which of the vectors were matrices, and decay, is no longer to be seen.
+    """
+    flattened: set[Tensor] = set()
+    for module in model.modules():
+        # FullyShardedDataParallel(use_orig_params=True) keeps the shapes with its flat parameter.
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        parts, shapes = getattr(flat, "_params", None) or (), getattr(flat, "_shapes", ())
+        flattened.update(p for p, shape in zip(parts, shapes) if p.dim() != len(shape))
+        if _kind(module) in ("embedding", "linear"):
+            weight = module._parameters.get("weight")
+            flattened.update(p for p in [weight] if p is not None and p.dim() < 2)
+    for name, p in model.named_parameters():
+        if p in flattened or getattr(p, "_is_flat_param", False):
             raise ValueError(
-                f"{module_name!r} {list(flattened[-1].shape)} was flattened by a wrapper (FSDP1, "
-                "ZeRO-3), so that embeddings, other matrices and biases cannot be told apart. Use "
-                "one that keeps matrices, such as FSDP2: torch.distributed.fsdp.fully_shard"
+                f"{name!r} is {list(p.shape)}, flattened by a wrapper (FSDP1, ZeRO-3), so that "
+                "matrices and biases cannot be told apart. Use one that keeps matrices, such as "
+                "FSDP2: torch.distributed.fsdp.fully_shard"
             )
 
 

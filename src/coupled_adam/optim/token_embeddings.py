@@ -61,10 +61,9 @@ class Matrix:
 
     def fits(self, n: int) -> bool:
         """Whether it can be a token embedding of a vocabulary of this size."""
-        kinds = self.kinds
-        if kinds == {"layer"}:
+        if self.kinds == {"layer"}:
             return False
-        return n == self.shape[0] if "embedding" in kinds else n in self.shape
+        return n == self.shape[0] if "embedding" in self.kinds else n in self.shape
 
     def take(self, n: int, sides: set[str]) -> None:
         """Make it a token embedding of a vocabulary of this size."""
@@ -238,12 +237,12 @@ def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
 
 def _configured_sizes(model: nn.Module) -> set[int]:
     """Vocabulary sizes in the configurations of the model, of its parts, and nested in those."""
-    configs: dict[int, Any] = {
-        id(c): c for m in model.modules() if (c := getattr(m, "config", None))
-    }
-    for config in tuple(configs.values()):
-        nested = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-        configs |= {id(c): c for c in nested.values()}
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) not in configs:
+            nested = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+            configs |= {id(c): c for c in (config, *nested.values())}
     values = (
         config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
         for config in configs.values()
@@ -276,7 +275,7 @@ def _call(getter: Any) -> Any:
         return None
     try:
         inspect.signature(getter).bind()
-    except TypeError:  # it takes an argument: a method of the same name with another meaning
+    except (TypeError, ValueError):  # it takes an argument: the name has another meaning here
         return None
     try:
         return getter()
@@ -345,7 +344,7 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     """
     fitting = [m for m in matrices if m.fits(n)]
     for m in fitting:
-        if len(m.kinds) > 1:
+        if len(m.kinds - {"layer"}) > 1:  # tied
             m.sides = {"input", "output"}
     known = [m for m in fitting if m.sides]
     tables = [m for m in fitting if not m.sides and "embedding" in m.kinds]
@@ -402,7 +401,7 @@ def _listed(matrices: list[Matrix]) -> str:
 
 
 def _spelled(sizes: set[int]) -> str:
-    return ", ".join(map(str, sorted(sizes, reverse=True)))
+    return str(*sizes) if len(sizes) == 1 else str(tuple(sorted(sizes, reverse=True)))
 
 
 def _check_not_flattened(model: nn.Module) -> None:

@@ -249,6 +249,13 @@ def test_the_largest_table_is_a_guess_without_a_head():
         embedding_parameters(model)
 
 
+def test_a_hidden_layer_as_wide_as_there_are_positions_is_no_head():
+    layers = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 3)
+    model = nn.Sequential(nn.Embedding(100, 8), nn.Embedding(32, 8), *layers)
+    with pytest.warns(UserWarning, match=r"may be 100, but the model has .*vocab_size=100"):
+        assert set(embedding_parameters(model)) == {"0.weight"}
+
+
 def test_padded_tables_and_nested_configurations():
     """A table with more rows than the configuration says is found by its getter, or as tied."""
     model = llama()
@@ -411,6 +418,26 @@ def test_a_head_stored_by_columns(options):
     expected.step()
     torch.testing.assert_close(model.W_U.T, rows)
     assert optimizer.state[model.W_U]["exp_avg_sq"].shape == (H,)
+
+
+class HeadByColumns(Bert):
+    """Its getter returns a hand-written head whose weight is [H, V]."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"vocab_size": 100}
+        self.mlm = nn.Identity()
+        self.unembed = Table()
+        self.unembed.weight = nn.Parameter(torch.zeros(8, 100))
+
+    def get_output_embeddings(self):
+        return self.unembed
+
+
+def test_a_head_by_columns_from_a_getter():
+    groups = param_groups(HeadByColumns())
+    dims = {n: g.get("vocab_dim", 0) for g in groups if g["coupled"] for n in g["param_names"]}
+    assert dims == {"tok.weight": 0, "unembed.weight": 1}
 
 
 @pytest.mark.parametrize(("couple", "name"), [("input", "W_E"), ("output", "W_U")])

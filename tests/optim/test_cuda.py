@@ -24,12 +24,12 @@ on_device = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="needs a 
 
 LAYOUTS = ("rows", "transposed", "slices", "grad transposed", "exp_avg transposed")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95}
 GROUP = {
-    "lr": 1e-2,
-    "betas": (0.9, 0.95),
     "eps": 1e-8,
     "weight_decay": 0.1,
     "decoupled_weight_decay": True,
+    "maximize": False,
     "second_moment_scale": 1.0,
     "differentiable": False,
 }
@@ -44,7 +44,10 @@ def laid_out(values, layout, name):
 
 
 def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **options):
-    """A matrix in one step, with a row for each token, on the device."""
+    """A matrix in one step, with a row for each token, on the device.
+
+    Options are fields of the record, or a param group's.
+    """
     from coupled_adam.optim.kernels import triton as kernel
 
     generator = torch.Generator().manual_seed(0)
@@ -53,6 +56,7 @@ def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **op
         values = torch.randn(rows, columns, generator=generator) * scale
         matrices[name] = laid_out(values.to(DEVICE, dtype), layout, name)
     nu = (torch.rand(columns, generator=generator) * 1e-4).to(DEVICE)
+    numbers = {name: options.pop(name, value) for name, value in NUMBERS.items()}
     return Update(
         group={**GROUP, "vocab_dim": vocab_dim, **options},
         parameter=matrices["param"] if vocab_dim == 0 else matrices["param"].T,
@@ -61,8 +65,9 @@ def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **op
         **matrices,
         exp_avg_sq=nu,
         max_exp_avg_sq=nu * 1.1 if amsgrad else None,
-        kernel=kernel,
         traced=False,
+        **numbers,
+        kernel=kernel,
         t=1.0,
     )
 
@@ -83,12 +88,10 @@ def take_step(update, t=1.0):
     """Take it by the kernel, and compare with the reference from the same place."""
     update = replace(update, t=t)
     theirs = in_float64(update)
-    for name in ("t", "factor", "skip"):
+    for name in ("t", "factor", "skip", "lr"):
         value = getattr(theirs, name)
         if isinstance(value, torch.Tensor):
             setattr(theirs, name, value.to("cpu", torch.float64, copy=True))
-    if isinstance(theirs.lr, torch.Tensor):
-        theirs.group = {**theirs.group, "lr": theirs.lr.to("cpu", torch.float64)}
     update.kernel.measure(update, True)
     update.kernel.apply(update)
     reference.measure(theirs, False)
@@ -134,8 +137,8 @@ def test_kernels_shapes(shape, layout):
     [
         {"weight_decay": 0.0},
         {"second_moment_scale": 0.25, "amsgrad": True},
-        {"betas": (0.0, 0.0)},
-        {"betas": (0.9, 0.999999)},
+        {"beta1": 0.0, "beta2": 0.0},
+        {"beta2": 0.999999},
     ],
     ids=str,
 )
@@ -156,8 +159,7 @@ def test_kernels_read_numbers_on_the_device(factor, amsgrad):
         update.factor = factor
         if where == "device":
             update.factor, t = torch.tensor(factor, device=DEVICE), torch.tensor(t, device=DEVICE)
-            update.group["lr"] = torch.tensor([1e-2], device=DEVICE)
-            update.traced = True  # so that it is not read
+            update.lr = torch.tensor(1e-2, device=DEVICE)
         results.append(take_step(update, t))
     first, second = results
     assert torch.equal(first.exp_avg, second.exp_avg)
@@ -218,7 +220,7 @@ def test_kernels_not_finite(bad):
 def test_kernels_round_stochastically(t, layout):
     """To the bit as rounding.py; step sizes that are exact in any order of the sums."""
     step = torch.tensor(5.0, device=DEVICE) if t == "tensor" else float(t)
-    update = record(70, 300, torch.bfloat16, layout, betas=(0.0, 0.0), lr=1e-3)
+    update = record(70, 300, torch.bfloat16, layout, beta1=0.0, beta2=0.0, lr=1e-3)
     update.grad.copy_(torch.full_like(update.grad, 2.0**-7))
     update.noise, update.t = Noise(step, 5, 2), step
     decayed = update.param.float() * update.decay

@@ -1,13 +1,12 @@
 """The two passes over a matrix, fast.
 
-Each kernel is a module with the two verbs of :class:`coupled_adam.optim.update.Kernel`: ``native`` is in
-C, for CPUs; ``triton`` is for GPUs; ``operations`` is for everything else, with torch's operations and
-without a temporary of the matrix's size. :mod:`coupled_adam.optim.reference` is the text that they are
-tested against, and does what is rare or must be traced.
+Each kernel is a module with the two verbs of :class:`coupled_adam.optim.update.Kernel`. ``native``
+is in C, for CPUs; ``triton`` is for GPUs; ``operations`` is for everything else, with torch's
+operations and without a temporary of the matrix's size. They are tested against
+:mod:`coupled_adam.optim.reference`, which does what is rare or must be traced.
 """
 
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,44 +14,39 @@ from torch import Tensor
 from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import native, operations
 from coupled_adam.optim.sharded import PLAIN
-from coupled_adam.optim.update import Kernel
+from coupled_adam.optim.update import Kernel, Update
 
 
-def choose(group: dict[str, Any], param: Tensor, others: list[Tensor]) -> Kernel:
-    """The kernel for a matrix of a coupled group.
-
-    Args:
-        param: this rank's part of the parameter, [rows, columns]. Ranks may differ in their kernel.
-        others: gradient, first moment, nu and, with ``amsgrad``, its maximum.
-    """
-    if (
-        group["fused"] is False
-        or group["differentiable"]
-        or torch.compiler.is_compiling()
-        or any(isinstance(beta, Tensor) and not beta.is_cpu for beta in group["betas"])
-    ):
+def choose(update: Update) -> Kernel:
+    """The kernel for a matrix. Ranks may differ in theirs."""
+    group, param = update.group, update.param
+    if group["fused"] is False or update.traced or isinstance(update.beta1, Tensor):
         return reference
     if param.is_cpu:
-        return native if native.fits(param, others) else operations
+        return native if native.fits(update) else operations
     has_triton = param.is_cuda or param.is_xpu
-    if has_triton and _fits_triton(param, others) and _triton_works(param.device, param.dtype):
+    if has_triton and _fits_triton(update) and _triton_works(param.device, param.dtype):
         from coupled_adam.optim.kernels import triton
 
         return triton
     return operations
 
 
-def _fits_triton(param: Tensor, others: list[Tensor]) -> bool:
+def _fits_triton(update: Update) -> bool:
     """Whether the tensors are what it takes for granted, in any memory layout.
 
     Plain tensors, as a subclass may have no memory of its own, and moments [H] in float32 whose
     elements are neighbours in memory.
     """
-    _, _, *moments = others
+    param, maximum = update.param, update.max_exp_avg_sq
+    moments = [update.exp_avg_sq] if maximum is None else [update.exp_avg_sq, maximum]
     return (
         param.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(type(x) in PLAIN and x.device == param.device for x in (param, *others))
-        and all(x.dtype == torch.float32 and x.stride(0) == 1 for x in moments)
+        and all(
+            type(x) in PLAIN and x.device == param.device
+            for x in (param, update.grad, update.exp_avg, *moments)
+        )
+        and all(x.dtype == torch.float32 and x.stride() == (1,) for x in moments)
     )
 
 

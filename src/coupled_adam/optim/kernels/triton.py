@@ -35,8 +35,6 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
     param, grad, exp_avg = torch.zeros(3, 16, 16, dtype=dtype, device=device)
     moment = torch.zeros(16, device=device)
     group = {
-        "lr": 0.0,
-        "betas": (0.9, 0.999),
         "eps": 1e-8,
         "weight_decay": 0.0,
         "decoupled_weight_decay": True,
@@ -53,8 +51,11 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
         exp_avg=exp_avg,
         exp_avg_sq=moment,
         max_exp_avg_sq=None,
-        kernel=sys.modules[__name__],
         traced=False,
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        kernel=sys.modules[__name__],
         t=1.0,
     )
     measure(update, False)
@@ -83,7 +84,10 @@ def apply(update: Update) -> None:
     assert update.sums is not None
     param, grad, exp_avg = update.param, update.grad, update.exp_avg
     exp_avg_sq, max_exp_avg_sq = update.exp_avg_sq, update.max_exp_avg_sq
-    group, (beta1, beta2), noise = update.group, update.betas, update.noise
+    group, noise = update.group, update.noise
+    beta1, beta2 = update.beta1, update.beta2
+    assert not isinstance(beta1, Tensor)
+    assert not isinstance(beta2, Tensor)
     rows, columns = param.shape
     rates = torch.empty_like(exp_avg_sq)
 

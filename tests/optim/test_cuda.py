@@ -9,68 +9,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from records import DEVICE, LAYOUTS, record
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.rounding import Noise, round_
-from coupled_adam.optim.update import Update
 
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"
+HAS_GPU = DEVICE == "cuda"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, on overflow
 on_device = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="needs a GPU")
-
-LAYOUTS = ("rows", "transposed", "slices", "grad transposed", "exp_avg transposed")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95}
-GROUP = {
-    "eps": 1e-8,
-    "weight_decay": 0.1,
-    "decoupled_weight_decay": True,
-    "maximize": False,
-    "second_moment_scale": 1.0,
-    "differentiable": False,
-}
-
-
-def laid_out(values, layout, name):
-    if layout == "transposed" or layout == f"{name} transposed":
-        return values.T.contiguous().T
-    if layout == "slices":  # of wider rows
-        return torch.cat([values, values], 1)[:, : values.shape[1]]
-    return values
-
-
-def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **options):
-    """A matrix in one step, with a row for each token, on the device.
-
-    Options are fields of the record, or a param group's.
-    """
-    from coupled_adam.optim.kernels import triton as kernel
-
-    generator = torch.Generator().manual_seed(0)
-    matrices = {}
-    for name, scale in (("param", 1.0), ("grad", 1e-2), ("exp_avg", 1e-2)):
-        values = torch.randn(rows, columns, generator=generator) * scale
-        matrices[name] = laid_out(values.to(DEVICE, dtype), layout, name)
-    nu = (torch.rand(columns, generator=generator) * 1e-4).to(DEVICE)
-    numbers = {name: options.pop(name, value) for name, value in NUMBERS.items()}
-    return Update(
-        group={**GROUP, "vocab_dim": vocab_dim, **options},
-        parameter=matrices["param"] if vocab_dim == 0 else matrices["param"].T,
-        moment=nu,
-        step=torch.zeros(()),
-        **matrices,
-        exp_avg_sq=nu,
-        max_exp_avg_sq=nu * 1.1 if amsgrad else None,
-        traced=False,
-        **numbers,
-        kernel=kernel,
-        t=1.0,
-    )
-
 
 TENSORS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -115,7 +64,7 @@ def take_step(update, t=1.0):
 @on_device
 @pytest.mark.parametrize("vocab_dim", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels(dtype, layout, vocab_dim):
     update = record(37, 11, dtype, layout, vocab_dim, amsgrad=True)
     for t in (1.0, 2.0, 3.0):

@@ -20,7 +20,7 @@ from coupled_adam.optim.update import Update
 
 skips = True
 
-_SUMS_BLOCK = (32, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
+_SUMS_BLOCK = (16, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
 _FINISH_BLOCK = (32, 32)
 _UPDATE_BLOCK = (8, 256)
 _MOST_PROGRAMS = 512  # of the first kernel: an A100 and what is larger run them all at once

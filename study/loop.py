@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from coupled_adam.embeddings import analyze, mean_norm, single_tokens, word_similarity
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.evaluation.evaluate import Sets, load_tokenizer
+from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.run import (
@@ -26,6 +26,7 @@ from coupled_adam.lab.training.run import (
     schedule,
     sequence_losses,
 )
+from coupled_adam.text.tokenizers import load_tokenizer
 
 Optimizers = list[Optimizer]
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.optimization import (
     get_constant_schedule_with_warmup,
     get_cosine_with_min_lr_schedule_with_warmup,
@@ -52,6 +52,7 @@ from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.text.token_files import Tokens
+from coupled_adam.text.tokenizers import load_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -576,7 +577,7 @@ def _save_model(
     own = {name: value for name, value in weights.items() if name in names}
     model.save_pretrained(temporary, state_dict=own)
     if corpus.tokenizer_folder is not None:
-        AutoTokenizer.from_pretrained(corpus.tokenizer_folder).save_pretrained(temporary)
+        load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
     temporary.rename(folder)
 
 

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from coupled_adam.embeddings.analysis import word_similarity_sets
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
-from coupled_adam.lab.evaluation.evaluate import Sets, evaluate_run, word_similarity_sets
+from coupled_adam.lab.evaluation.evaluate import Sets, evaluate_run
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
-from coupled_adam.lab.reporting.figures import fit_proportional
+from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.lab.training.run import Machine, keep_freed_memory

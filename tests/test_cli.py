@@ -45,8 +45,8 @@ def test_compare(small_recipe, text_file, tmp_path):
     common = ("compare", "--recipe", small_recipe, "--text", text_file, "--out", out)
     result = run(*common, "--seeds", 2, "--steps", 10)
     assert result.returncode == 0, result.stderr
-    assert "Standard" in result.stdout
-    assert "Coupled" in result.stdout
+    assert "AdamW" in result.stdout
+    assert "Coupled Adam" in result.stdout
     runs = [f"{arm}-seed-{seed}" for arm in ("adamw", "coupled_adam") for seed in (1, 2)]
     assert sorted(path.name for path in out.iterdir()) == sorted(
         [*runs, "comparison.yaml", "report", ".lock"]
@@ -191,7 +191,8 @@ def test_import_needs_torch_alone():
 import sys, torch
 from torch.optim import adam  # what any use of torch.optim loads
 before = set(sys.modules)
-import coupled_adam
+from coupled_adam import *
+assert CoupledAdamW.__module__ == "coupled_adam.optim.coupled_adam"
 more = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
 """

@@ -106,7 +106,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
     (tmp_path / "text.npy").write_text("no")
     for arguments, message in {
-        ("--counts", "long.npy"): "has shape [449]: a number for each of 448 rows",
+        ("--counts", "long.npy"): "has shape [449]: a number for each of 448 rows is needed",
         ("--counts", "negative.npy"): "counts: negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): "No such file",
@@ -152,7 +152,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "less the mean and the top 1" in shown
+    assert "with the mean and the top principal direction removed" in shown
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
     found = as_json(capsys, *models, "--word-similarity", sets)

@@ -25,13 +25,13 @@ from transformers import (
 )
 
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
+from coupled_adam.embeddings.analysis import word_similarity_sets
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
-    is_run,
-    word_similarity_sets,
 )
+from coupled_adam.lab.evaluation.loading import is_run
 from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))

@@ -6,6 +6,7 @@ A file may say ``extends: NAME`` and give only what differs from that recipe; on
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -208,6 +209,25 @@ class Recipe:
         return self.steps * self.tokens_per_step
 
     @property
+    def parameters(self) -> int:
+        """N: the trained parameters of a run's model, a tied matrix once."""
+        model = self.model
+        width, layers = model.n_embd, model.n_layer
+        inner = model.intermediate_size or 4 * width
+        matrices = 1 if model.tied else 2
+        if model.architecture == "gpt2":
+            embeddings = model.n_positions or self.training.sequence_length
+            weights = 4 * width**2 + 2 * width * inner
+            biases = 5 * width + inner
+        else:
+            embeddings = 0
+            weights = 4 * width**2 + 3 * width * inner
+            biases = 0
+        norms = (2 * layers + 1) * width * (2 if model.bias else 1)
+        block = weights + (biases if model.bias else 0)
+        return (matrices * model.vocab_size + embeddings) * width + layers * block + norms
+
+    @property
     def warmup_steps(self) -> int:
         """The warmup, in steps."""
         warmup = self.training.warmup
@@ -375,9 +395,15 @@ def _recipe(values: dict[str, Any], source: str) -> Recipe:
 
 def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
     """An instance of a dataclass from plain values, its types checked."""
+    parser = _parser(cls)
+    return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
+
+
+@functools.cache
+def _parser(cls: type[Any]) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls)
-    return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
+    return parser
 
 
 def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:

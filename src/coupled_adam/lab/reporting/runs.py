@@ -12,14 +12,19 @@ import yaml
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.weights import open_file, read_array
-from coupled_adam.errors import UsageError
-from coupled_adam.lab.arms import AdamW
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.lab.arms import AdamWArm
 from coupled_adam.lab.recipe import Recipe, parse_recipe, read_yaml
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
 _NUMBERS = (  # of an evaluation, where it has them
-    *(("test_loss",), ("lm_eval", "accuracy"), ("word_similarity", "mean")),
-    *(("embeddings", name) for name in ("isotropy", "mean_norm", "mean_norm_ratio", "condition")),
+    ("test_loss",),
+    ("lm_eval", "accuracy"),
+    ("word_similarity", "mean"),
+    ("embeddings", "isotropy"),
+    ("embeddings", "mean_norm"),
+    ("embeddings", "mean_norm_ratio"),
+    ("embeddings", "condition"),
     ("embeddings", "norm_frequency_correlation"),
 )
 _LARGEST = 1e100  # of all numbers: its square is a float, too
@@ -54,7 +59,7 @@ class Run:
     @property
     def is_baseline(self) -> bool:
         """Whether it is plain AdamW, which the other arms are compared with."""
-        return self.recipe.arm(self.arm) == AdamW()
+        return self.recipe.arm(self.arm) == AdamWArm()
 
     @property
     def parameters(self) -> int:
@@ -157,7 +162,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
                 _check(run)
                 runs.append(run)
         except (UsageError, ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error, longest=None)
             raise UsageError(f"{folder} is damaged ({reason}): move it away") from None
     runs = sorted(_name_experiments(runs), key=_place)
     kept: dict[tuple[str, str, int], Run] = {}
@@ -271,7 +276,7 @@ def _place(run: Run) -> tuple[Any, ...]:
     scale = float(options.get("second_moment_scale", 1))  # 1e-3 is text in YAML
     swept = -np.log2(scale) if scale != 1 else -np.inf, float(options.get("lr_factor", 0))
     size = run.parameters, run.recipe.tokens, run.experiment
-    return *size, kind, *swept, run.setup, run.seed
+    return size, kind, swept, run.setup, run.seed
 
 
 def short(number: float) -> str:

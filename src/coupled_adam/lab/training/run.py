@@ -39,7 +39,7 @@ from transformers.optimization import (
 )
 
 from coupled_adam.embeddings import analyze
-from coupled_adam.embeddings.monitor import whole
+from coupled_adam.embeddings.monitor import full_tensor
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import sole_writer, write_atomically
@@ -222,7 +222,7 @@ class LanguageModel(pl.LightningModule):
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grads_with_norm_(parameters, self.recipe.training.max_grad_norm, norm)
-        self._grad_norm = whole(norm)
+        self._grad_norm = full_tensor(norm)
         if torch.isfinite(self._grad_norm):
             return
         # Found in what all ranks have: if one stopped for its own loss, the others would wait.
@@ -283,7 +283,7 @@ class LanguageModel(pl.LightningModule):
 
     def measures(self) -> dict[str, float]:
         """The measures of the output embeddings."""
-        matrix = whole(output_embeddings(self.model))
+        matrix = full_tensor(output_embeddings(self.model))
         if rank() > 0:
             return {}
         report = analyze(matrix)
@@ -313,7 +313,7 @@ class LanguageModel(pl.LightningModule):
         moment = optimizer.state.get(embedding, {}).get("exp_avg_sq")
         if moment is None or moment.shape != embedding.shape:
             return
-        moment = whole(moment)
+        moment = full_tensor(moment)
         if rank() > 0:
             return
         correction = 1 - self.recipe.training.betas[1] ** self.global_step

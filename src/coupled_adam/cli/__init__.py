@@ -16,7 +16,7 @@ try:
     from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
 
     from coupled_adam.errors import UsageError
-    from coupled_adam.lab import PreemptedError, TrainingError
+    from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 except ModuleNotFoundError as error:
     sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
 
@@ -304,7 +304,7 @@ def _compare(options: jsonargparse.Namespace) -> None:
     if options.arms is not None:
         arms = {arm: recipe.arms[_known_arm(arm, recipe)] for arm in options.arms}
         recipe = dataclasses.replace(recipe, arms=arms)
-    machine = _machine(options)
+    execution = _execution(options)
     console = _console()
     console.print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
@@ -313,7 +313,7 @@ def _compare(options: jsonargparse.Namespace) -> None:
     )
     _print_place("results in", out)
     cache = Path(options.cache) if options.cache else default_cache()
-    table = comparison.compare(recipe, out, machine=machine, cache=cache, resume=options.resume)
+    table = comparison.compare(recipe, out, execution=execution, cache=cache, resume=options.resume)
     if table is not None:
         _print_table(table)
         _print_place("the whole report:", out / "report" / "index.html")
@@ -324,16 +324,14 @@ def _train(options: jsonargparse.Namespace) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.data.corpus import default_cache
     from coupled_adam.lab.recipe import load_recipe
+    from coupled_adam.lab.training.config import TrainingRun
 
     recipe = _overridden(load_recipe(options.recipe), options)
     arm, seed = _known_arm(options.arm, recipe), int(options.seed)
     folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
-    comparison.run(
-        recipe,
-        arm,
-        seed,
-        folder,
-        machine=_machine(options),
+    comparison.train_and_evaluate(
+        TrainingRun(recipe, arm, seed, folder),
+        execution=_execution(options),
         cache=Path(options.cache) if options.cache else default_cache(),
         resume=options.resume,
     )
@@ -480,12 +478,12 @@ def _theory(options: jsonargparse.Namespace) -> None:
     import json
 
     from coupled_adam.files import write_atomically
+    from coupled_adam.lab.data.batches import held_out_batches
     from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
     from coupled_adam.lab.evaluation import evaluate as evaluation
     from coupled_adam.lab.evaluation import theory
     from coupled_adam.lab.recipe import load_recipe
     from coupled_adam.lab.reporting.page import render_analysis
-    from coupled_adam.lab.training.run import held_out_batches
 
     _check_folders(options, "html")
     device = _device(options.device)
@@ -650,15 +648,15 @@ def _known_arm(name: str, recipe: Any) -> str:
     return name
 
 
-def _machine(options: jsonargparse.Namespace) -> Any:
-    from coupled_adam.lab.training.run import Machine
+def _execution(options: jsonargparse.Namespace) -> Any:
+    from coupled_adam.lab.training.config import Execution
 
     _quiet_libraries()  # after their imports, which set the levels they like
     for name in options.log:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log {name} needs a package: pip install {name}")
     size = options.micro_batch_size
-    return Machine(
+    return Execution(
         device=_device(options.device),
         strategy=options.strategy,
         micro_batch_size=None if size is None else int(size),

@@ -27,11 +27,12 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import Data, load_recipe
-from coupled_adam.lab.training.run import held_out_batches, next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.documents import open_documents
 from coupled_adam.text.token_files import Tokens
 

@@ -22,7 +22,7 @@ from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings import mean_embedding, pictures
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.reporting.figures import Picture
-from coupled_adam.lab.training.run import next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 
 Side = Literal["output", "input", "both"]
 OPTIMIZERS = ("SGD", "AdamW", "Coupled Adam")

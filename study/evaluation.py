@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coupled_adam.embeddings import analyze, single_tokens, word_similarity
 from coupled_adam.lab.data.batches import held_out_batches
@@ -18,6 +18,7 @@ from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.figures import fit_proportional
 from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.text.tokenizers import load_tokenizer
 
 MEASURES = (
     "isotropy",
@@ -48,7 +49,7 @@ def evaluate(
     output = output_embeddings(model).detach()
     inputs = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
     counts = np.pad(corpus.unigram_counts(), (0, len(output) - recipe.model.vocab_size))
-    token_ids = single_tokens(AutoTokenizer.from_pretrained(folder / "model"))
+    token_ids = single_tokens(load_tokenizer(folder / "model"))
     similarity = word_similarity(output[: recipe.model.vocab_size], sets, token_ids)
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = ("step", "valid_loss", "mean_norm", "mean_norm_ratio")

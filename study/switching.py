@@ -14,9 +14,10 @@ def not_yet_coupled(model: PreTrainedModel, recipe: Recipe, _: str) -> Optimizer
     """AdamW, as what :func:`couple` can switch: Coupled Adam without a coupled group is AdamW."""
     options = recipe.training
     groups = param_groups(model, weight_decay=options.weight_decay)
-    for group in groups:
+    optimizer = CoupledAdamW(groups, options.lr, options.betas, options.eps)
+    for group in optimizer.param_groups:
         group["coupled"] = False
-    return CoupledAdamW(groups, options.lr, options.betas, options.eps)
+    return optimizer
 
 
 def couple(model: PreTrainedModel, optimizer: Optimizer) -> None:

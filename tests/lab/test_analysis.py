@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze, single_tokens, unigram_counts
-from coupled_adam.lab.evaluation.evaluate import text_tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
 PAIRS = "the\ta\t5.0\nthe\tof\t1.0\nin\tof\t7.5\nto\tunfathomable\t3.0\nis\tto\t2.5\nif\tto\t4.5\n"

@@ -30,9 +30,9 @@ from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
     is_run,
-    load_tokenizer,
     word_similarity_sets,
 )
+from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 needs_data = pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs real data")

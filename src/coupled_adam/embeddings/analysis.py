@@ -31,11 +31,10 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.report import MEASURES, number, shown
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.evaluate import load_tokenizer, text_tokens
-from coupled_adam.lab.recipe import Data
 from coupled_adam.lab.reporting.figures import Picture
 from coupled_adam.lab.reporting.tables import csv_text
 from coupled_adam.text.token_files import Tokens, token_file
+from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
 Excluded = Literal["padding", "unseen"]
 
@@ -214,7 +213,7 @@ def _counts(
     if source.text is not None and tokenizer is not None:
         return unigram_counts(text_tokens(source.text, tokenizer), rows)
     if source.tokens:
-        files = [token_file(path, Data(), rows) for path in source.tokens]
+        files = [token_file(path, rows) for path in source.tokens]
         tokens: Any = Tokens([file.open(Path()) for file in files])
         counted = np.zeros(rows, dtype=np.int64)
         for start in range(0, len(tokens), 2**24):

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args, get_type_hints
 import jsonargparse
 import yaml
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
+from coupled_adam.text.source import Data
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 _CHARACTERS = 100_000  # of a YAML file, and of what its aliases stand for
@@ -41,38 +42,6 @@ class Model:
     intermediate_size: int | None = None
     bias: bool = True
     tied: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Where the text comes from: one of text, hub and tokens; without, Python's documentation.
-
-    text: a file or folder: .txt, .md, .rst; .jsonl, .json; .parquet; also compressed. ``separator``
-        lies between the documents of plain text; null cuts it into passages.
-    hub: id of a data set on the Hugging Face hub, or a folder in its format.
-    tokens: a folder of token files as nanoGPT and llm.c write them.
-    tokenizer: id or folder of a tokenizer; null trains a byte-level BPE on the training text.
-    held_out: the share of the documents for validation, and as much for the test, unless
-        ``valid_split`` and ``test_split`` name the data set's own.
-    max_tokens: stop after so many training tokens.
-    """
-
-    text: str | None = None
-    separator: str | None = None
-    hub: str | None = None
-    hub_config: str | None = None
-    hub_revision: str | None = None
-    train_split: str = "train"
-    valid_split: str | None = None
-    test_split: str | None = None
-    shuffle_seed: int | None = None
-    column: str = "text"
-    tokens: str | None = None
-    token_dtype: Literal["uint16", "uint32"] | None = None
-    tokenizer: str | None = None
-    held_out: float = 0.05
-    max_tokens: int | None = None
-    max_held_out_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +225,7 @@ class Recipe:
         try:
             arm: Arm = _parse(OPTIMIZERS[kind], options)
         except (jsonargparse.ArgumentError, ValueError, OverflowError) as error:
-            raise UsageError(f"arms.{name}: {_one_line(error)}") from None
+            raise UsageError(f"arms.{name}: {one_line(error)}") from None
         return arm
 
     def only(self, arm: str, seed: int) -> "Recipe":
@@ -293,7 +262,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         for section in sections:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
-                raise UsageError(_one_line(f"{key}: {section} has no keys of its own"))
+                raise UsageError(one_line(f"{key}: {section} has no keys of its own"))
         target[last] = value
     return _recipe(changed, f"recipe {recipe.name!r}")
 
@@ -367,7 +336,7 @@ def read_yaml(text: str, source: str) -> Any:
     except RecursionError:
         raise UsageError(f"{source} is not YAML: it is nested too deeply") from None
     except Exception as error:  # scalars that only look like a date or a number have their own
-        raise UsageError(f"{source} is not YAML: {_one_line(error)}") from None
+        raise UsageError(f"{source} is not YAML: {one_line(error)}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -396,11 +365,11 @@ def _recipe(values: dict[str, Any], source: str) -> Recipe:
     try:
         _check_keys(values, Recipe, source)
     except UsageError as error:
-        raise UsageError(_one_line(error)) from None
+        raise UsageError(one_line(error)) from None
     try:
         recipe: Recipe = _parse(Recipe, values)
     except (jsonargparse.ArgumentError, UsageError, ValueError, OverflowError) as error:
-        raise UsageError(f"{source}: {_one_line(error)}") from None
+        raise UsageError(f"{source}: {one_line(error)}") from None
     return recipe
 
 
@@ -443,9 +412,3 @@ def _check_arms(arms: Any, where: str) -> None:
         for key, value in options.items():
             if not isinstance(value, str | int | float | None):
                 raise UsageError(f"{where}: arms.{name}.{key}={value!r} must be one value")
-
-
-def _one_line(error: object) -> str:
-    """What an error says, without control characters, which terminals obey; not too long."""
-    text = "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
-    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

@@ -19,8 +19,8 @@ from typing import Any, TextIO
 
 import fsspec
 
-from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
@@ -268,7 +268,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
                 for row in batch.to_pylist():
                     yield _cell(row, column, where)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{where}: {_one_line(error)}") from None
+        raise UsageError(f"{where}: {one_line(error)}") from None
 
 
 def _cell(row: Any, column: str, where: str) -> str:
@@ -336,10 +336,6 @@ def _hub_errors(data: Data) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {_one_line(error)}): "
+            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {one_line(error)}): "
             "check its name, config, revision and splits, and that the hub can be reached"
         ) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

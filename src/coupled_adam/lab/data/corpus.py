@@ -20,14 +20,16 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data, Recipe
+from coupled_adam.lab.recipe import Recipe
 from coupled_adam.text.documents import Documents, content_digest, open_documents
+from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files
+from coupled_adam.text.tokenizers import load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
@@ -86,7 +88,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
             cache that cannot be written.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, vocab_size)
+    tokenizer = None if data.tokenizer is None else corpus_tokenizer(data.tokenizer, vocab_size)
     source: Documents | dict[str, list[TokenFile]]
     if data.tokens is not None:
         name = f"data.tokens={data.tokens}"
@@ -125,21 +127,17 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     return Corpus(corpus.folder, {**corpus.facts, "source": name})
 
 
-def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
+def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
     """A tokenizer of the hub, or from a folder, whose ids are below ``vocab_size``.
 
     Raises:
         UsageError: no such tokenizer; one with more tokens, or without an end-of-text token.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False
-        )
-    except Exception as error:  # in many libraries' own classes
-        reason = " ".join(str(error).split())[:300]
+        tokenizer = load_tokenizer(name)
+    except UsageError as error:
         raise UsageError(
-            f"data.tokenizer={name} cannot be read ({type(error).__name__}: {reason}): give a "
-            "tokenizer's folder or its id on the Hugging Face hub"
+            f"data.tokenizer={error}: give a tokenizer's folder or its id on the Hugging Face hub"
         ) from None
     size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
     if size > vocab_size:

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -25,16 +23,16 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import build_model, count_parameters
-from coupled_adam.lab.recipe import Data, load_recipe
+from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.loss import next_token_loss
-from coupled_adam.text.documents import open_documents
 from coupled_adam.text.token_files import Tokens
+from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
 _TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
 _TEXT_BATCH = 8  # sequences of a text that are one of its batches
@@ -101,9 +99,9 @@ def evaluate_run(
             raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
     if sets is not None:
-        _merge(path, _word_similarity(model, load_tokenizer(run / "model"), sets))
+        _merge(path, _word_similarity(model, _tokenizer(run / "model"), sets))
     if downstream is not None:
-        _merge(path, _lm_eval(model, load_tokenizer(run / "model"), downstream))
+        _merge(path, _lm_eval(model, _tokenizer(run / "model"), downstream))
     return _read(path)
 
 
@@ -138,7 +136,7 @@ def evaluate_model(
             "language model is needed"
         )
     needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = load_tokenizer(folder) if needs_tokenizer else None
+    tokenizer = _tokenizer(folder) if needs_tokenizer else None
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -199,7 +197,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
             output_loading_info=True,
         )
     except Exception as error:  # in the libraries' own classes
-        raise UsageError(f"{folder}: {_one_line(error)}") from None
+        raise UsageError(f"{folder}: {type(error).__name__}: {one_line(error)}") from None
     model: PreTrainedModel
     model, found = loaded
     if found["missing_keys"]:
@@ -208,25 +206,6 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
-
-
-def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder, or of a model on the hub.
-
-    Raises:
-        UsageError: there is none.
-    """
-    missing = f"{name} has no tokenizer, which this needs: save it beside the model"
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=Path(name).exists(), trust_remote_code=False
-        )
-    except Exception as error:  # in the libraries' own classes
-        raise UsageError(f"{missing} ({_one_line(error)})") from None
-    # Without files, transformers makes some tokenizers from the model's type, with no vocabulary.
-    if not tokenizer.encode("a", add_special_tokens=False):
-        raise UsageError(missing)
-    return tokenizer
 
 
 def output_embeddings(model: PreTrainedModel) -> torch.Tensor:
@@ -287,19 +266,6 @@ def block_length(model: PreTrainedModel) -> int:
     return min(positions or 1024, 1024)
 
 
-def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-    """The token ids of all documents of a text, each after the token that begins a text."""
-    first = tokenizer.bos_token_id
-    if first is None:
-        first = tokenizer.eos_token_id
-    begin = [] if first is None else [first]
-    parts = []
-    for document in open_documents(Data(text=str(text))).readers["train"]():
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(np.array([*begin, *ids], np.int64))
-    return np.concatenate(parts)
-
-
 def is_causal(model: PreTrainedModel) -> bool:
     """Whether the logits do not depend on later tokens; those of a masked language model do."""
     ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
@@ -308,6 +274,13 @@ def is_causal(model: PreTrainedModel) -> bool:
         first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
     # What is not finite is not this function's to judge.
     return not (first - second).abs().max() > 1e-4 * first.abs().max()
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return load_tokenizer(folder)
+    except UsageError as error:
+        raise UsageError(f"{error}, which this needs: save it beside the model") from None
 
 
 def _word_similarity(
@@ -351,7 +324,3 @@ def _no_constant(name: str) -> None:
 def _merge(path: Path, new: dict[str, Any]) -> None:
     merged = {**_nothing_yet(), **_read(path), **new}
     write_atomically(path, json.dumps(merged, indent=2, allow_nan=False))
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 from numpy.typing import NDArray
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
@@ -24,6 +24,7 @@ from coupled_adam.lab.recipe import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
+from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
@@ -109,7 +110,7 @@ def save_model(
     own = {name: value for name, value in state_dict.items() if name in names}
     model.save_pretrained(temporary, state_dict=own)
     if corpus.tokenizer_folder is not None:
-        AutoTokenizer.from_pretrained(corpus.tokenizer_folder).save_pretrained(temporary)
+        load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
     temporary.rename(folder)
 
 

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coupled_adam.lab.training.variant import Variant
+
 from .alternatives import ALTERNATIVES
-from .experts import EXPERTS, EXPERTS_AND_ROUTER
-from .loop import Variant
+from .evaluation import Extra
+from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
 from .masked_lm import MASKED_LM
 from .muon import MUON
 from .switching import SWITCHING
@@ -18,13 +20,18 @@ ARMS = {"adamw": ADAMW, "coupled": COUPLED}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The arm, as a recipe has it; what differs from ``english.yaml``; without a variant the run is
-    the laboratory's.
+    """One kind of run.
+
+    arm: its options, as in a recipe.
+    overrides: what differs from ``english.yaml``.
+    variant: what differs from the recipe.
+    extra: what else is measured.
     """
 
     arm: Mapping[str, Any]
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    variant: Variant | None = None
+    variant: Variant = dataclasses.field(default_factory=Variant)
+    extra: Extra | None = None
 
 
 def _scale() -> dict[str, Entry]:
@@ -111,8 +118,8 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "masked_lm": {arm: Entry(options, _steps(1200), MASKED_LM) for arm, options in ARMS.items()},
     "experts": {
-        **{arm: Entry(options, variant=EXPERTS) for arm, options in ARMS.items()},
-        "coupled and router": Entry(COUPLED, variant=EXPERTS_AND_ROUTER),
+        **{arm: Entry(options, {}, EXPERTS, balance) for arm, options in ARMS.items()},
+        "coupled and router": Entry(COUPLED, {}, EXPERTS_AND_ROUTER, balance),
     },
     "muon": {
         f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr}, MUON)

@@ -18,7 +18,7 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
-from coupled_adam.lab.training.run import schedule
+from coupled_adam.lab.training.schedules import lr_scheduler
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
     "124M": (6.0e-4, 12, 12, 768, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
@@ -142,7 +142,7 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     assert found[id(model.transformer.wpe.weight)] == (lr, 0.5)
     assert found[id(model.transformer.ln_f.weight)] == (lr, 0)
     assert found[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay)
-    scheduler = schedule(optimizer, recipe)
+    scheduler = lr_scheduler(optimizer, recipe)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     for _ in range(50):

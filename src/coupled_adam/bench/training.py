@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.run import next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.lab import PreemptedError, TrainingError
+from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""

@@ -17,8 +17,8 @@ from coupled_adam.cli.options import (
     RunOptions,
     add_run_arguments,
     cache_folder,
+    execution,
     known_arm,
-    machine,
     overridden,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
@@ -64,7 +64,7 @@ def run(options: Options) -> None:
     if options.arms is not None:
         arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
         recipe = dataclasses.replace(recipe, arms=arms)
-    execution = machine(options)
+    how = execution(options)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
         f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
@@ -72,7 +72,7 @@ def run(options: Options) -> None:
     )
     print_path("results in", out)
     cache = cache_folder(options.cache)
-    table = comparison.compare(recipe, out, machine=execution, cache=cache, resume=options.resume)
+    table = comparison.compare(recipe, out, execution=how, cache=cache, resume=options.resume)
     if table is not None:
         print_table(table)
         print_path("the whole report:", out / "report" / "index.html")

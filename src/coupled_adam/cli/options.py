@@ -16,7 +16,7 @@ from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
-    from coupled_adam.lab.training.run import Machine
+    from coupled_adam.lab.training.config import Execution
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
@@ -146,19 +146,19 @@ def known_arm(name: str, recipe: Recipe) -> str:
     return name
 
 
-def machine(options: RunOptions) -> Machine:
+def execution(options: RunOptions) -> Execution:
     """How the runs are executed.
 
     Raises:
         UsageError: a device or a logger that is not available here.
     """
-    from coupled_adam.lab.training.run import Machine
+    from coupled_adam.lab.training.config import Execution
 
     quiet_libraries()  # after their imports, which set the levels they like
     for name in options.log:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log {name} needs a package: pip install {name}")
-    return Machine(
+    return Execution(
         device=device(options.device),
         strategy=options.strategy,
         micro_batch_size=options.micro_batch_size,

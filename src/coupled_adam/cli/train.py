@@ -16,8 +16,8 @@ from coupled_adam.cli.options import (
     RunOptions,
     add_run_arguments,
     cache_folder,
+    execution,
     known_arm,
-    machine,
     overridden,
 )
 from coupled_adam.cli.terminal import print_path
@@ -42,16 +42,14 @@ def run(options: Options) -> None:
     """Train and evaluate the run."""
     from coupled_adam.lab import comparison
     from coupled_adam.lab.recipe import load_recipe
+    from coupled_adam.lab.training.config import TrainingRun
 
     recipe = overridden(load_recipe(options.recipe), options)
     arm, seed = known_arm(options.arm, recipe), options.seed
     folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
-    comparison.run(
-        recipe,
-        arm,
-        seed,
-        folder,
-        machine=machine(options),
+    comparison.train_and_evaluate(
+        TrainingRun(recipe, arm, seed, folder),
+        execution=execution(options),
         cache=cache_folder(options.cache),
         resume=options.resume,
     )

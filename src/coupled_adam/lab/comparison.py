@@ -19,8 +19,9 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
 from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
-from coupled_adam.lab.training.run import Machine, train
+from coupled_adam.lab.training.run import train
 
 _FILE = "comparison.yaml"
 
@@ -35,7 +36,7 @@ def stored(out: Path) -> Recipe | None:
 
 
 def compare(
-    recipe: Recipe, out: Path, *, machine: Machine, cache: Path, resume: bool = False
+    recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
 ) -> Any:
     """Train and evaluate all runs into ``out``; write its report.
 
@@ -56,7 +57,7 @@ def compare(
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
     with contextlib.ExitStack() as held:
-        with process_group(machine.device):
+        with process_group(execution.device):
             made = on_rank_zero(lambda: _claim(recipe, out, resume, held))
             try:
                 corpus = prepare_corpus(recipe, cache)
@@ -67,40 +68,35 @@ def compare(
                 if rank() == 0 and made is not None:
                     shutil.rmtree(made)
                 raise
-            runs = [out / f"{arm}-seed-{seed}" for seed in recipe.seeds for arm in recipe.arms]
-            for seed in recipe.seeds:
-                for arm in recipe.arms:
-                    run = out / f"{arm}-seed-{seed}"
-                    train(recipe, arm, seed, corpus, run, machine)
-                    if world_size() == 1:
-                        evaluate_run(run, corpus, device=machine.device)
+            runs = [
+                TrainingRun(recipe, arm, seed, out / f"{arm}-seed-{seed}")
+                for seed in recipe.seeds
+                for arm in recipe.arms
+            ]
+            for run in runs:
+                train(run, corpus, execution)
+                if world_size() == 1:
+                    evaluate_run(run.folder, corpus, device=execution.device)
             own_rank = rank()
         if own_rank > 0:
             return None
         for run in runs:
-            evaluate_run(run, corpus, device=machine.device)
+            evaluate_run(run.folder, corpus, device=execution.device)
         return report([out], out / "report")
 
 
-def run(
-    recipe: Recipe,
-    arm: str,
-    seed: int,
-    folder: Path,
-    *,
-    machine: Machine,
-    cache: Path,
-    resume: bool = False,
+def train_and_evaluate(
+    run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate one run of a comparison, for one job of a cluster; as :func:`compare`."""
-    with process_group(machine.device):
+    with process_group(execution.device):
         if not resume:
-            on_rank_zero(lambda: _check_new(folder))
-        corpus = prepare_corpus(recipe, cache)
-        train(recipe, arm, seed, corpus, folder, machine)
+            on_rank_zero(lambda: _check_new(run.folder))
+        corpus = prepare_corpus(run.recipe, cache)
+        train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
-        evaluate_run(folder, corpus, device=machine.device)
+        evaluate_run(run.folder, corpus, device=execution.device)
 
 
 def _is_used(folder: Path) -> bool:

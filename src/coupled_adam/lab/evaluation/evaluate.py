@@ -20,12 +20,13 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.loading import block_length, is_causal, load_model
-from coupled_adam.lab.models import build_model, count_parameters
+from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.run import held_out_batches, next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
@@ -161,15 +162,6 @@ def evaluate_model(
     return result
 
 
-def output_embeddings(model: PreTrainedModel) -> torch.Tensor:
-    """The matrix [V, H] that gives the logits."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:
-        raise UsageError(f"{type(model).__name__} has no output embeddings that transformers knows")
-    weight: torch.Tensor = head.weight
-    return weight.detach()
-
-
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
     """The measures of the output embeddings, and of the input embeddings where these are separate.
 
@@ -179,7 +171,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     Raises:
         UsageError: embeddings that are not finite, or all zero; counts that do not fit.
     """
-    output = output_embeddings(model)
+    output = output_embeddings(model).detach()
     inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     inputs = inputs.detach()
     tied = inputs.data_ptr() == output.data_ptr()

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel
 from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings import mean_embedding
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.loading import block_length, is_causal, is_run, load_model
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.run import held_out_batches, next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 

@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from coupled_adam.embeddings.weights import check_distributed
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
-from coupled_adam.lab import PreemptedError
 from coupled_adam.lab.training.distributed import (
     any_rank,
     from_all_ranks,
@@ -32,6 +31,7 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
+from coupled_adam.lab.training.errors import PreemptedError
 
 _KEPT = 2  # if the last one is damaged on its disk, there is the one before
 _CHUNK = 2**22

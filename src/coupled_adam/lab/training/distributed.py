@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab import TrainingError
+from coupled_adam.lab.training.errors import TrainingError
 
 T = TypeVar("T")
 

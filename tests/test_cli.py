@@ -54,8 +54,15 @@ def test_compare(small_recipe, text_file, tmp_path):
     for name in runs:
         folder = out / name
         assert {path.name for path in folder.iterdir()} == {
-            *("config.yaml", "environment.json", "metrics.jsonl", "evaluation.json"),
-            *("checkpoints", "model", "tensorboard", "unigram_counts.npy", ".lock"),
+            "config.yaml",
+            "environment.json",
+            "metrics.jsonl",
+            "evaluation.json",
+            "checkpoints",
+            "model",
+            "tensorboard",
+            "unigram_counts.npy",
+            ".lock",
             *(["second_moments"] if name.startswith("adamw") else []),
         }
         environment = json.loads((folder / "environment.json").read_text())

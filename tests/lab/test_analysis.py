@@ -187,8 +187,13 @@ def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):
     for size in ("1200,900", "400,800"):
         dump = subprocess.run(
             [
-                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-                *(f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"),
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--dump-dom",
+                f"--window-size={size}",
+                f"--user-data-dir={tmp_path / 'profile'}",
                 page.as_uri(),
             ],
             capture_output=True,

@@ -285,8 +285,11 @@ def test_the_token_that_is_a_word():
     )
     token_id = single_tokens(wordpiece)
     assert [token_id(w) for w in ("sea", "Jerusalem", "seaside", "s", "lake")] == [
-        *(2, 4),
-        *(None, None, None),
+        2,
+        4,
+        None,
+        None,
+        None,
     ]
     token_id = single_tokens(sentencepiece)
     assert [token_id(w) for w in ("sea", "seaside", "lake")] == [2, None, None]

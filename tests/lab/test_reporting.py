@@ -87,8 +87,15 @@ def test_report(comparison):
     out = comparison / "report"
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {
-        *("index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"),
-        *("overview.png", "figures/toy_example.png", "figures/second_moment_fit.png"),
+        "index.html",
+        "table.md",
+        "table.tex",
+        "summary.csv",
+        "runs.csv",
+        "results.json",
+        "overview.png",
+        "figures/toy_example.png",
+        "figures/second_moment_fit.png",
         *(f"figures/small/{name}.png" for name in ("spectrum", "second_moment")),
         "figures/small/mean_norm_absolute.png",
     }
@@ -176,7 +183,10 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
     named = {f"small, training.lr={each.training.lr}" for each in (recipe, other)}
     assert {row.experiment for row in rows} == named
     assert sorted(row.cells["test_loss"].text for row in rows) == [
-        *("1.85 (7)", "2.15 (7)", "2.85 (7)", "3.15 (7)"),
+        "1.85 (7)",
+        "2.15 (7)",
+        "2.85 (7)",
+        "3.15 (7)",
     ]
     report([tmp_path], tmp_path / "report")
     assert len(list((tmp_path / "report" / "figures").glob("*/overview.png"))) == 2
@@ -245,9 +255,11 @@ def test_several_recipes_and_sweeps(tmp_path, recipe):
     report([tmp_path], tmp_path / "report")
     runs, _ = read_runs([tmp_path])
     assert [run.label for run in runs if run.recipe.name == "small"] == [
-        *("AdamW", "Coupled Adam"),
+        "AdamW",
+        "Coupled Adam",
         *(f"Coupled Adam, n = {n}" for n in (-2, -1, 1, 2, 10)),
-        *("SGD, f = 50", "SGD, f = 100"),
+        "SGD, f = 50",
+        "SGD, f = 100",
     ]
     assert list(dict.fromkeys(run.recipe.name for run in runs)) == ["small", "longer", "larger"]
     figures = {path.stem for path in (tmp_path / "report" / "figures").rglob("*.png")}
@@ -330,8 +342,13 @@ def test_page_in_a_browser(comparison, tmp_path):
     for size in ("1200,900", "400,800"):
         dump = subprocess.run(
             [
-                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-                *(f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"),
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--dump-dom",
+                f"--window-size={size}",
+                f"--user-data-dir={tmp_path / 'profile'}",
                 probed.as_uri(),
             ],
             capture_output=True,

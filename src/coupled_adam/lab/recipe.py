@@ -6,7 +6,6 @@ A file may say ``extends: NAME`` and give only what differs from that recipe; on
 
 import dataclasses
 import difflib
-import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
 from coupled_adam.text.source import Data
 
+_parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # to make one takes a while
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 _CHARACTERS = 100_000  # of a YAML file, and of what its aliases stand for
 _LARGEST = 10**15  # of all numbers that count something: far beyond use, and exact as a float
@@ -395,15 +395,11 @@ def _recipe(values: dict[str, Any], source: str) -> Recipe:
 
 def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
     """An instance of a dataclass from plain values, its types checked."""
-    parser = _parser(cls)
+    parser = _parsers.get(cls)
+    if parser is None:
+        parser = _parsers[cls] = jsonargparse.ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls)
     return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
-
-
-@functools.cache
-def _parser(cls: type[Any]) -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls)
-    return parser
 
 
 def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:

@@ -23,12 +23,17 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.evaluation.loading import block_length, is_causal, load_model
+from coupled_adam.lab.evaluation.loading import (
+    block_length,
+    is_causal,
+    load_model,
+    load_model_tokenizer,
+)
 from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
 from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
-from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 _TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
 _TEXT_BATCH = 8  # sequences of a text that are one of its batches
@@ -96,9 +101,9 @@ def evaluate_run(
             raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
     if sets is not None:
-        _merge(path, _word_similarity(model, _tokenizer(run / "model"), sets))
+        _merge(path, _word_similarity(model, load_model_tokenizer(run / "model"), sets))
     if downstream is not None:
-        _merge(path, _lm_eval(model, _tokenizer(run / "model"), downstream))
+        _merge(path, _lm_eval(model, load_model_tokenizer(run / "model"), downstream))
     return _read(path)
 
 
@@ -134,7 +139,7 @@ def evaluate_model(
             "language model is needed"
         )
     needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = _tokenizer(folder) if needs_tokenizer else None
+    tokenizer = load_model_tokenizer(folder) if needs_tokenizer else None
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -203,13 +208,6 @@ def held_out_loss(
     if not math.isfinite(total):
         raise UsageError(f"{model.name_or_path}: the test loss is not finite")
     return {"test_loss": total / predicted, "test_tokens": predicted}
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        return load_tokenizer(folder)
-    except UsageError as error:
-        raise UsageError(f"{error}, which this needs: save it beside the model") from None
 
 
 def _word_similarity(

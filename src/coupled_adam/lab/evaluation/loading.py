@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def is_run(folder: Path) -> bool:
@@ -43,6 +44,18 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return load_tokenizer(folder)
+    except UsageError as error:
+        raise UsageError(f"{error}, which this needs: save it with the model") from None
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -22,11 +22,17 @@ from coupled_adam.embeddings import mean_embedding
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.evaluation.loading import block_length, is_causal, is_run, load_model
+from coupled_adam.lab.evaluation.loading import (
+    block_length,
+    is_causal,
+    is_run,
+    load_model,
+    load_model_tokenizer,
+)
 from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
-from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 Side = Literal["output", "input", "both"]
 OPTIMIZERS = ("SGD", "AdamW", "Coupled Adam")
@@ -116,7 +122,7 @@ def measure_folder(
         model = load_model(folder, device)
         if not is_causal(model):
             raise UsageError(f"{folder}: a causal language model is needed")
-        tokens = text_tokens(text, load_tokenizer(folder))
+        tokens = text_tokens(text, load_model_tokenizer(folder))
         length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS
     some = itertools.islice(held_out_batches(tokens, batch_size, length), batches)
     return measure_theory(model, some, betas=betas, eps=eps)

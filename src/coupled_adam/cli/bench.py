@@ -10,7 +10,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jsonargparse
 from jsonargparse.typing import PositiveFloat, PositiveInt
@@ -25,6 +25,9 @@ from coupled_adam.cli.options import (
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
+
+if TYPE_CHECKING:
+    from coupled_adam.bench import Machine
 
 
 @dataclass(frozen=True)
@@ -84,52 +87,53 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
 
 def run(options: Options) -> None:
     """Time steps, of the optimizer alone or of a whole training, and print them."""
-    from coupled_adam.bench import steps
+    from tqdm import tqdm
+
+    from coupled_adam import bench
     from coupled_adam.lab.training.environment import environment
 
     check_folders(picture=options.picture)
     if options.picture is not None:
-        steps.check_format(Path(options.picture))
+        bench.check_format(Path(options.picture))
     target = device(options.device)
     facts = environment()  # of the code that is timed, whatever is changed meanwhile
+    machine = bench.describe_machine(target)
+    found = {"environment": facts, "machine": machine.to_dict()}
     if options.recipe is not None:
-        _time_training(options, options.recipe, target, facts)
+        _time_training(options, options.recipe, machine, found)
         return
     if options.overrides:
         raise UsageError(f"{options.overrides[0]} is of a recipe: name one with --recipe")
     if options.growth:
         if options.shapes or options.clip:
             raise UsageError("--growth has its own shapes; leave out --shapes and --clip")
-        cases = list(itertools.chain(*steps.GROWTH.values()))
+        cases = list(itertools.chain(*bench.GROWTH.values()))
     else:
-        shapes = options.shapes or steps.SHAPES["cuda" if target == "cuda" else "cpu"]
-        cases = [steps.parse_case(shape, options.dtype, options.clip) for shape in shapes]
-    steps.check_memory(cases, target)
-    here = steps.optimizers_here()
-    names = options.optimizers or (steps.GROWING if options.growth else list(here))
+        shapes = options.shapes or bench.SHAPES["cuda" if target == "cuda" else "cpu"]
+        cases = [bench.parse_case(shape, options.dtype, options.clip) for shape in shapes]
+    bench.check_memory(cases, target)
+    here = bench.optimizers_here()
+    names = options.optimizers or (bench.GROWING if options.growth else list(here))
     for name in names:
         if name not in here:
             raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(here)}")
-
-    from tqdm import tqdm
-
-    timed = steps.bench(cases, names, device=target, seconds=options.seconds)
+    if not options.json:
+        print("\n".join(machine.notes))
+    timed = bench.bench(cases, names, device=target, seconds=options.seconds)
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
     if options.picture is not None:
-        draw = steps.growth_picture if options.growth else steps.bench_picture
-        steps.save_figure(draw(results), Path(options.picture))
+        draw = bench.growth_picture if options.growth else bench.bench_picture
+        bench.save_figure(draw(results), Path(options.picture))
     if options.json:
-        found = [result.to_dict() for result in results]
-        print(json.dumps({"environment": facts, "results": found}))
+        print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
     else:
-        print_table(steps.bench_table(results))
+        print_table(bench.bench_table(results))
 
 
 def _time_training(
-    options: Options, recipe_name: str, target: str, facts: dict[str, object]
+    options: Options, recipe_name: str, machine: Machine, found: dict[str, object]
 ) -> None:
-    """Whole training steps of a recipe."""
-    from coupled_adam.bench.steps import BASELINE
+    """Time whole training steps of a recipe."""
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
@@ -145,14 +149,10 @@ def _time_training(
         if value:
             raise UsageError(f"--recipe times whole training steps; leave out --{name}")
     recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))
-    speed = training_speed(recipe, device=target, steps=options.steps)
+    if not options.json:
+        print("\n".join(machine.notes))
+    speed = training_speed(recipe, device=device(options.device), steps=options.steps)
     if options.json:
-        print(json.dumps({"environment": facts, **speed.to_dict()}, indent=1))
-        return
-    ours, theirs = speed.tokens_per_second
-    low, middle, high = speed.ratio
-    print(
-        f"{recipe.name}: {speed.parameters / 1e6:.1f}M parameters, {speed.tokens:,} tokens a "
-        f"step: {ours:,.0f} tokens/s with CoupledAdamW, {theirs:,.0f} with {BASELINE}; "
-        f"ratio in pairs {middle:.3f} ({low:.3f}–{high:.3f})"
-    )
+        print(json.dumps({**found, **speed.to_dict()}, indent=1))
+    else:
+        print(speed.summary)

@@ -4,39 +4,54 @@ A test starts a command line, as with subprocess, where it is not about how Pyth
 has its own process group, environment, folder, standard streams, signals and exit code.
 """
 
+import atexit
+import functools
+import itertools
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from torch.distributed import TCPStore
 
 _TESTS = str(Path(__file__).parent)
+PRELOADED = [
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+    "tensorboard.summary.writer.event_file_writer",
+    "lightning.pytorch",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.trainer",
+    "docstring_parser",
+    "coupled_adam.lab.comparison",
+    "coupled_adam.lab.evaluation.evaluate",
+    "coupled_adam.lab.reporting.report",
+    "coupled_adam.cli",
+]
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(
-    [
-        "torch.distributed.tensor",
-        "torch.distributed.fsdp",
-        "torch.utils.tensorboard",
-        "tensorboard.summary.writer.event_file_writer",
-        "lightning.pytorch",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.gpt2.modeling_gpt2",
-        "transformers.trainer",
-        "docstring_parser",
-        "coupled_adam.lab.comparison",
-        "coupled_adam.lab.evaluation.evaluate",
-        "coupled_adam.lab.reporting.report",
-        "coupled_adam.cli",
-    ]
-)
+_forks.set_forkserver_preload(PRELOADED)
+# What a test that failed has left must not keep pytest from ending.
+atexit.register(lambda: [process.kill() for process in multiprocessing.active_children()])
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _output_folder():
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 class Process:
-    """``python ARGUMENTS`` where the arguments are a file or ``-m`` and a module, and what follows.
+    """``python ARGUMENTS``: a file, ``-m`` and a module, or ``-c`` and a text, and what follows.
 
     Used as a ``subprocess.Popen`` whose output is text; its standard input is empty.
 
@@ -49,14 +64,16 @@ class Process:
 
     def __init__(self, command, env=None, cwd=None, group=None):
         assert command[0] == sys.executable
-        self._outputs = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115
+        self._outputs = [_output_folder() / f"{next(_numbers)}.txt" for _ in range(2)]
+        for path in self._outputs:
+            path.touch()
         self._process = _forks.Process(
             target=_run,
             args=(
                 list(map(str, command[1:])),
                 dict(os.environ if env is None else env),
                 str(cwd or Path.cwd()),
-                [file.name for file in self._outputs],
+                self._outputs,
                 group.pid if group else 0,
             ),
         )
@@ -81,9 +98,15 @@ class Process:
     def communicate(self, timeout=300):
         """Its standard output and standard error, when it has ended."""
         self.wait(timeout)
-        for file in self._outputs:
-            file.seek(0)
-        return tuple(file.read() for file in self._outputs)
+        return tuple(path.read_text() for path in self._outputs)
+
+    def until(self, text, timeout=200):
+        """Wait until it has said something on its standard output."""
+        deadline = time.monotonic() + timeout
+        while text not in self._outputs[0].read_text():
+            assert self.returncode is None, self.communicate()
+            assert time.monotonic() < deadline, text
+            time.sleep(0.01)
 
     def send_signal(self, number):
         os.kill(self.pid, number)
@@ -128,12 +151,14 @@ def run_on_ranks(number, program, names, *arguments):
 
 def _run(arguments, environment, folder, outputs, group):
     """In the child: what the interpreter does before it runs a program."""
+    missing = set(PRELOADED) - set(sys.modules)
+    assert not missing, f"the server could not import {missing}"
     os.setpgid(0, group)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream, name in zip((1, 2), outputs):
-        target = os.open(name, os.O_WRONLY | os.O_APPEND)
+    for stream, path in zip((1, 2), outputs):
+        target = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(target, stream)
         os.close(target)
     os.environ.clear()
@@ -143,6 +168,10 @@ def _run(arguments, environment, folder, outputs, group):
         sys.path.insert(0, folder)
         sys.argv[:] = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.path.insert(0, folder)
+        sys.argv[:] = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.path[:0] = [str(Path(arguments[0]).parent), _TESTS]
         sys.argv[:] = arguments

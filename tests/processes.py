@@ -27,7 +27,6 @@ PRELOADED = [
     "lightning.pytorch",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.gpt2.modeling_gpt2",
-    "transformers.trainer",
     "docstring_parser",
     "coupled_adam.lab.comparison",
     "coupled_adam.lab.evaluation.evaluate",
@@ -151,16 +150,16 @@ def run_on_ranks(number, program, names, *arguments):
 
 def _run(arguments, environment, folder, outputs, group):
     """In the child: what the interpreter does before it runs a program."""
-    missing = set(PRELOADED) - set(sys.modules)
-    assert not missing, f"the server could not import {missing}"
-    os.setpgid(0, group)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # though pytest ran in the background
     for stream, path in zip((1, 2), outputs):
         target = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(target, stream)
         os.close(target)
+    missing = set(PRELOADED) - set(sys.modules)
+    assert not missing, f"the server could not import {missing}"
+    while group and os.getpgid(group) != group:  # its leader has just been started
+        time.sleep(0.001)
+    os.setpgid(0, group)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,23 +16,15 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze
 from coupled_adam.lab.recipe import load_recipe
+from processes import Process
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """Corpora are prepared once for the tests of this file, and not in the user's cache."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("COUPLED_ADAM_CACHE", str(folder))
-
-
-def run(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "2"},  # the longest test
-    )
+def run(*arguments, start=Process, **options):
+    """The command's exit code, standard output and standard error."""
+    command = [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)]
+    process = start(command, env={**os.environ, "COLUMNS": "120"}, **options)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def snapshot(folder: Path):
@@ -157,7 +150,8 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
 def test_error_in_a_process(small_recipe, tmp_path):
     """The same from outside: nothing but the line on standard error, not even from libraries."""
     arguments = ("--recipe", small_recipe, "--text", tmp_path / "missing.txt")
-    result = run("compare", *arguments, cwd=tmp_path)
+    fresh = partial(subprocess.Popen, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    result = run("compare", *arguments, start=fresh, cwd=tmp_path)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
 

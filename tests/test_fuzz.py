@@ -3,6 +3,7 @@
 Each reads, or raises its documented error with the name of the file in one line: no other
 exception, no endless loop, no memory for what a file only promises, no file elsewhere.
 
+``make test`` tries some of each kind, ``make test-slow`` ten times as many.
 ``COUPLED_ADAM_FUZZ_EXAMPLES=20000 pytest tests/test_fuzz.py -k recipes`` tries for long, and
 ``--hypothesis-seed=N`` tries others.
 """
@@ -52,13 +53,14 @@ from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import Tokens, find_token_files
 from lab.test_reporting import make_run
 
-EXAMPLES = int(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", "150"))
+EXAMPLES = 0.15 * settings.default.max_examples
+EXAMPLES = float(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", EXAMPLES))
 HEADROOM = 2**31  # bytes of memory that a reader may take, besides what the process has
 SECONDS = 60  # for one input
 SECRET = "secret-of-another"  # a folder that no reader is given
 SMALL = load_recipe("tiny")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 
 def fuzz(*strategies, share=1.0):

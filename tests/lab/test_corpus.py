@@ -5,7 +5,6 @@ import lzma
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from coupled_adam.lab.data.corpus import (
 )
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
+from processes import Process
 
 SPLITS = ("train", "valid", "test")
 
@@ -230,7 +230,7 @@ def announced(*arguments, count=corpus._count):
     return count(*arguments)
 def waited(*arguments, count=corpus._count):
     print("making", flush=True)
-    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGSTOP)
     return count(*arguments)
 if sys.argv[4] in ("killed", "announced", "waited"):
     corpus._count = globals()[sys.argv[4]]
@@ -246,24 +246,11 @@ except UsageError as error:
 
 @pytest.fixture
 def process(small_recipe, text_file, tmp_path):
-    started = []
-
     def start(how):
         arguments = (small_recipe, text_file, tmp_path / "cache", how)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", PREPARE, *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        return started[-1]
+        return Process([sys.executable, "-c", PREPARE, *arguments])
 
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    return start
 
 
 def test_a_corpus_leads_nowhere_else(recipe, tmp_path):
@@ -308,10 +295,11 @@ def test_only_our_leftovers_are_removed(recipe, tmp_path):
 def test_two_processes_at_once(process, recipe, tmp_path):
     """One makes the corpus, and the other, which comes while it does, waits and takes it."""
     first = process("waited")
-    assert first.stdout.readline() == "making\n"
+    first.until("making")
     second = process("announced")
-    said, _ = first.communicate("", timeout=120)
-    folder = said.strip()
+    first.send_signal(signal.SIGCONT)
+    said, _ = first.communicate(timeout=120)
+    _, folder = said.split()
     said, _ = second.communicate(timeout=120)
     assert said.split() == [folder]
     assert [str(path) for path in entries(tmp_path / "cache")] == [folder]

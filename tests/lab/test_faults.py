@@ -204,7 +204,7 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
 @pytest.mark.slow
 def test_two_runs_of_one_folder(lab):
     """The second refuses while the first is there, and may when that has been killed."""
-    first = lab.start("cut", *ARM, *SHORT)
+    (first,) = lab.start("cut", *ARM, *SHORT)
     metrics = lab.folder / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and first.poll() is None:
@@ -235,7 +235,7 @@ def test_two_comparisons_in_one_folder(finished, tmp_path):
     ("fault", "checkpoints"),
     [
         ("checkpoint 2", ["step-10"]),  # half of it is written
-        ("rename 3", ["step-10"]),  # it has no name yet; the corpus got its own before
+        ("rename 2", ["step-10"]),  # it has no name yet
         ("model 1", ["step-30", "step-40"]),
         ("evaluation 1", ["step-30", "step-40"]),
     ],
@@ -256,7 +256,7 @@ def test_killed_while_it_writes(lab, fault, checkpoints):
     [(signal.SIGTERM, 75, "stopped by SIGTERM after step"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_signals_that_come_again_and_again(lab, number, code, said):
-    process = lab.start("cut", *ARM, *LONG)
+    (process,) = lab.start("cut", *ARM, *LONG)
     metrics = lab.folder / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
-from ranks import run_on_ranks
+from processes import run_on_ranks
 
 RANKS = 4
 V, H = 5, 4  # of five rows the last of four ranks has none

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import offset
-from ranks import run_on_ranks
+from processes import run_on_ranks
 
 RANKS = 4
 V, H, STEPS = 5, 8, 6

@@ -19,7 +19,7 @@ from torch.distributed.tensor import (
 )
 
 from coupled_adam import CoupledAdamW, param_groups
-from ranks import run_on_ranks
+from processes import run_on_ranks
 
 V, H, STEPS = 7, 6, 8
 

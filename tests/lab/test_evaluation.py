@@ -204,7 +204,7 @@ def broken_models(folder, gpt2, gpt2_options):
     GPT2Model(GPT2Config(**gpt2_options, tie_word_embeddings=False)).save_pretrained(
         folder / "headless"
     )
-    yield folder / "headless", "weights are missing, so that they would be random: lm_head.weight"
+    yield folder / "headless", "weights are missing and would be random: lm_head.weight"
     with torch.no_grad():
         model.transformer.wte.weight[5, 1] = math.nan
     model.save_pretrained(folder / "diverged")

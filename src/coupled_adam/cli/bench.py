@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -131,7 +132,7 @@ def run(options: Options) -> None:
 
 
 def _time_training(
-    options: Options, recipe_name: str, machine: Machine, found: dict[str, object]
+    options: Options, recipe_name: str, machine: Machine, found: Mapping[str, object]
 ) -> None:
     """Time whole training steps of a recipe."""
     from coupled_adam.bench.training import training_speed

@@ -1,4 +1,4 @@
-"""Models out of folders, and what evaluating one has to know of it."""
+"""Models and their tokenizers from folders, and what an evaluation has to know about them."""
 
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,12 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder is one of our runs, finished or not; a model has a ``config.json``."""
+    """Whether the folder is that of a run, finished or not; a model's has a ``config.json``."""
     return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal language model in a folder, in float32, from safetensors and never from pickle.
+    """The causal language model in a folder, in float32, from safetensors only, never from pickle.
 
     Raises:
         UsageError: there is none; weights are damaged or missing.
@@ -40,7 +40,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
     model, found = loaded
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise UsageError(f"{folder}: weights are missing, so that they would be random: {missing}")
+        raise UsageError(f"{folder}: weights are missing and would be random: {missing}")
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
@@ -59,7 +59,7 @@ def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def is_causal(model: PreTrainedModel) -> bool:
-    """Whether the logits do not depend on later tokens; those of a masked language model do."""
+    """Whether the logits are independent of later tokens, as a masked language model's are not."""
     ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
     ids[1, -1] = 1
     with torch.inference_mode():
@@ -69,6 +69,6 @@ def is_causal(model: PreTrainedModel) -> bool:
 
 
 def block_length(model: PreTrainedModel) -> int:
-    """The tokens that a model is given at a time: as many as it takes, but at most 1024."""
+    """How many tokens a model is given at a time: as many as it takes, but at most 1024."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(positions or 1024, 1024)

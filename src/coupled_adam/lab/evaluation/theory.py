@@ -49,10 +49,10 @@ class Sums:
     Attributes:
         gradient: of the average gradient over the batches.
         updates: of the last update, by optimizer.
-        input_share: of the sum of each optimizer's updates, how much is made by the gradient of
-            the input side, along that sum: 1 is all of it. None where there is one side only.
-        away: the cosine of the sum of the updates and the mean embedding: above zero, the mean
-            moves further from the origin. By optimizer.
+        input_share: which share of the sum of the updates, along that sum, is due to the gradient
+            of the input side, by optimizer. None if there is only one side.
+        away: the cosine of the sum of the updates and the mean embedding, by optimizer: if it is
+            positive, the mean moves further from the origin.
     """
 
     gradient: float
@@ -67,7 +67,7 @@ class Theory:
 
     Attributes:
         tied: whether one matrix is input and output embeddings.
-        batches: how many gradients the optimizers saw.
+        batches: how many gradients the optimizers were given.
         sums: of the gradient from the head (``"output"``), from the lookup (``"input"``), and, of a
             tied model, from both, which is what its optimizer sees.
         updates: of what the optimizer of the output embeddings sees.
@@ -135,14 +135,14 @@ def measure_theory(
     betas: tuple[float, float] = PAPER_BETAS,
     eps: float = PAPER_EPS,
 ) -> Theory:
-    """Take the gradients of some batches at fixed weights, and let each optimizer make its updates.
+    """Take the gradients of some batches at fixed weights, and the updates that optimizers make.
 
-    torch's own SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, each run on
-    the same gradients; only the last update is looked at, when the moments are averages over many
-    batches. A tied matrix is untied in memory, which tells the two sides of its gradient apart.
+    torch's own SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, are run on
+    the same gradients. Only their last update is examined, when the moments are averages over many
+    batches. A tied matrix is untied in memory, which separates the two sides of its gradient.
 
     Args:
-        model: a causal language model; its weights are as they were afterwards, and untied.
+        model: a causal language model; its weights do not change, but are untied afterwards.
         batches: token ids, [sequences, length + 1] each.
         betas: of AdamW and Coupled Adam; the first is SGD's momentum, too.
         eps: of AdamW and Coupled Adam.

@@ -35,7 +35,7 @@ def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
         color = colors[run.arm]
         ax.plot(*run.curve("train_loss"), color=color, alpha=0.2, linewidth=0.8)
         ax.plot(*run.curve("valid_loss"), color=color, label=_label(run, runs), linewidth=1.2)
-    # Arms that break down must not squeeze the others: all are seen where they end.
+    # Arms that diverge must not squeeze the others: the ends of all curves are visible.
     main = [run for run in runs if run.arm in ("adamw", "coupled_adam")] or runs
     highest = [max(run.curve("valid_loss")[1], default=0) for run in main]
     ends = [loss for run in runs for loss in run.curve("valid_loss")[1][-1:]]

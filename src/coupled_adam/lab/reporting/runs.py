@@ -1,4 +1,4 @@
-"""Finished run folders, read."""
+"""Finished run folders, as objects."""
 
 import dataclasses
 import json
@@ -34,8 +34,8 @@ _LARGEST = 1e100  # of all numbers: its square is a float, too
 class Run:
     """A finished run folder. Its arrays are read when they are asked for.
 
-    ``experiment`` names what it may be compared with: the runs whose recipes differ at most in
-    name, arms and seeds.
+    ``experiment`` is the name of the experiment that it belongs to: the runs it may be compared
+    with, whose recipes differ at most in name, arms and seeds.
     """
 
     folder: Path
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def has_model(self) -> bool:
-        """Whether its model and counts are still there: some delete them, to save space."""
+        """Whether its model and counts still exist: some users delete them to save space."""
         files = ("model/model.safetensors", "unigram_counts.npy")
         return all((self.folder / file).exists() for file in files)
 
@@ -93,7 +93,7 @@ class Run:
         """The output embeddings [V, H] of its model.
 
         Raises:
-            UsageError: it is damaged, or another's.
+            UsageError: the file is damaged, or belongs to another model.
         """
         model = self.recipe.model
         path = self.folder / "model" / "model.safetensors"
@@ -136,7 +136,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
-    """The finished runs below some folders, in the order of a table; and why others are left out.
+    """The finished runs below some folders, in the table's order, and why others are left out.
 
     Raises:
         UsageError: a file of a run cannot be understood.
@@ -174,7 +174,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
 
 
 def _json(path: Path) -> list[Any]:
-    """What a file holds: its lines for JSON lines; nothing where there is no file."""
+    """The objects in a file: one, or one for each line; none if there is no file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -215,7 +215,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one; NaN and infinity are such, of runs that broke down."""
+    """Whether it is a number; NaN and infinity are numbers, of runs that diverged."""
     if type(value) is int:
         return abs(value) <= _LARGEST
     return type(value) is float and (not math.isfinite(value) or abs(value) <= _LARGEST)
@@ -270,7 +270,7 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
 
 
 def _place(run: Run) -> tuple[Any, ...]:
-    """By size and experiment; AdamW first, then Coupled Adam; the plain arm before its sweep."""
+    """The sort key: size, experiment, AdamW before Coupled Adam, the plain arm before its sweep."""
     options = run.recipe.arms[run.arm]
     kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
     scale = float(options.get("second_moment_scale", 1))  # 1e-3 is text in YAML

@@ -99,9 +99,8 @@ class Row:
 def table_rows(runs: Sequence[Run]) -> list[Row]:
     """A row for each experiment and arm, the significantly better value of each pair in bold.
 
-    An arm is compared with plain AdamW of the same experiment: Student's t-test, one-sided, at
-    95 %, for the one that has the better mean (App. F). AdamW is bold where the only other arm is
-    significantly worse.
+    Each arm is compared with plain AdamW of the same experiment by a one-sided Student t-test at
+    95 % (App. F). AdamW is bold if there is only one other arm, and that is significantly worse.
     """
     experiments: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
@@ -120,14 +119,14 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
             first = arm[0]
             rows.append(
                 Row(
-                    experiment,
-                    first.recipe.tokens,
-                    first.parameters,
-                    first.arm,
-                    first.label,
-                    first.is_baseline,
-                    [run.seed for run in arm],
-                    cells,
+                    experiment=experiment,
+                    tokens=first.recipe.tokens,
+                    parameters=first.parameters,
+                    arm=first.arm,
+                    label=first.label,
+                    is_baseline=first.is_baseline,
+                    seeds=[run.seed for run in arm],
+                    cells=cells,
                 )
             )
     return rows
@@ -156,7 +155,7 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What the reader of the table must know about its statistics."""
+    """What readers of the table must know about its statistics."""
     counts = {len(row.seeds) for row in rows}
     notes = []
     if max(counts) > 1:

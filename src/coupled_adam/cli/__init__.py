@@ -4,6 +4,7 @@ Each file has ``Options``, ``add_arguments`` and ``run``, and imports what it ne
 ``--help`` loads neither torch nor any other large library.
 """
 
+import argparse
 import difflib
 import os
 import re
@@ -75,25 +76,35 @@ def _parser() -> jsonargparse.ArgumentParser:
     from coupled_adam import __version__
 
     parser = jsonargparse.ArgumentParser(
-        prog="coupled-adam", exit_on_error=False, version=__version__
+        prog="coupled-adam",
+        exit_on_error=False,
+        version=__version__,
+        formatter_class=_HelpFormatter,
     )
     subcommands = parser.add_subcommands(dest="command")
-    for name in _COMMANDS:
-        summary, _, _ = _documentation(name)
+    for name, command in _COMMANDS.items():
+        summary, _, _ = (command.__doc__ or "").partition("\n")
         subcommands.add_subcommand(name, _command_parser(name), help=summary)
     return parser
 
 
 def _command_parser(name: str) -> jsonargparse.ArgumentParser:
-    summary, _, description = _documentation(name)
-    parser = jsonargparse.ArgumentParser(exit_on_error=False, description=description or summary)
-    _COMMANDS[name].add_arguments(parser)
+    """The parser of a command; its file's docstring is the description."""
+    command = _COMMANDS[name]
+    parser = jsonargparse.ArgumentParser(
+        exit_on_error=False, description=command.__doc__, formatter_class=_HelpFormatter
+    )
+    command.add_arguments(parser)
     return parser
 
 
-def _documentation(name: str) -> tuple[str, str, str]:
-    """A command's summary and description: the first line and the rest of its file's docstring."""
-    return (_COMMANDS[name].__doc__ or "").strip().partition("\n\n")
+class _HelpFormatter(jsonargparse.DefaultHelpFormatter):
+    """Help without the types of Python, and with no default that says nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        says_nothing = action.default in (None, False, [], argparse.SUPPRESS)
+        return text if says_nothing or "default" in text else f"{text} (default: %(default)s)"
 
 
 def _fail(code: int, message: str) -> int:

@@ -47,7 +47,7 @@ def heading(found: Mapping[str, Any]) -> str:
 
 def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
     results = [Timed.from_dict(values) for found in files.values() for values in found["results"]]
-    links = ", ".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
+    links = ",\n".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
     notes = [f"All samples: {links}."]
     for name, found in files.items():
         machine = found.get("machine")

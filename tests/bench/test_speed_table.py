@@ -52,7 +52,7 @@ def test_a_table_for_each_processor():
         "| 64 × 8 | 0.90 (0.90–0.90) | 1.00 (0.50–1.50), too noisy to tell |",
         "| 64 × 8, clip | 0.90 (0.90–0.90) |  |",
     ]
-    assert "[sparc.json](../benchmarks/results/bench/sparc.json), [sparc-clip.json]" in sparc
+    assert "[sparc.json](../benchmarks/results/bench/sparc.json),\n[sparc-clip.json]" in sparc
 
 
 def test_a_gpu_is_named_where_it_was_timed():

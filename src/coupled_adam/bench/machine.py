@@ -1,4 +1,4 @@
-"""What steps are timed on, as far as it bears on their time."""
+"""What the steps are timed on: whatever of the machine affects their time."""
 
 import dataclasses
 import importlib.util
@@ -31,7 +31,7 @@ class Machine:
 
     @property
     def busy(self) -> bool:
-        """More was running than there are threads: what is timed here shares its cores."""
+        """Whether other processes probably took time from the cores that are used here."""
         return self.load is not None and self.load > self.threads
 
     @property
@@ -52,7 +52,7 @@ class Machine:
 
 
 def describe_machine(device: str) -> Machine:
-    """Describe the machine as it is now, so before anything is timed.
+    """Describe the machine as it is now; to be called before anything is timed.
 
     Args:
         device: "cpu", "cuda" or "mps".
@@ -73,6 +73,6 @@ def _kernels() -> dict[str, str]:
         triton = "not used (there is no GPU)"
     else:
         triton = "available"
-    built = native._library() is not None
+    built = native.library() is not None
     c = "available" if built else "not available (this package was built without a C compiler)"
     return {"C": c, "Triton": triton}

@@ -29,9 +29,9 @@ class Memory(NamedTuple):
 def memory_meter(device: str) -> Iterator[Callable[[Case, str], Memory]]:
     """A function that measures an optimizer, by its name, in a case.
 
-    On a CPU another process does that, which torch's profiler needs: it writes to the terminal, and
-    should not have been at work in a process that is timed. The process is started as
-    multiprocessing's "spawn" does: a script that uses this needs ``if __name__ == "__main__":``.
+    On a CPU this is done in another process, whose output is discarded: torch's profiler writes to
+    the terminal, and it should not run in a process that is timed. As multiprocessing's "spawn"
+    starts that process, a script that uses this needs ``if __name__ == "__main__":``.
     """
     if device != "cpu":
         yield lambda case, name: measure_memory(case, name, device)
@@ -42,10 +42,11 @@ def memory_meter(device: str) -> Iterator[Callable[[Case, str], Memory]]:
 
 
 def measure_memory(case: Case, name: str, device: str) -> Memory:
-    """Measure an optimizer after two steps: one makes its state, the other what it keeps.
+    """Measure an optimizer in its third step, when its state and whatever it caches exist.
 
-    ``extra_bytes`` counts what goes through torch's allocators. What C code takes by itself, as our
-    kernel its sums of [H] for each thread, is not in it. None on devices without such counters.
+    ``extra_bytes`` counts what torch's allocators hand out. It does not include what C code
+    allocates by itself, such as our kernel's sums [H] of each thread. None on devices that count
+    nothing.
     """
     embedding, others = case.parameters(device)
     optimizer, step = make_step(name, embedding, others, case.clip)

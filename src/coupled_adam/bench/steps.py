@@ -27,7 +27,7 @@ def bench(
         cases: what they step.
         optimizers: names of :func:`~coupled_adam.bench.optimizers_here` (default: all).
         device: of parameters, gradients and states.
-        seconds: about how long each optimizer is timed in each case, though for six pairs at least.
+        seconds: about how long each optimizer is timed in each case; at least six pairs are taken.
     """
     with memory_meter(device) as measure_memory:
         for case, name in itertools.product(cases, optimizers or optimizers_here()):

@@ -7,17 +7,15 @@ enter it in :data:`OPTIMIZERS`. All other parameters are AdamW's in every arm.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam.lab.sections import Training
 from coupled_adam.optim.param_groups import Couple
-
-if TYPE_CHECKING:
-    from coupled_adam.lab.recipe import Training
 
 
 class Arm(Protocol):
@@ -27,7 +25,7 @@ class Arm(Protocol):
     def label(self) -> str:
         """Its name in tables and pictures."""
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
         """Its optimizer, for the trainable parameters of a model."""
 
 
@@ -50,7 +48,7 @@ class AdamW:
         """Standard, and what is not the default."""
         return ", ".join(["Standard", *_embedding_options(self)])
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
         """torch's AdamW on the groups of :func:`coupled_adam.param_groups`."""
         groups = param_groups(
             model,
@@ -92,7 +90,7 @@ class CoupledAdam:
             parts.append(f"{self.couple} only")
         return ", ".join([*parts, *_embedding_options(self)])
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
         """CoupledAdamW on the groups of :func:`coupled_adam.param_groups`."""
         groups = param_groups(
             model,
@@ -151,7 +149,7 @@ class SGD:
         """SGD, and its factor f."""
         return f"SGD, f = {self.lr_factor:g}"
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
         """AdamW that leaves the group of the embeddings to SGD."""
         groups = param_groups(model, weight_decay=training.weight_decay)
         for group in groups:

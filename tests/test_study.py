@@ -149,7 +149,7 @@ def test_variants_are_resumed(text_file, tmp_path, monkeypatch, name):
     runs = [TrainingRun(recipe, "adamw", 1, tmp_path / name, variant) for name in ("whole", "cut")]
     train(runs[0], corpus, Execution(log=()))
     told = iter([False, True, False, True, False, False])
-    monkeypatch.setattr(Checkpoints, "any_told_to_stop", lambda _: next(told))
+    monkeypatch.setattr(Checkpoints, "any_asked_to_stop", lambda _: next(told))
     for step in (2, 3):
         with pytest.raises(PreemptedError, match=f"after step {step}"):
             train(runs[1], corpus, Execution(log=()))

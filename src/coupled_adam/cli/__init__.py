@@ -296,7 +296,9 @@ def _compare(options: jsonargparse.Namespace) -> None:
 
     recipe = load_recipe(options.recipe)
     out = Path(options.out or Path("runs") / recipe.name)
-    recipe = _overridden((comparison.stored(out) if options.resume else None) or recipe, options)
+    recipe = _overridden(
+        (comparison.stored_recipe(out) if options.resume else None) or recipe, options
+    )
     if options.seeds is not None:
         count, *more = map(int, options.seeds)
         seeds = sorted({count, *more}) if more else list(range(1, count + 1))

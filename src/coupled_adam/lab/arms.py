@@ -1,7 +1,8 @@
-"""What is compared: the optimizers of the embeddings. All else in a run is the same.
+"""What is compared: optimizers for the token embeddings.
 
-An arm is a small class whose fields are its options in a recipe; to add one, write the class and
-enter it in :data:`OPTIMIZERS`. All other parameters are AdamW's in every arm.
+In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
+a small class whose fields are its options in a recipe; to add one, write the class and add it to
+:data:`OPTIMIZERS`.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ class Arm(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in tables and pictures."""
+        """Its name in tables and figures."""
 
     def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
         """Its optimizer, for the trainable parameters of a model."""
@@ -33,7 +34,8 @@ class Arm(Protocol):
 class AdamW:
     """AdamW for all parameters.
 
-    The token embeddings have ``lr_factor`` times the learning rate, and ``embedding_weight_decay``.
+    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
+    embedding_weight_decay: the weight decay of all embeddings.
     """
 
     lr_factor: float = 1.0
@@ -45,7 +47,7 @@ class AdamW:
 
     @property
     def label(self) -> str:
-        """Standard, and what is not the default."""
+        """Standard, and the options that are not the default."""
         return ", ".join(["Standard", *_embedding_options(self)])
 
     def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
@@ -63,10 +65,12 @@ class AdamW:
 
 @dataclasses.dataclass(frozen=True)
 class CoupledAdam:
-    """Coupled Adam for the token embeddings; ``second_moment_scale`` is the 2^-n of Sec. 6.1.
+    """Coupled Adam for the token embeddings.
 
-    What is coupled has ``lr_factor`` times the learning rate; all embeddings have
-    ``embedding_weight_decay``.
+    second_moment_scale: the factor 2^-n of Sec. 6.1.
+    couple: which of an untied model's two embedding matrices are coupled.
+    lr_factor: the learning rate of what is coupled, relative to that of all other parameters.
+    embedding_weight_decay: the weight decay of all embeddings.
     """
 
     second_moment_scale: float = 1.0
@@ -82,7 +86,7 @@ class CoupledAdam:
 
     @property
     def label(self) -> str:
-        """Coupled, and what is not the default."""
+        """Coupled, and the options that are not the default."""
         parts = ["Coupled"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
@@ -126,7 +130,11 @@ def _embedding_options(arm: AdamW | CoupledAdam) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class SGD:
-    """SGD with momentum for the token embeddings (Algorithm 2), at ``lr_factor`` times the rate."""
+    """SGD with momentum for the token embeddings (Algorithm 2).
+
+    lr_factor: their learning rate, relative to that of all other parameters.
+    momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
+    """
 
     lr_factor: float
     momentum: float = 0.9
@@ -146,11 +154,11 @@ class SGD:
 
     @property
     def label(self) -> str:
-        """SGD, and its factor f."""
+        """SGD, and its ``lr_factor`` f."""
         return f"SGD, f = {self.lr_factor:g}"
 
     def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
-        """AdamW that leaves the group of the embeddings to SGD."""
+        """AdamW, with SGD for the group of the token embeddings."""
         groups = param_groups(model, weight_decay=training.weight_decay)
         for group in groups:
             if group.pop("coupled"):
@@ -167,12 +175,12 @@ class EmbeddingSGD(torch.optim.AdamW):
     """AdamW whose param groups with an option ``sgd`` are updated by SGD instead.
 
     ``sgd`` holds the momentum, dampening and nesterov of :class:`torch.optim.SGD`; the group's
-    ``lr`` and ``weight_decay`` are SGD's. One optimizer, so that one schedule and one checkpoint
-    hold for both.
+    ``lr`` and ``weight_decay`` are those of SGD. It is a single optimizer, so that one schedule and
+    one checkpoint serve both.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of AdamW, and one of SGD."""
+        """Make one step of AdamW and one of SGD."""
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if "sgd" not in group]
@@ -206,4 +214,4 @@ class EmbeddingSGD(torch.optim.AdamW):
 
 
 OPTIMIZERS: dict[str, type[Arm]] = {"adamw": AdamW, "coupled_adam": CoupledAdam, "sgd": SGD}
-"""What a recipe may name as an arm's ``optimizer``."""
+"""The values of an arm's ``optimizer`` in a recipe."""

@@ -1,7 +1,7 @@
 """What to run: a recipe, typed and validated, from YAML.
 
-A file may say ``extends: NAME`` and give only what differs from that recipe; on the command line
-``key=value`` does the same once more. Arms are replaced as a whole by a file that has some.
+A file that says ``extends: NAME`` needs to give only what differs from that recipe; values given as
+``key=value`` on the command line are applied last. The arms of a file replace all inherited arms.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: one model, one text, one way of training; the arms that differ; the seeds."""
+    """A comparison: what all its runs share (model, data, training), the arms and the seeds."""
 
     name: str
     model: Model
@@ -100,7 +100,7 @@ class Recipe:
         return arm
 
     def only(self, arm: str, seed: int) -> "Recipe":
-        """The recipe of one run: the same for a run, whatever it was compared with."""
+        """The recipe of one run: the same whatever other arms and seeds it is compared with."""
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,21 +111,21 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes of the package."""
+    """The names of the recipes in this package."""
     return sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir())
 
 
 def load_recipe(name: str) -> Recipe:
-    """Read a recipe of the package by its name, or a YAML file (also a run's config) by its path.
+    """Read a recipe of this package by its name, or a YAML file (or a run's config) by its path.
 
     Raises:
-        UsageError: no such recipe or file; a key or value that does not belong.
+        UsageError: there is no such recipe or file, or it has a key or value that is not allowed.
     """
-    return _recipe(_read(name, []), f"recipe {name!r}")
+    return _build(_read_inherited(name, []), f"recipe {name!r}")
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values, by dotted keys: ``{"model.n_layer": 24}``."""
+    """A copy of the recipe with other values, by dotted keys: ``{"model.n_layer": 24}``."""
     changed = recipe.to_dict()
     for key, value in values.items():
         *sections, last = key.split(".")
@@ -135,11 +135,11 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
             if not isinstance(target, dict):
                 raise UsageError(one_line(f"{key}: {section} has no keys of its own"))
         target[last] = value
-    return _recipe(changed, f"recipe {recipe.name!r}")
+    return _build(changed, f"recipe {recipe.name!r}")
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """``["model.n_layer=24"]`` as a dict; values are YAML."""
+    """The values of arguments such as ``"model.n_layer=24"``, by their keys; values are YAML."""
     values = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -153,11 +153,11 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def parse_recipe(text: str, source: str) -> Recipe:
     """Read a complete recipe from YAML text; ``source`` names it in errors."""
-    return _recipe(_mapping(text, source), source)
+    return _build(_read_mapping(text, source), source)
 
 
-def _read(name: str, extended: list[str]) -> dict[str, Any]:
-    """The keys of a recipe and of those it extends."""
+def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
+    """The values of a recipe and of those that it extends."""
     if name in extended:
         raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
     source = f"recipe {name!r}" + (f", which {extended[-1]!r} extends" if extended else "")
@@ -167,18 +167,18 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
             raise OSError(None, "no such file")
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
-    values = _mapping(text, source)
+    values = _read_mapping(text, source)
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
         values = values["recipe"]
     base = values.pop("extends", None)
     if base is None:
         return values
-    inherited = _read(str(base), [*extended, name])
+    inherited = _read_inherited(str(base), [*extended, name])
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
             inherited[key] = {**inherited[key], **value}
@@ -187,7 +187,7 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
     return inherited
 
 
-def _mapping(text: str, source: str) -> dict[str, Any]:
+def _read_mapping(text: str, source: str) -> dict[str, Any]:
     values = read_yaml(text, source)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source}: keys and values are needed, such as name: tiny")
@@ -204,7 +204,7 @@ def _check_data(data: Data) -> None:
     require(0 < data.held_out < 0.5, f"data.held_out={data.held_out} must be between 0 and 0.5")
 
 
-def _recipe(values: dict[str, Any], source: str) -> Recipe:
+def _build(values: dict[str, Any], source: str) -> Recipe:
     try:
         _check_keys(values, Recipe, source)
     except UsageError as error:
@@ -217,14 +217,14 @@ def _recipe(values: dict[str, Any], source: str) -> Recipe:
 
 
 def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
-    """An instance of a dataclass from plain values, its types checked."""
+    """An instance of a dataclass from plain values, after checking their types."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls)
     return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
 
 
 def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
-    """Raise UsageError for a key that the dataclass does not have, with the nearest that it has."""
+    """Raise UsageError for a key that the dataclass does not have; suggest the nearest one."""
     types = get_type_hints(cls)
     known = {field.name: types[field.name] for field in dataclasses.fields(cls)}
     for key, value in values.items():
@@ -234,7 +234,7 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
             raise UsageError(f"{where} has no key {key!r}: {hint}")
         if value is None and type(None) not in get_args(known[key]):
             raise UsageError(f"{where}: {key}=null must be a value")
-        # jsonargparse would open a file of that name, or import a class for what is in there.
+        # jsonargparse would open a file of that name, or import the class that it names.
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, dict):
                 raise UsageError(f"{where}: {key}={value!r} must be keys and values")
@@ -244,7 +244,7 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
 
 
 def _check_arms(arms: Any, where: str) -> None:
-    """Raise UsageError unless these are options, plain values, by the names of arms."""
+    """Raise UsageError unless this is a dict from names of arms to dicts of plain values."""
     if not isinstance(arms, dict):
         raise UsageError(f"{where}: arms={arms!r} must be keys and values")
     for name, options in arms.items():

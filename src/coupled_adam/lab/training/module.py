@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from coupled_adam.embeddings.monitor import whole
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.optim.sharded import full_tensor
 
 
 class LanguageModel(pl.LightningModule):
@@ -79,7 +79,7 @@ class LanguageModel(pl.LightningModule):
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grads_with_norm_(parameters, self.run.recipe.training.max_grad_norm, norm)
-        self.grad_norm = whole(norm)
+        self.grad_norm = full_tensor(norm)
         if torch.isfinite(self.grad_norm):
             return
         # The norm is the same on all ranks. If one stopped for its own loss, the others would wait.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -50,11 +51,11 @@ def optimizers(model: PreTrainedModel, recipe: Recipe, arm: str) -> list[Optimiz
     """Muon and the other; Muon's updates are scaled to the size of AdamW's, to share the rate."""
     options = recipe.training
     others = recipe.arm(arm).optimizer(model, options)
-    hidden = []
+    hidden: list[tuple[str, Tensor]] = []
     for group in others.param_groups:
         # Only the hidden matrices decay: not embeddings, norms or biases.
         if group["weight_decay"] > 0:
-            hidden += group["params"]
+            hidden += zip(group["param_names"], group["params"])
     others.param_groups = [g for g in others.param_groups if g["weight_decay"] == 0]
     muon = torch.optim.Muon(
         hidden,

@@ -1,8 +1,9 @@
-"""Run the study, or some of its questions; go on where it was cut off.
+"""Run the study, or some of its questions.
 
     python -m study.run --text english/train.txt.xz --word-similarity word-similarity/ QUESTION ...
 
-Results go to ``results/``, a file for each question. Runs share the machine, one thread each.
+Results go to ``results/``, a file for each question; a run that has a result is skipped, one that
+was interrupted is resumed. Several runs go at the same time, with one thread each.
 """
 
 import argparse
@@ -34,8 +35,8 @@ HERE = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Where the data is, and where runs go."""
+class Paths:
+    """Where the text and the word-similarity sets are, and the folder for run folders."""
 
     text: str
     word_similarity: Path
@@ -50,7 +51,7 @@ def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
     return override(load_recipe(str(HERE / "english.yaml")), values)
 
 
-def run(question: str, name: str, seed: int, places: Places) -> dict[str, Any]:
+def run(question: str, name: str, seed: int, paths: Paths) -> dict[str, Any]:
     """Train and evaluate one run, in a run folder of the laboratory.
 
     Returns:
@@ -60,14 +61,14 @@ def run(question: str, name: str, seed: int, places: Places) -> dict[str, Any]:
     torch.set_num_threads(1)
     began = time.perf_counter()
     entry = QUESTIONS[question][name]
-    recipe = recipe_of(entry, places.text)
+    recipe = recipe_of(entry, paths.text)
     (arm,) = recipe.arms
-    folder = places.out / question / f"{name}-seed-{seed}"
+    folder = paths.out / question / f"{name}-seed-{seed}"
     here = {key: value for key, value in environment().items() if key != "command"}
     found = train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder, entry.variant),
         prepare_corpus(recipe, default_cache()),
-        word_similarity_sets(places.word_similarity),
+        word_similarity_sets(paths.word_similarity),
         entry.extra,
     )
     if "diverged_at" not in found:
@@ -87,7 +88,7 @@ def train_and_evaluate(
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
-    """By name of the run and, in ``seeds``, by seed; empty where nothing was run."""
+    """By the name of the run and, in ``seeds``, by seed; empty if there are none."""
     path = folder / f"{question}.json"
     if not path.exists():
         return {}
@@ -96,7 +97,7 @@ def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[st
 
 
 def main() -> None:
-    """Run what has no result yet."""
+    """Run everything that has no result yet."""
     parser = argparse.ArgumentParser(prog="python -m study.run", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--text", required=True, help="documents, with blank lines between")
@@ -109,7 +110,7 @@ def main() -> None:
     unknown = {*options.questions} - {*QUESTIONS}
     if unknown:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(QUESTIONS)}")
-    places = Places(options.text, options.word_similarity, options.out)
+    paths = Paths(options.text, options.word_similarity, options.out)
     jobs = [
         (question, name, seed)
         for question in options.questions or QUESTIONS
@@ -124,7 +125,7 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(
         options.processes, multiprocessing.get_context("spawn")
     ) as pool:
-        waiting = {pool.submit(run, *job, places): job for job in jobs}
+        waiting = {pool.submit(run, *job, paths): job for job in jobs}
         for done in concurrent.futures.as_completed(waiting):
             question, name, seed = waiting[done]
             error = done.exception()

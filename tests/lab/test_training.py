@@ -269,8 +269,9 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
 
 @pytest.mark.slow
 def test_compiled(lab):
-    lab.run("eager", "--arm", "coupled_adam", "--steps", 10, *EXACT)
-    lab.run(*("compiled", "--arm", "coupled_adam", "--steps", 10, "--compile", *EXACT), processes=1)
+    arguments = ["--arm", "coupled_adam", "--steps", 10, *EXACT]
+    lab.run("eager", *arguments)
+    lab.run("compiled", *arguments, "--compile", processes=1)
     close(lab.weights("eager"), lab.weights("compiled"), 1e-10)
 
 

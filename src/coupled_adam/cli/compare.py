@@ -56,7 +56,9 @@ def run(options: Options) -> None:
 
     recipe = load_recipe(options.recipe)
     out = Path(options.out or Path("runs") / recipe.name)
-    recipe = overridden((comparison.stored(out) if options.resume else None) or recipe, options)
+    recipe = overridden(
+        (comparison.stored_recipe(out) if options.resume else None) or recipe, options
+    )
     if options.seeds is not None:
         count, *more = options.seeds
         seeds = sorted({count, *more}) if more else list(range(1, count + 1))

@@ -1,8 +1,9 @@
-"""What is compared: the optimizers of the embeddings. All else in a run is the same.
+"""What is compared: optimizers for the token embeddings.
 
-An arm is a small class whose fields are its options in a recipe; to add one, write the class and
-enter it in :data:`OPTIMIZERS`. All other parameters are AdamW's in every arm. torch is imported
-only when an optimizer is made: recipes are checked and listed without it.
+In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
+a small class whose fields are its options in a recipe; to add one, write the class and add it to
+:data:`OPTIMIZERS`. torch is imported only when an optimizer is made: recipes are checked and listed
+without it.
 """
 
 import dataclasses
@@ -10,11 +11,11 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from coupled_adam.lab.sections import Training
+
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-    from coupled_adam.lab.recipe import Training
 
 
 class Arm(Protocol):
@@ -22,9 +23,9 @@ class Arm(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in tables and pictures."""
+        """Its name in tables and figures."""
 
-    def optimizer(self, model: "nn.Module", training: "Training") -> "Optimizer":
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Its optimizer, for the trainable parameters of a model."""
 
 
@@ -32,7 +33,8 @@ class Arm(Protocol):
 class AdamWArm:
     """AdamW for all parameters.
 
-    The token embeddings have ``lr_factor`` times the learning rate, and ``embedding_weight_decay``.
+    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
+    embedding_weight_decay: the weight decay of all embeddings.
     """
 
     lr_factor: float = 1.0
@@ -44,10 +46,10 @@ class AdamWArm:
 
     @property
     def label(self) -> str:
-        """AdamW, and what is not the default."""
+        """AdamW, and the options that are not the default."""
         return ", ".join(["AdamW", *_embedding_options(self)])
 
-    def optimizer(self, model: "nn.Module", training: "Training") -> "Optimizer":
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """torch's AdamW on the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
@@ -66,10 +68,12 @@ class AdamWArm:
 
 @dataclasses.dataclass(frozen=True)
 class CoupledAdamArm:
-    """Coupled Adam for the token embeddings; ``second_moment_scale`` is the 2^-n of Sec. 6.1.
+    """Coupled Adam for the token embeddings.
 
-    What is coupled has ``lr_factor`` times the learning rate; all embeddings have
-    ``embedding_weight_decay``.
+    second_moment_scale: the factor 2^-n of Sec. 6.1.
+    couple: which of an untied model's two embedding matrices are coupled.
+    lr_factor: the learning rate of what is coupled, relative to that of all other parameters.
+    embedding_weight_decay: the weight decay of all embeddings.
     """
 
     second_moment_scale: float = 1.0
@@ -85,7 +89,7 @@ class CoupledAdamArm:
 
     @property
     def label(self) -> str:
-        """Coupled Adam, and what is not the default."""
+        """Coupled Adam, and the options that are not the default."""
         parts = ["Coupled Adam"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
@@ -93,7 +97,7 @@ class CoupledAdamArm:
             parts.append(f"{self.couple} only")
         return ", ".join([*parts, *_embedding_options(self)])
 
-    def optimizer(self, model: "nn.Module", training: "Training") -> "Optimizer":
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """CoupledAdamW on the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW, param_groups
 
@@ -131,7 +135,11 @@ def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class SGDArm:
-    """SGD with momentum for the token embeddings (Algorithm 2), at ``lr_factor`` times the rate."""
+    """SGD with momentum for the token embeddings (Algorithm 2).
+
+    lr_factor: their learning rate, relative to that of all other parameters.
+    momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
+    """
 
     lr_factor: float
     momentum: float = 0.9
@@ -151,11 +159,11 @@ class SGDArm:
 
     @property
     def label(self) -> str:
-        """SGD, and its factor f."""
+        """SGD, and its ``lr_factor`` f."""
         return f"SGD, f = {self.lr_factor:g}"
 
-    def optimizer(self, model: "nn.Module", training: "Training") -> "Optimizer":
-        """AdamW that leaves the group of the embeddings to SGD."""
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """AdamW, with SGD for the group of the token embeddings."""
         from coupled_adam import param_groups
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
@@ -176,4 +184,4 @@ OPTIMIZERS: dict[str, type[Arm]] = {
     "coupled_adam": CoupledAdamArm,
     "sgd": SGDArm,
 }
-"""What a recipe may name as an arm's ``optimizer``."""
+"""The values of an arm's ``optimizer`` in a recipe."""

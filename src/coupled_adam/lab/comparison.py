@@ -26,8 +26,8 @@ from coupled_adam.lab.training.run import train
 _FILE = "comparison.yaml"
 
 
-def stored(out: Path) -> Recipe | None:
-    """The recipe of a comparison folder; None for what is not one."""
+def stored_recipe(out: Path) -> Recipe | None:
+    """The recipe of a comparison folder; None if it is not one."""
     try:
         text = (out / _FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -38,14 +38,14 @@ def stored(out: Path) -> Recipe | None:
 def compare(
     recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
 ) -> Any:
-    """Train and evaluate all runs into ``out``; write its report.
+    """Train and evaluate all runs into ``out``, and write its report.
 
-    Started as several processes (torchrun, srun), they train each run together; rank 0 evaluates.
+    Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
 
     Args:
         cache: the folder of prepared corpora.
-        resume: go on in a folder that holds the same comparison, with the same or more arms and
-            seeds; finished runs are kept, the run that was cut off continues from its last
+        resume: continue in a folder that holds the same comparison, with the same arms and seeds
+            or more of them; finished runs are kept, an interrupted run continues from its last
             checkpoint.
 
     Returns:
@@ -53,7 +53,7 @@ def compare(
 
     Raises:
         UsageError: the folder is in use or cannot be written, the text or the device cannot be
-            used. A folder that was there before is unchanged.
+            used. An existing folder is left unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
     with contextlib.ExitStack() as held:
@@ -88,7 +88,7 @@ def compare(
 def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
-    """Train and evaluate one run of a comparison, for one job of a cluster; as :func:`compare`."""
+    """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
     with process_group(execution.device):
         if not resume:
             on_rank_zero(lambda: _check_new(run.folder))
@@ -100,7 +100,7 @@ def train_and_evaluate(
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether it holds more than the lock of a process that was killed before it wrote."""
+    """Whether the folder holds more than the lock of a process killed before it wrote anything."""
     if not folder.is_dir():
         return folder.exists()
     return any(path.name != ".lock" for path in folder.iterdir())
@@ -114,12 +114,12 @@ def _check_new(folder: Path) -> None:
 
 
 def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) -> Path | None:
-    """Make the folder, or see that it may be continued; hold it as its only writer.
+    """Create the folder, or check that it can be continued; hold it as its only writer.
 
     Returns:
-        The topmost folder made, if any.
+        The topmost folder that was created, if any.
     """
-    found = stored(out) if resume else None
+    found = stored_recipe(out) if resume else None
     if found is not None:
         _check_same(found, recipe, out)
         recipe = dataclasses.replace(
@@ -145,8 +145,8 @@ def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) 
 
 
 def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
-    """Raise UsageError unless the recipes have the same runs in common."""
-    theirs, ours = _flat(found.to_dict()), _flat(recipe.to_dict())
+    """Raise UsageError unless the runs that both recipes have are the same."""
+    theirs, ours = _flatten(found.to_dict()), _flatten(recipe.to_dict())
     shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
     different = [
         f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here"
@@ -162,9 +162,9 @@ def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
         )
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in values.items():
-        nested = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        nested = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else None
         result.update(nested if nested is not None else {f"{prefix}{key}": value})
     return result

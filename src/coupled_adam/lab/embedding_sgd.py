@@ -12,12 +12,12 @@ class EmbeddingSGD(torch.optim.AdamW):
     """AdamW whose param groups with an option ``sgd`` are updated by SGD instead.
 
     ``sgd`` holds the momentum, dampening and nesterov of :class:`torch.optim.SGD`; the group's
-    ``lr`` and ``weight_decay`` are SGD's. One optimizer, so that one schedule and one checkpoint
-    hold for both.
+    ``lr`` and ``weight_decay`` are those of SGD. It is a single optimizer, so that one schedule and
+    one checkpoint serve both.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of AdamW, and one of SGD."""
+        """Make one step of AdamW and one of SGD."""
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if "sgd" not in group]

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.arms import AdamWArm
-from coupled_adam.lab.recipe import Recipe, parse_recipe, read_yaml
+from coupled_adam.lab.recipe import Recipe, parse_recipe
+from coupled_adam.lab.safe_yaml import read_yaml
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
 _NUMBERS = (  # of an evaluation, where it has them

@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.embeddings import analyze
-from coupled_adam.embeddings.monitor import full_tensor
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.models import output_embeddings
@@ -24,6 +23,7 @@ from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.module import LanguageModel
+from coupled_adam.optim.sharded import full_tensor
 
 _EVERY = 10  # steps between two lines of the log
 
@@ -106,7 +106,7 @@ class RunLog(pl.Callback):
 
 def _measures(module: LanguageModel) -> dict[str, float]:
     """The measures of the output embeddings, on rank 0."""
-    matrix = full_tensor(output_embeddings(module.model))
+    matrix = full_tensor(output_embeddings(module.model).detach())
     if rank() > 0:
         return {}
     report = analyze(matrix)

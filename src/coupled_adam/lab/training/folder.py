@@ -20,7 +20,7 @@ from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import sole_writer, write_atomically
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.recipe import read_yaml
+from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment

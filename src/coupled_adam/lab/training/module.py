@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from coupled_adam.embeddings.monitor import full_tensor
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.optim.sharded import full_tensor
 
 
 class LanguageModel(pl.LightningModule):

@@ -51,7 +51,7 @@ def train(run: TrainingRun, corpus: Corpus, execution: Execution) -> None:
         on_rank_zero(lambda: claim(run, corpus, held))
         if not on_rank_zero((run.folder / "model").exists):
             checkpoints = Checkpoints(run.folder, run.recipe.training.evaluate_every)
-            held.enter_context(checkpoints.taking_sigterm())
+            held.enter_context(checkpoints.deferring_sigterm())
             _train(run, corpus, execution, checkpoints)
 
 
@@ -89,7 +89,7 @@ def _train(
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state_dict = get_model_state_dict(model, options=gather)
     on_rank_zero(lambda: save_model(model, state_dict, corpus, run.folder / "model"))
-    if checkpoints.any_told_to_stop():
+    if checkpoints.any_asked_to_stop():
         raise PreemptedError("stopped by SIGTERM at the end of a run")
 
 

@@ -76,6 +76,7 @@ def test_ratio_and_bandwidth():
     )  # three times what a copy moves, in thrice its time
 
 
+@pytest.mark.pixels
 def test_command(capsys, tmp_path):
     picture = tmp_path / "bench.png"
     command = ["bench", "--shapes", "64x8", "128x4", "--seconds", "0.01", "--picture", str(picture)]

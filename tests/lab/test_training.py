@@ -4,6 +4,7 @@ import json
 import platform
 import resource
 import signal
+import subprocess
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -189,7 +190,7 @@ def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
 
 @pytest.mark.slow
 def test_two_processes_equal_one(lab):
-    """DDP (by torchrun, by SLURM) and FSDP2 over gloo, and accumulation: the same batches."""
+    """DDP (as torchrun and as SLURM start it) and FSDP2 over gloo, and accumulation."""
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
     lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
     lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
@@ -203,6 +204,16 @@ def test_two_processes_equal_one(lab):
         for mine, theirs in zip(metrics, found, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-7), other
         assert evaluated["test_loss"] == pytest.approx(evaluation["test_loss"], rel=1e-7)
+
+
+@pytest.mark.slow
+def test_torchrun(lab):
+    """The launcher itself, and not what tests/processes.py puts in its place."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    interpreter, *train = lab.command("two", "--arm", "coupled_adam", *EXACT)
+    result = subprocess.run([interpreter, *launcher, *train], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    close(lab.reference("--arm", "coupled_adam", *EXACT)[0], lab.weights("two"), 1e-10)
 
 
 @pytest.mark.slow

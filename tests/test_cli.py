@@ -38,7 +38,6 @@ def snapshot(folder: Path):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.slow
 def test_compare(small_recipe, text_file, tmp_path):
     """Two seeds on a user's text: folder, table, pictures; then --resume adds a seed."""
     out = tmp_path / "new" / "out"

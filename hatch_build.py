@@ -9,7 +9,16 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 KERNELS = "src/coupled_adam/optim/kernels"
-FLAGS = ["-std=c11", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = [
+    "-std=c11",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",
+]
 
 
 class NativeKernel(BuildHookInterface):

@@ -533,7 +533,7 @@ def _bench(options: jsonargparse.Namespace) -> None:
 
     from tqdm import tqdm
 
-    from coupled_adam.bench import steps as bench
+    from coupled_adam import bench
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
     from coupled_adam.lab.training.environment import environment
@@ -544,23 +544,21 @@ def _bench(options: jsonargparse.Namespace) -> None:
     device = _device(options.device)
     _quiet_libraries()
     here_and_now = environment()  # of the code that is timed, whatever is changed meanwhile
+    machine = bench.describe_machine(device)
+    found: dict[str, Any] = {"environment": here_and_now, "machine": machine.to_dict()}
     if options.recipe is not None:
         alone = ("shapes", "clip", "growth", "optimizers", "picture")
         for name in alone:
             if options[name]:
                 raise UsageError(f"--recipe times whole training steps; leave out --{name}")
         recipe = override(load_recipe(options.recipe), parse_overrides(options.overrides))
+        if not options.json:
+            print("\n".join(machine.notes))
         speed = training_speed(recipe, device=device, steps=int(options.steps))
         if options.json:
-            print(json.dumps({"environment": here_and_now, **speed.to_dict()}, indent=1))
+            print(json.dumps({**found, **speed.to_dict()}, indent=1))
             return
-        ours, theirs = speed.tokens_per_second
-        low, middle, high = speed.ratio
-        print(
-            f"{recipe.name}: {speed.parameters / 1e6:.1f}M parameters, {speed.tokens:,} tokens a "
-            f"step: {ours:,.0f} tokens/s with CoupledAdamW, {theirs:,.0f} with {bench.BASELINE}; "
-            f"ratio in pairs {middle:.3f} ({low:.3f}–{high:.3f})"
-        )
+        print(speed.summary)
         return
     if options.overrides:
         raise UsageError(f"{options.overrides[0]} is of a recipe: name one with --recipe")
@@ -577,14 +575,15 @@ def _bench(options: jsonargparse.Namespace) -> None:
     for name in names:
         if name not in here:
             raise UsageError(f"--optimizers: no {name!r}; there are {', '.join(here)}")
+    if not options.json:
+        print("\n".join(machine.notes))
     timed = bench.bench(cases, names, device=device, seconds=float(options.seconds))
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
     if options.picture is not None:
         draw = bench.growth_picture if options.growth else bench.bench_picture
         bench.save_figure(draw(results), Path(options.picture))
     if options.json:
-        found = [result.to_dict() for result in results]
-        print(json.dumps({"environment": here_and_now, "results": found}))
+        print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
         return
     _print_table(bench.bench_table(results))
 

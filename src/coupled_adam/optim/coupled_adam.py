@@ -1,9 +1,10 @@
 """``CoupledAdam`` and ``CoupledAdamW``: options, state, step, checkpoints in and out."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,27 +13,20 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import kernels, sharded
 from coupled_adam.optim import state as coupled_state
-from coupled_adam.optim.reference import coupled_adam_
-from coupled_adam.optim.rounding import noise_of, round_
 from coupled_adam.optim.state import OPTIONS
+from coupled_adam.optim.update import Update
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-_Collected = tuple[dict[str, Any], _Tensors, bool]
-"""A param group, its tensors, and whether some of them are complex."""
+_Plain = tuple[dict[str, Any], _Tensors, bool]
+"""A group that is not coupled, its tensors as torch's adam takes them, whether some are complex."""
 
 
-class _Work(NamedTuple):
-    """What is known of a parameter before its update.
+@dataclass
+class _Clipping:
+    """Norms, in one object that an optimizer shares with what wraps it or copies its ``__dict__``."""
 
-    Attributes:
-        kernel: None for the reference.
-        sums: the column sums of its gradient's squares, where the kernel is to be given them.
-        moved: the first moment has been updated with them.
-    """
-
-    kernel: ModuleType | None
-    sums: Tensor | None
-    moved: bool
+    max_norm: float | None = None
+    norm: Tensor | None = None
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -71,9 +65,9 @@ class CoupledAdam(torch.optim.Adam):
             dtypes are not concerned. Affects coupled groups only.
         max_grad_norm (float, optional): clip the norm of all gradients, as
             :func:`torch.nn.utils.clip_grad_norm_` before the step does, at nearly no cost for the
-            coupled matrices, whose column sums give their norm. The norm before clipping is then in
-            ``grad_norm``, a 0-dim tensor, after each step. The gradients of coupled parameters are
-            not changed; it belongs to the optimizer, not to its state dict.
+            coupled matrices, whose column sums give their norm. ``grad_norm`` is then the norm
+            before clipping. The gradients of coupled parameters are not changed. The option
+            belongs to the optimizer, not to its state dict.
 
     Raises:
         ValueError: an option out of range, or a coupled parameter that is not a non-empty real
@@ -81,9 +75,6 @@ class CoupledAdam(torch.optim.Adam):
         RuntimeError: at ``step``, for a sparse gradient, a state of the wrong shape or device, or
             an implementation flag that the device does not support; no parameter has been changed.
     """
-
-    max_grad_norm: float | None = None
-    grad_norm: Tensor | None = None
 
     # Optimizer.__init__ adds the groups before our __init__ could complete self.defaults.
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
@@ -115,8 +106,7 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"Invalid max_grad_norm: {max_grad_norm} (above 0, or None)")
+        self._clipping = _Clipping()
         self.max_grad_norm = max_grad_norm
         self._coupling_defaults = dict(
             zip(OPTIONS, (coupled, second_moment_scale, vocab_dim, stochastic_rounding))
@@ -213,9 +203,29 @@ class CoupledAdam(torch.optim.Adam):
             state_steps.append(state["step"])
         return False  # none of them is complex
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the norm of all gradients is clipped to; None where it is not."""
+        return self._clipping.max_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not value > 0:
+            raise ValueError(f"Invalid max_grad_norm: {value} (above 0, or None)")
+        self._clipping.max_norm = value
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of all gradients before clipping, in the last step; a 0-dim tensor.
+
+        0 if there was no gradient; None before the first step, and without ``max_grad_norm``.
+        """
+        return self._clipping.norm
+
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: as in torch, and what the constructor was given."""
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+        """What is pickled and copied: as in torch, and what the constructor was given."""
+        # Not the norm: in a differentiable step it is no leaf, which deepcopy refuses.
+        return {**super().__getstate__(), "_clipping": _Clipping(self.max_grad_norm)}
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -229,35 +239,31 @@ class CoupledAdam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Set by GradScaler where fused=True: unscaling and skipping are then left to the step.
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
-        # All groups are collected, and so checked, before the first parameter changes.
-        collected = []
-        for group in self.param_groups:
-            tensors: _Tensors = ([], [], [], [], [], [])
-            has_complex = self._init_group(group, *tensors)
-            collected.append((group, tensors, has_complex))
+        coupled, plain = self._collect()  # and check: nothing has changed yet
+        # The first moment is updated with the sums where the gradient is sure to be used as it is.
+        sure = self.max_grad_norm is None and grad_scale is None and found_inf is None
+        for update in coupled:
+            update.measure(update_moment=sure and not update.has_penalty)
+        sharded.all_reduce(coupled)
+        clip = self._clip_factor(coupled, plain, grad_scale)
 
-        # The first moment can be updated at once where the gradient is sure to be taken as it is.
-        scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        at_once = self.max_grad_norm is None and scaling == (None, None)
-        works = [_works(group, tensors, at_once) for group, tensors, _ in collected]
-        wait = _sum_over_ranks(collected, works)
-        clip = None
-        if self.max_grad_norm is not None:
-            wait()
-            clip = self._clip_factor(collected, works)
-
-        for group, tensors, has_complex in collected:
-            if group["coupled"]:
-                continue  # until the sums of other ranks have come
-            grad_scale = getattr(self, "grad_scale", None)
-            if clip is not None and tensors[1]:
-                factor = clip.to(tensors[1][0].device)
-                if group["fused"]:  # torch's fused kernels divide by the scale
-                    grad_scale = 1 / factor if grad_scale is None else grad_scale / factor
-                else:
-                    for grads in sharded.by_mesh(tensors[1]):
-                        torch._foreach_mul_(grads, factor)
+        factor = clip
+        if grad_scale is not None:
+            factor = 1 / grad_scale if clip is None else clip.to(grad_scale.device) / grad_scale
+        if penalized := [update for update in coupled if update.has_penalty]:
+            for update in penalized:
+                update.add_penalty(factor)
+                update.measure(update_moment=found_inf is None)
+            sharded.all_reduce(penalized)
+        for update in coupled:
+            update.apply(factor, found_inf)
+            if grad_scale is not None and update.parameter.grad is not None:
+                # torch's fused kernels leave the gradient unscaled, too.
+                update.parameter.grad.mul_(1 / grad_scale.to(update.parameter.device))
+        for group, tensors, has_complex in plain:
             beta1, beta2 = group["betas"]
             adam(
                 *tensors,
@@ -273,140 +279,62 @@ class CoupledAdam(torch.optim.Adam):
                 capturable=group["capturable"],
                 differentiable=group["differentiable"],
                 fused=group["fused"],
-                grad_scale=grad_scale,
-                found_inf=getattr(self, "found_inf", None),
+                grad_scale=_clipped(group, tensors[1], clip, grad_scale),
+                found_inf=found_inf,
                 decoupled_weight_decay=group["decoupled_weight_decay"],
             )
-        wait()
-        for (group, tensors, _), group_works in zip(collected, works):
-            if group["coupled"]:
-                self._step_coupled(group, *tensors, group_works, clip)
         return loss
 
-    def _clip_factor(self, collected: list[_Collected], works: list[list[_Work]]) -> Tensor:
+    def _collect(self) -> tuple[list[Update], list[_Plain]]:
+        """An update for each coupled matrix, and the other groups for torch. Raises what step does."""
+        coupled: list[Update] = []
+        plain: list[_Plain] = []
+        for group in self.param_groups:
+            tensors: _Tensors = ([], [], [], [], [], [])
+            has_complex = self._init_group(group, *tensors)
+            if not group["coupled"]:
+                plain.append((group, tensors, has_complex))
+                continue
+            params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = tensors
+            for i, p in enumerate(params):
+                maximum = max_exp_avg_sqs[i] if max_exp_avg_sqs else None
+                coupled.append(
+                    _update(group, p, grads[i], exp_avgs[i], exp_avg_sqs[i], maximum, steps[i])
+                )
+        return coupled, plain
+
+    def _clip_factor(
+        self, coupled: Sequence[Update], plain: Sequence[_Plain], grad_scale: Tensor | None
+    ) -> Tensor | None:
         """What clipping multiplies all gradients with, as ``clip_grad_norm_`` does."""
-        norms = []
-        dtype = torch.float32
-        for (_, tensors, _), group_works in zip(collected, works):
-            others = []
-            for grad, exp_avg_sq, work in zip(tensors[1], tensors[3], group_works):
-                dtype = torch.promote_types(dtype, grad.dtype)
-                if work.sums is None:
-                    others.append(grad)
-                else:
-                    columns = sharded.spread(work.sums, exp_avg_sq)
-                    norms.append(sharded.whole(columns.sum()).sqrt())
+        if self.max_grad_norm is None:
+            return None
+        norms, dtype = [], torch.float32
+        for update in coupled:
+            assert update.sums is not None
+            dtype = torch.promote_types(dtype, update.grad.dtype)
+            sums = sharded.as_dtensor(update.sums, update.moment)
+            norms.append(sharded.full_tensor(sums.sum()).sqrt())
+        for _, (_, grads, *_), _ in plain:
+            for grad in grads:
+                dtype = torch.promote_types(
+                    dtype, grad.abs().dtype if grad.is_complex() else grad.dtype
+                )
             norms += [
-                sharded.whole(torch.nn.utils.get_total_norm(grads))
-                for grads in sharded.by_mesh(others)
+                sharded.full_tensor(torch.nn.utils.get_total_norm(some))
+                for some in sharded.group_by_mesh(grads)
             ]
         if not norms:
-            return torch.tensor(1.0)
-        together = torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
-        total = torch.linalg.vector_norm(together)
-        grad_scale = getattr(self, "grad_scale", None)
+            self._clipping.norm = torch.tensor(0.0)
+            return None
+        norm = torch.linalg.vector_norm(
+            torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
+        )
         if grad_scale is not None:
-            total = total / grad_scale.to(total.device)
-        self.grad_norm = total
-        assert self.max_grad_norm is not None
-        factor: Tensor = self.max_grad_norm / (total + 1e-6)
+            norm = norm / grad_scale.to(norm.device)
+        self._clipping.norm = norm
+        factor: Tensor = self.max_grad_norm / (norm + 1e-6)
         return factor.clamp(max=1.0)
-
-    def _step_coupled(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        max_exp_avg_sqs: list[Tensor],
-        state_steps: list[Tensor],
-        works: list[_Work],
-        clip: Tensor | None,
-    ) -> None:
-        # Set by GradScaler where fused=True: unscaling and skipping are then left to the step.
-        grad_scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
-
-        beta1, beta2 = group["betas"]
-        # Numbers where reading them is free, tensors where that would wait for the device, cut the
-        # graph that is being compiled, or freeze them into one that is being captured.
-        traced = group["differentiable"] or torch.compiler.is_compiling()
-        lr = group["lr"]
-        if isinstance(lr, Tensor):
-            lr = lr.item() if lr.is_cpu and not traced else lr.reshape(())
-        for i, (param, grad, step_t) in enumerate(zip(params, grads, state_steps)):
-            kernel, sums, moved = works[i]
-            skip = None
-            if found_inf is not None and kernel is not None and param.is_cuda:
-                skip = found_inf.to(param.device)  # without waiting for it
-            elif found_inf is not None and found_inf.item():
-                continue
-            step: float | Tensor
-            if step_t.is_cpu and not traced:
-                step = step_t.item() + (1 if skip is None else 1 - skip.item())
-                step_t.fill_(step)
-            else:  # in float64 (which MPS lacks), as 1 - beta^t loses five digits in float32
-                step_t += 1 if skip is None else (1 - skip).to(step_t.device)
-                wide = step_t.dtype if step_t.device.type == "mps" else torch.float64
-                step = step_t.to(wide, copy=True)
-            options = {
-                "lr": lr,
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "max_exp_avg_sq": max_exp_avg_sqs[i] if group["amsgrad"] else None,
-                "second_moment_scale": group["second_moment_scale"],
-                "vocab_dim": group["vocab_dim"],
-                "maximize": group["maximize"],
-            }
-            factor: Tensor | None = None if clip is None else clip.to(param.device)
-            if grad_scale is not None:
-                unscale = 1 / grad_scale.to(param.device)
-                factor = unscale if factor is None else unscale * factor
-            noise = noise_of(group, param, step)
-            if kernel is not None:
-                highest = options.pop("max_exp_avg_sq")
-                kernels.coupled_adam_(
-                    kernel,
-                    sharded.local(param),
-                    sharded.local(grad),
-                    sums,
-                    sharded.local(exp_avgs[i]),
-                    sharded.local(exp_avg_sqs[i]),
-                    step,
-                    rows=param.shape[group["vocab_dim"]],
-                    max_exp_avg_sq=None if highest is None else sharded.local(highest),
-                    factor=1.0 if factor is None else factor,
-                    skip=skip,
-                    moved=moved,
-                    noise=noise,
-                    **options,
-                )
-            else:
-                if factor is not None:
-                    scaled = grad.to(exp_avg_sqs[i].dtype) * factor
-                target = param if noise is None else param.float()
-                coupled_adam_(
-                    *(
-                        target,
-                        grad if factor is None else scaled,
-                        exp_avgs[i],
-                        exp_avg_sqs[i],
-                        step,
-                    ),
-                    decoupled_weight_decay=group["decoupled_weight_decay"],
-                    differentiable=group["differentiable"],
-                    **options,
-                )
-                if noise is not None:
-                    rounded, values = sharded.local(param), sharded.local(target)
-                    if options["vocab_dim"] == 1:
-                        rounded, values = rounded.T, values.T
-                    round_(rounded, values, noise)
-            if grad_scale is not None:
-                grad.mul_(unscale)  # torch's fused kernels leave the gradient unscaled, too
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state written by this class, by ``torch.optim.Adam(W)``, or by any Coupled Adam.
@@ -505,52 +433,47 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         )
 
 
-def _works(group: dict[str, Any], tensors: _Tensors, at_once: bool) -> list[_Work]:
-    """Choose a kernel for each parameter, and take the sums that it needs, and clipping."""
-    works = []
-    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, _ = tensors
-    if not group["coupled"]:
-        return [_Work(None, None, False)] * len(params)
-    for index, (p, grad, exp_avg) in enumerate(zip(params, grads, exp_avgs)):
-        moments = [each[index] for each in (exp_avg_sqs, max_exp_avg_sqs) if each]
-        kernel = kernels.choose(group, p, grad, exp_avg, moments)
-        if kernel is None:
-            works.append(_Work(None, None, False))
-            continue
-        if (
-            kernel is kernels.native
-            and at_once
-            and not group["maximize"]
-            and not sharded.is_sharded(p)
-        ):
-            works.append(_Work(kernel, None, False))  # it does all in one call
-            continue
-        grad, exp_avg = sharded.local(grad), sharded.local(exp_avg)
-        if at_once and not group["maximize"]:
-            options = (group["betas"][0], group["vocab_dim"])
-            sums, moved = kernels.sums_and_moment_(kernel, grad, exp_avg, *options)
-        else:
-            sums, moved = kernels.sums_of_squares(kernel, grad, group["vocab_dim"]), False
-        works.append(_Work(kernel, sums, moved))
-    return works
+def _update(
+    group: dict[str, Any],
+    parameter: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    moment: Tensor,
+    maximum: Tensor | None,
+    step: Tensor,
+) -> Update:
+    """The record of a matrix: this rank's parts with a row for each token, and their kernel."""
+    grad = sharded.placed_as(grad, parameter)
+    param, grad, exp_avg = map(sharded.to_local, (parameter, grad, exp_avg))
+    if group["vocab_dim"] == 1:
+        param, grad, exp_avg = param.T, grad.T, exp_avg.T
+    moments = [sharded.to_local(x) for x in (moment, maximum) if x is not None]
+    return Update(
+        group=group,
+        parameter=parameter,
+        moment=moment,
+        step=step,
+        param=param,
+        grad=grad,
+        exp_avg=exp_avg,
+        exp_avg_sq=moments[0],
+        max_exp_avg_sq=moments[1] if maximum is not None else None,
+        kernel=kernels.choose(group, param, [grad, exp_avg, *moments]),
+        traced=group["differentiable"] or torch.compiler.is_compiling(),
+    )
 
 
-def _sum_over_ranks(collected: list[_Collected], works: list[list[_Work]]) -> Callable[[], None]:
-    """Start to add up the sums of all ranks; what it returns waits, and puts them into works."""
-    places, sums, params, vocab_dims = [], [], [], []
-    for (group, tensors, _), group_works in zip(collected, works):
-        for index, work in enumerate(group_works):
-            if work.sums is not None and sharded.is_sharded(tensors[0][index]):
-                places.append((group_works, index))
-                sums.append(work.sums)
-                params.append(tensors[0][index])
-                vocab_dims.append(group["vocab_dim"])
-    if not places:
-        return lambda: None
-    finish = sharded.over_rows(sums, params, vocab_dims)
-
-    def wait() -> None:
-        for (group_works, index), total in zip(places, finish()):
-            group_works[index] = group_works[index]._replace(sums=total)
-
-    return wait
+def _clipped(
+    group: dict[str, Any], grads: list[Tensor], clip: Tensor | None, grad_scale: Tensor | None
+) -> Tensor | None:
+    """Clip the gradients of a group that is torch's; return its ``grad_scale``."""
+    if clip is None or not grads:
+        return grad_scale
+    clip = clip.to(grads[0].device)
+    # torch's fused kernels divide by the scale, at no cost, and in float32.
+    if group["fused"] and all(grad.dtype != torch.float64 for grad in grads):
+        clip = clip.float()
+        return 1 / clip if grad_scale is None else grad_scale / clip
+    for some in sharded.group_by_mesh(grads):
+        torch._foreach_mul_(some, clip)
+    return grad_scale

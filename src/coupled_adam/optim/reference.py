@@ -1,79 +1,78 @@
 """Coupled Adam's update of one embedding matrix, in plain tensor operations.
 
 This is Algorithm 1 of "Better Embeddings with Coupled Adam" (Stollenwerk & Stollenwerk, ACL 2025,
-arXiv 2502.08441), to be read beside it. Every faster implementation is tested against this one.
+arXiv 2502.08441), to be read beside it. Every faster kernel is tested against this one. With g_i the
+gradient of token i of V, everything element-wise over the H columns::
+
+    m_i <- beta1 m_i + (1 - beta1) g_i                     (exp_avg: a row for each token)
+    nu  <- beta2 nu  + (1 - beta2) (1/V) sum_i g_i^2       (exp_avg_sq: one row for all)
+    e_i <- e_i - lr (m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
+
+Averaging is linear, so nu is exactly the average over the rows of Adam's second moment: a V x H state
+is not needed. The paper's bias-corrected average is nu / (1 - beta2^t), and s, the
+``second_moment_scale``, is the 2^-n of its Scaled Coupled Adam (Sec. 6.1).
 """
 
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.sharded import mean
+from coupled_adam.optim.rounding import round_
+from coupled_adam.optim.update import Update
+
+skips = False
 
 
-def coupled_adam_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: float | Tensor,
-    *,
-    lr: float | Tensor,
-    beta1: float | Tensor,
-    beta2: float | Tensor,
-    eps: float,
-    weight_decay: float = 0.0,
-    decoupled_weight_decay: bool = True,
-    max_exp_avg_sq: Tensor | None = None,
-    second_moment_scale: float = 1.0,
-    vocab_dim: int = 0,
-    maximize: bool = False,
-    differentiable: bool = False,
-) -> None:
-    """Update ``param`` and its moments in place, at step t = ``step`` (1 at the first step).
+def measure(update: Update, update_moment: bool) -> None:
+    """sum_i g_i^2 over this rank's tokens, [H], in float32 or wider."""
+    update.sums = update.grad.to(update.exp_avg_sq.dtype).square().sum(0)
 
-    With g_i the gradient of row i of V, everything element-wise over the H columns::
 
-        m_i <- beta1 m_i + (1 - beta1) g_i                     (exp_avg: a row for each token)
-        nu  <- beta2 nu  + (1 - beta2) (1/V) sum_i g_i^2       (exp_avg_sq: one row for all)
-        e_i <- e_i - lr (m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
+def apply(update: Update) -> None:
+    """Update nu, then m, then e, from ``update.sums`` over all tokens."""
+    rates = step_size(update)
+    grad, exp_avg, param = update.grad, update.exp_avg, update.param
+    if isinstance(update.factor, Tensor) or update.factor != 1:  # to clip, unscale or maximize
+        grad = update.factor * grad.to(rates.dtype)
+    weight = 1 - update.betas[0]
+    exp_avg.lerp_(
+        grad.to(exp_avg.dtype), weight.to(exp_avg) if isinstance(weight, Tensor) else weight
+    )
+    if update.group["differentiable"]:  # autograd keeps it, and the next step would overwrite it
+        exp_avg = exp_avg.clone()
+    values = param if update.noise is None else param.float()
+    values.mul_(update.decay)
+    values.addcmul_(exp_avg, rates, value=-1)  # one rate for each column, the same for all rows
+    if update.noise is not None:
+        round_(param, values, update.noise)
 
-    Averaging is linear, so nu is exactly the average over the rows of Adam's second moment: a
-    V x H state is not needed. The paper's bias-corrected average is nu / (1 - beta2^t), and s, the
-    ``second_moment_scale``, is the 2^-n of its Scaled Coupled Adam (Sec. 6.1).
 
-    Args:
-        param: the embedding matrix, [V, H], or [H, V] with ``vocab_dim=1``.
-        grad: its gradient, of the same shape.
-        exp_avg: first moment m, of the same shape.
-        exp_avg_sq: second moment nu, [H], float32 or wider. The average over the vocabulary is
-            accumulated in its dtype.
-        step: t, a number or a 0-dim tensor.
-        max_exp_avg_sq: for AMSGrad, the running maximum of nu, [H]; None without. It is the maximum
-            of the average, not the average of the maxima: the two do not commute.
-        decoupled_weight_decay: as in AdamW if True, as in Adam (an L2 penalty) if False.
-        differentiable: leave no tensor that autograd has saved to be overwritten at the next step.
+def step_size(update: Update) -> Tensor:
+    """Update nu and its maximum; return what m is multiplied with, [H].
+
+    This is all the arithmetic with vectors [H]; every kernel but the one in C calls it. With
+    ``amsgrad`` the running maximum is that of nu, the average, and not the average of the maxima:
+    the two do not commute.
     """
-    if maximize:
-        grad = -grad
-    if weight_decay != 0:
-        if decoupled_weight_decay:
-            param.mul_(1 - lr * weight_decay)
-        else:
-            grad = grad.add(param, alpha=weight_decay)
+    assert update.sums is not None
+    (beta1, beta2), t = update.betas, update.t
+    mean_square = _scaled(update.sums, update.factor) / update.vocab_size
+    nu = beta2 * update.exp_avg_sq + (1 - beta2) * mean_square
+    _store(nu, update.exp_avg_sq, update.skip)
+    if update.max_exp_avg_sq is not None:
+        nu = torch.maximum(update.max_exp_avg_sq.clone(), nu)
+        _store(nu, update.max_exp_avg_sq, update.skip)
+    denominator = (update.group["second_moment_scale"] * nu / (1 - beta2**t)).sqrt()
+    denominator = denominator + update.group["eps"]
+    rates: Tensor = update.lr / (1 - beta1**t) / denominator
+    return rates.to(update.exp_avg_sq.dtype)
 
-    weight = 1 - beta1
-    if isinstance(weight, Tensor):
-        weight = weight.to(exp_avg)
-    exp_avg.lerp_(grad.to(exp_avg.dtype), weight)
 
-    mean_square = mean(grad.to(exp_avg_sq.dtype).square(), vocab_dim)
-    nu = beta2 * exp_avg_sq + (1 - beta2) * mean_square
-    exp_avg_sq.copy_(nu)
-    if max_exp_avg_sq is not None:
-        nu = torch.maximum(max_exp_avg_sq.clone(), nu)
-        max_exp_avg_sq.copy_(nu)
+def _scaled(sums: Tensor, factor: float | Tensor) -> Tensor:
+    """The sums of (factor g)^2. Clipped to nothing, even a square that overflowed is nothing."""
+    if isinstance(factor, Tensor):
+        return torch.where(factor == 0, 0.0, sums * factor.square())
+    return sums * factor**2 if factor else torch.zeros_like(sums)
 
-    denominator = (second_moment_scale * nu / (1 - beta2**step)).sqrt() + eps
-    step_size = lr / (1 - beta1**step) / denominator  # [H]: every row moves at the same rate
-    update = exp_avg.clone() if differentiable else exp_avg
-    param.addcmul_(update, step_size.unsqueeze(vocab_dim), value=-1)
+
+def _store(new: Tensor, old: Tensor, skip: Tensor | None) -> None:
+    old.copy_(new if skip is None else torch.where(skip == 0, new, old))

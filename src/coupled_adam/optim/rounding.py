@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.sharded import offset
+from coupled_adam.optim.sharded import global_offset
 
 _MASK = 2**32 - 1
 
@@ -47,7 +47,7 @@ def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor) -> Noise | 
     """The noise for this rank's part of a parameter at step t, a number or a 0-dim tensor."""
     if not rounds_stochastically(group, p):
         return None
-    row, column = offset(p) if group["vocab_dim"] == 0 else reversed(offset(p))
+    row, column = global_offset(p) if group["vocab_dim"] == 0 else reversed(global_offset(p))
     return Noise(mix(step.long() if isinstance(step, Tensor) else int(step)), row, column)
 
 

@@ -42,7 +42,7 @@ def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
         "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
     }
     for name in SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]:
-        state[name] = sharded.zeros(p, group["vocab_dim"], _moment_dtype(p))
+        state[name] = sharded.zero_moment(p, group["vocab_dim"], _moment_dtype(p))
     return state
 
 
@@ -93,7 +93,7 @@ def check_parameter(group: Group, index: int) -> None:
             f"cannot couple {_describe(group, index)}: its gradient is sparse, and the average is "
             "over all rows. Construct the embedding with sparse=False"
         )
-    if sharded.is_sharded(p.grad) != sharded.is_sharded(p):
+    if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
         raise RuntimeError(
             f"cannot couple {_describe(group, index)}: it is a {_kind(p)} and its gradient a "
             f"{_kind(p.grad)}. Make both DTensors, or both whole tensors"
@@ -121,7 +121,10 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             f"{list(_moment_shape(group, p))} belong. If the group was coupled after its first "
             "step, optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
-    if not (sharded.alike(p, exp_avg) and sharded.lies_beside(exp_avg_sq, p, group["vocab_dim"])):
+    if not (
+        sharded.same_layout(p, exp_avg)
+        and sharded.moment_is_placed(exp_avg_sq, p, group["vocab_dim"])
+    ):
         raise RuntimeError(
             f"{_describe(group, index)} is a {_kind(p)}, and its state does not lie beside it: "
             f"exp_avg is a {_kind(exp_avg)}, exp_avg_sq a {_kind(exp_avg_sq)}. {_HOW_TO_LOAD}"
@@ -171,7 +174,7 @@ def from_adam(
             if not state.get(key):
                 continue
             for name, value in state[key].items():
-                if name != "step" and sharded.is_sharded(value) != sharded.is_sharded(p):
+                if name != "step" and sharded.is_dtensor(value) != sharded.is_dtensor(p):
                     raise ValueError(
                         f"cannot load the state of {_describe(fitted, index)}: the parameter is a "
                         f"{_kind(p)}, and its {name} a {_kind(value)}. {_HOW_TO_LOAD}"
@@ -225,7 +228,7 @@ _HOW_TO_LOAD = (
 
 def _kind(tensor: Tensor) -> str:
     """Whole, or sharded and how, in an error message."""
-    if not sharded.is_sharded(tensor):
+    if not sharded.is_dtensor(tensor):
         return "whole tensor"
     return f"DTensor with placements {tensor.placements}"  # type: ignore[attr-defined]
 
@@ -242,8 +245,8 @@ def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
     """A loaded second moment as the vector [H], on the parameter's device, in its own dtype."""
     p = group["params"][index]
     if value.shape == p.shape:
-        value = sharded.mean(value.to(_moment_dtype(p)), group["vocab_dim"])
-    value = sharded.beside(value, p, group["vocab_dim"])
+        value = sharded.mean_over_tokens(value.to(_moment_dtype(p)), group["vocab_dim"])
+    value = sharded.place_moment(value, p, group["vocab_dim"])
     return value.to(p.device, _moment_dtype(p))
 
 
@@ -257,7 +260,7 @@ def _describe(group: Group, index: int) -> str:
 
 def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
-    partial = sharded.is_sharded(p) and any(placed.is_partial() for placed in p.placements)
+    partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
     if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
         return
     if partial:

@@ -9,66 +9,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coupled_adam.optim.rounding import Noise
+from coupled_adam.optim.reference import step_size
+from coupled_adam.optim.update import Update
+
+skips = True
 
 _SUM_BLOCK = (64, 128)  # rows and columns that a program of the first kernel takes at a time
 _PROGRAMS = 1024  # of the first kernel at most, for a large matrix
 _BLOCK = (8, 256)
 
 
-def sums_of_squares(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_i g_i^2 over the rows of [V, H], [H], accumulated in a wider dtype."""
-    if grad.stride(0) == 1 and grad.stride(1) != 1:  # [H, V] in memory: each column lies together
-        lengths: Tensor = torch.linalg.vector_norm(grad.T, dim=1, dtype=dtype)
-        return lengths.square()
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    rows, columns = grad.shape
-    wide = triton.cdiv(columns, _SUM_BLOCK[1])
-    most = max(1, _PROGRAMS // wide)
-    parts = min(most, triton.cdiv(rows, _SUM_BLOCK[0]))
-    partial = torch.empty(parts, columns, dtype=dtype, device=grad.device)
-    _sums_of_squares[wide, parts](
-        grad, partial, rows, columns, grad.stride(0), *_SUM_BLOCK, num_warps=4
-    )
-    return partial.sum(0)
+def check(device: torch.device) -> None:
+    """Raise what Triton raises where it cannot compile for this device."""
+    grad = torch.ones(1, 1, device=device)
+    _measure(grad, torch.float32)
 
 
-def update_(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    step_size: Tensor,
-    *,
-    beta1: float,
-    decay: float | Tensor,
-    factor: float | Tensor,
-    skip: Tensor | None = None,
-    noise: Noise | None = None,
-) -> None:
-    """m <- beta1 m + (1 - beta1) factor g, then e <- decay e - step_size m, in place.
+def measure(update: Update, update_moment: bool) -> None:
+    """The sums, in float32."""
+    update.sums = _measure(update.grad, update.exp_avg_sq.dtype)
 
-    Args:
-        param, grad, exp_avg: [V, H], in any floating-point dtypes; rows or columns lie together.
-        step_size: [H], float32, which is computed in.
-        decay: 1 - lr x weight_decay of AdamW, or 1; a tensor is read on the device.
-        factor: on the gradient: 1, -1 to maximize, below 1 to clip; a tensor likewise.
-        skip: a tensor of one number: where it is not 0, nothing is changed.
-        noise: to round a bfloat16 parameter stochastically.
-    """
+
+def apply(update: Update) -> None:
+    """m <- m + (1 - beta1) (factor g - m), then e <- decay e - rate m; after nu."""
+    rates = step_size(update)
+    param, grad, exp_avg = update.param, update.grad, update.exp_avg
     across = param.stride(1) != 1
     if across:  # [H, V] in memory: the step size is that of a row
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
     if grad.stride(1) != 1:
         grad = grad.contiguous()
+    if not param.numel():
+        return
     rows, columns = param.shape
     grid = (triton.cdiv(rows, _BLOCK[0]), triton.cdiv(columns, _BLOCK[1]))
+    decay, factor, noise = update.decay, update.factor, update.noise
     _update[grid](
-        *(param, grad, exp_avg, step_size, rows, columns),
-        *(param.stride(0), grad.stride(0), exp_avg.stride(0)),
-        beta1,
+        param,
+        grad,
+        exp_avg,
+        rates,
+        rows,
+        columns,
+        param.stride(0),
+        grad.stride(0),
+        exp_avg.stride(0),
+        update.betas[0],
         decay,
         factor,
-        skip,
+        update.skip,
         *(noise or (None, 0, 0)),
         isinstance(decay, Tensor),
         isinstance(factor, Tensor),
@@ -77,6 +66,22 @@ def update_(
         *_BLOCK,
         num_warps=4,
     )
+
+
+def _measure(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    if grad.stride(0) == 1 and grad.stride(1) != 1:  # [H, V] in memory: each column is contiguous
+        lengths: Tensor = torch.linalg.vector_norm(grad.T, dim=1, dtype=dtype)
+        return lengths.square()
+    grad = grad if grad.stride(1) == 1 else grad.contiguous()
+    rows, columns = grad.shape
+    wide = triton.cdiv(columns, _SUM_BLOCK[1])
+    most = max(1, _PROGRAMS // wide)
+    parts = max(1, min(most, triton.cdiv(rows, _SUM_BLOCK[0])))
+    partial = torch.empty(parts, columns, dtype=dtype, device=grad.device)
+    _sums_of_squares[wide, parts](
+        grad, partial, rows, columns, grad.stride(0), *_SUM_BLOCK, num_warps=4
+    )
+    return partial.sum(0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,0 +1,98 @@
+"""Makes the tables of docs/speed.md from the committed results of ``coupled-adam bench --json``.
+
+    coupled-adam bench --json > benchmarks/results/bench/amd-epyc.json
+    coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip.json
+    python benchmarks/speed_table.py
+
+There is a table for each processor, with as many files as were measured on it: they belong together
+when processor, instruction set, number of threads and version of torch are the same. Ratios are
+computed from the samples. What stands between the two markers in the page is replaced.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coupled_adam.bench import Timed
+from coupled_adam.files import write_atomically
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "bench"
+PAGE = ROOT / "docs" / "speed.md"
+BEGIN = "<!-- made by benchmarks/speed_table.py: begin -->"
+END = "<!-- made by benchmarks/speed_table.py: end -->"
+
+
+def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: a heading and a table for each processor, from the JSON of files by their name."""
+    by_processor: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for name, found in sorted(files.items(), key=lambda item: Path(item[0]).stem):
+        by_processor.setdefault(heading(found), {})[name] = found
+    return "\n\n".join(section(title, found) for title, found in by_processor.items())
+
+
+def heading(found: Mapping[str, Any]) -> str:
+    environment = found["environment"]
+    machine = found.get("machine", {})  # results of earlier versions have none
+    parts = [
+        environment["gpus"][0] if machine.get("device") in environment["gpus"] else "",
+        environment["processor"],
+        machine.get("instructions", ""),
+        f"{environment['threads']} threads",
+        f"torch {environment['packages']['torch'].partition('+')[0]}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
+    results = [Timed.from_dict(values) for found in files.values() for values in found["results"]]
+    links = ",\n".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
+    notes = [f"All samples: {links}."]
+    for name, found in files.items():
+        machine = found.get("machine")
+        if machine is None:
+            notes.append(f"The load of the machine was not recorded in {name}.")
+        elif machine["busy"]:
+            notes.append(
+                f"The machine was busy when {name} was measured: its load average was "
+                f"{machine['load']:.1f}, with {machine['threads']} threads used."
+            )
+    return "\n".join([f"### {title}", "", *table(results), "", *notes])
+
+
+def table(results: Sequence[Timed]) -> list[str]:
+    cells = {(result.case, result.optimizer): cell(result) for result in results}
+    if len(cells) < len(results):
+        raise SystemExit("speed_table.py: two files have the same optimizer in the same case")
+    cases = list(dict.fromkeys(result.case for result in results))
+    optimizers = list(dict.fromkeys(result.optimizer for result in results))
+    return [
+        "| " + " | ".join(["V × H", *optimizers]) + " |",
+        "| " + " | ".join(["---:"] * (len(optimizers) + 1)) + " |",
+        *(
+            "| " + " | ".join([case.label, *(cells.get((case, o), "") for o in optimizers)]) + " |"
+            for case in cases
+        ),
+    ]
+
+
+def cell(result: Timed) -> str:
+    ratio = result.ratio
+    text = f"{ratio.median:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+    return f"{text}, {ratio.remark}" if ratio.remark else text
+
+
+def committed() -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
+
+
+def page_with(made: str, page: str) -> str:
+    """The page, with what stands between its markers replaced."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    write_atomically(PAGE, page_with(tables(committed()), PAGE.read_text()))

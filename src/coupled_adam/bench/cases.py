@@ -1,0 +1,112 @@
+"""What is stepped: an embedding matrix, alone or beside other parameters."""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from coupled_adam.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An embedding matrix and other parameters, which have gradients and take a step together.
+
+    Attributes:
+        rows, columns: V and H of the embedding matrix.
+        dtype: of parameters and gradients, as torch names it.
+        others: the number of further matrices [64, 64], which are not coupled.
+        clip: whether a step also clips the norm of all gradients.
+    """
+
+    rows: int
+    columns: int
+    dtype: str = "float32"
+    others: int = 0
+    clip: bool = False
+
+    @property
+    def label(self) -> str:
+        """V × H, followed by whatever differs from the default."""
+        label = f"{self.rows:,} × {self.columns:,}"
+        if self.dtype != "float32":
+            label += f" {self.dtype}"
+        if self.others:
+            label += f" + {self.others}"
+        return label + (", clip" if self.clip else "")
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Size of the embedding matrix."""
+        itemsize: int = getattr(torch, self.dtype).itemsize
+        return self.rows * self.columns * itemsize
+
+    def parameters(self, device: str) -> tuple[nn.Parameter, list[nn.Parameter]]:
+        """The embedding matrix [V, H] and the other parameters, random, with random gradients."""
+        generator = torch.Generator(device).manual_seed(0)
+        options: Any = {"device": device, "dtype": getattr(torch, self.dtype)}
+
+        def parameter(rows: int, columns: int) -> nn.Parameter:
+            values = torch.empty(rows, columns, **options).normal_(std=0.02, generator=generator)
+            grad = torch.empty(rows, columns, **options).normal_(std=1e-4, generator=generator)
+            p = nn.Parameter(values)
+            p.grad = grad
+            return p
+
+        return parameter(self.rows, self.columns), [parameter(64, 64) for _ in range(self.others)]
+
+
+SHAPES = {
+    "cpu": ("256x64", "4096x64", "8192x512", "50304x768", "128256x2048"),
+    "cuda": ("8192x512", "50304x768", "128256x4096", "256000x2304"),
+}
+"""The default matrices of a device: small vocabularies, GPT-2's, and those of current models."""
+
+GROWTH: dict[str, list[Case]] = {
+    "rows": [Case(2**n * 1024, 768) for n in range(10)],
+    "columns": [Case(32768, 2**n * 64) for n in range(8)],
+    "others": [Case(8192, 256, others=n) for n in (1, 4, 16, 64, 256, 1024)],
+}
+"""Cases that differ in one attribute, the key: V from 1k to 512k, H from 64 to 8192, and others."""
+
+GROWING = ("CoupledAdamW fused", "AdamW foreach")
+"""The optimizers that are timed in the cases of :data:`GROWTH` by default."""
+
+
+def parse_case(shape: str, dtype: str, clip: bool) -> Case:
+    """A case from the shape "VxH".
+
+    Raises:
+        UsageError: the shape is not two positive integers with an x between them.
+    """
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if not found:
+        raise UsageError(
+            f"--shapes {shape}: write the number of tokens, x and the number of dimensions, as in "
+            "50304x768"
+        )
+    return Case(int(found[1]), int(found[2]), dtype, clip=clip)
+
+
+def check_memory(cases: Iterable[Case], device: str) -> None:
+    """Check that every case fits into the memory of the machine or of the GPU.
+
+    Raises:
+        UsageError: a case does not fit.
+    """
+    if device == "cuda":
+        available = torch.cuda.get_device_properties().total_memory
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for case in cases:
+        # Parameter, gradient, a copy, the states of two optimizers, one temporary.
+        needed = 8 * case.matrix_bytes
+        if needed > available:
+            raise UsageError(
+                f"{case.label} needs {needed / 1e9:.1f} GB, and {device} has "
+                f"{available / 1e9:.1f} GB: leave it out of --shapes"
+            )

@@ -1,0 +1,78 @@
+"""What the steps are timed on: whatever of the machine affects their time."""
+
+import dataclasses
+import importlib.util
+import os
+from typing import Any
+
+import torch
+
+from coupled_adam.optim.kernels import native
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A device, and what else the machine was doing.
+
+    Attributes:
+        device: the name of the GPU, or "cpu".
+        instructions: the CPU's instruction set that torch's kernels are compiled for: "AVX2".
+        threads: of torch's operations on the CPU.
+        load: the mean number of processes that ran or wanted to, over the last minute; None where
+            the system does not tell.
+        kernels: of Coupled Adam: "available", or why a kernel is not used.
+    """
+
+    device: str
+    instructions: str
+    threads: int
+    load: float | None
+    kernels: dict[str, str]
+
+    @property
+    def busy(self) -> bool:
+        """Whether other processes probably took time from the cores that are used here."""
+        return self.load is not None and self.load > self.threads
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the terminal."""
+        listed = ", ".join(f"{name} {state}" for name, state in self.kernels.items())
+        found = [f"Kernels of Coupled Adam: {listed}."]
+        if self.busy:
+            found.append(
+                f"The machine was busy when this began (load average {self.load:.1f}, "
+                f"{self.threads} threads used here): measure again when it is idle."
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {**dataclasses.asdict(self), "busy": self.busy}
+
+
+def describe_machine(device: str) -> Machine:
+    """Describe the machine as it is now; to be called before anything is timed.
+
+    Args:
+        device: "cpu", "cuda" or "mps".
+    """
+    return Machine(
+        device=torch.cuda.get_device_name() if device == "cuda" else device,
+        instructions=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        kernels=_kernels(),
+    )
+
+
+def _kernels() -> dict[str, str]:
+    if importlib.util.find_spec("triton") is None:
+        triton = "not used (triton is not installed)"
+    elif not torch.cuda.is_available():
+        triton = "not used (there is no GPU)"
+    else:
+        triton = "available"
+    built = native._library() is not None
+    c = "available" if built else "not available (this package was built without a C compiler)"
+    return {"C": c, "Triton": triton}

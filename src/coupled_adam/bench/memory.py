@@ -1,0 +1,93 @@
+"""What memory an optimizer needs: its state, and what a step allocates beside it."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from coupled_adam.bench.cases import Case
+from coupled_adam.bench.optimizers import make_step
+
+
+class Memory(NamedTuple):
+    """Bytes of an optimizer's state; most bytes that a step holds beside parameters and state."""
+
+    state_bytes: int
+    extra_bytes: int | None
+
+
+@contextmanager
+def memory_meter(device: str) -> Iterator[Callable[[Case, str], Memory]]:
+    """A function that measures an optimizer, by its name, in a case.
+
+    On a CPU this is done in another process, whose output is discarded: torch's profiler writes to
+    the terminal, and it should not run in a process that is timed. As multiprocessing's "spawn"
+    starts that process, a script that uses this needs ``if __name__ == "__main__":``.
+    """
+    if device != "cpu":
+        yield lambda case, name: measure_memory(case, name, device)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, initializer=_silence) as process:
+        yield lambda case, name: process.submit(measure_memory, case, name, device).result()
+
+
+def measure_memory(case: Case, name: str, device: str) -> Memory:
+    """Measure an optimizer in its third step, when its state and whatever it caches exist.
+
+    ``extra_bytes`` counts what torch's allocators hand out. It does not include what C code
+    allocates by itself, such as our kernel's sums [H] of each thread. None on devices that count
+    nothing.
+    """
+    embedding, others = case.parameters(device)
+    optimizer, step = make_step(name, embedding, others, case.clip)
+    for _ in range(2):
+        step()
+    state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+    extra = {"cpu": _profiled_peak, "cuda": _cuda_peak}.get(device)
+    return Memory(sum(map(_tensor_bytes, state)), None if extra is None else extra(step))
+
+
+def _silence() -> None:
+    """Send all output of this process, that of C++ included, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for terminal in (1, 2):
+        os.dup2(nowhere, terminal)
+
+
+def _cuda_peak(step: Callable[[], object]) -> int:
+    torch.cuda.reset_peak_memory_stats()
+    before: int = torch.cuda.memory_allocated()
+    step()
+    most: int = torch.cuda.max_memory_allocated()
+    return most - before
+
+
+def _profiled_peak(step: Callable[[], object]) -> int:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    peak: int = max(itertools.accumulate((e["args"]["Bytes"] for e in changes), initial=0))
+    return peak
+
+
+def _tensor_bytes(x: Tensor) -> int:
+    """Size of a tensor, or of the tensors that a subclass is made of: 8-bit codes and scales."""
+    if hasattr(x, "__tensor_flatten__"):
+        return sum(_tensor_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return x.numel() * x.element_size()

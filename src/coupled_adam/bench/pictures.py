@@ -1,0 +1,107 @@
+"""The pictures of steps' times, and of how they grow."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coupled_adam.bench.cases import GROWTH
+from coupled_adam.bench.optimizers import BASELINE
+from coupled_adam.bench.results import Timed
+from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def bench_picture(results: Sequence[Timed]) -> "Figure":
+    """The ratios, as points with their quartiles, one group for each case."""
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(result.case for result in results))
+    names = list(dict.fromkeys(result.optimizer for result in results))
+    figure = Figure(figsize=(9, 1 + 0.55 * len(cases) + 0.12 * len(names)), layout="constrained")
+    ax = figure.subplots()
+    for number, name in enumerate(names):
+        mine = [result for result in results if result.optimizer == name]
+        low, median, high = zip(*(result.ratio for result in mine))
+        heights = [cases.index(r.case) + (number + 0.5) / len(names) * 0.8 - 0.4 for r in mine]
+        spread = [
+            [m - q for m, q in zip(median, low)],
+            [q - m for m, q in zip(median, high)],
+        ]
+        ax.errorbar(median, heights, xerr=spread, fmt="o", markersize=4, color=f"C{number}")
+        ax.plot([], [], "o", color=f"C{number}", label=name)
+    ax.axvline(1, color="gray", linewidth=1)
+    ax.set_yticks(range(len(cases)), [case.label for case in cases])
+    ax.invert_yaxis()
+    ax.set(xscale="log", xlabel=f"time of a step, as a multiple of torch's {BASELINE}")
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 5, 10, 20) if _within(tick, results)]
+    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    ax.minorticks_off()
+    ax.grid(axis="x", alpha=0.3)
+    ax.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    return figure
+
+
+def _within(tick: float, results: Sequence[Timed]) -> bool:
+    ratios = [quantile for result in results for quantile in result.ratio]
+    return min(ratios) / 1.5 < tick < max(ratios) * 1.5
+
+
+_AXES = {
+    "rows": "tokens V (H = 768)",
+    "columns": "H (V = 32,768)",
+    "others": "matrices [64, 64] in addition to [8192, 256]",
+}
+
+
+def growth_picture(results: Sequence[Timed]) -> "Figure":
+    """The time of a step, and its ratio to the baseline's, in the cases of GROWTH."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, NullFormatter
+
+    figure = Figure(figsize=(12, 6.5), layout="constrained")
+    axes = figure.subplots(2, len(GROWTH), sharex="col", squeeze=False)
+    for column, (key, cases) in enumerate(GROWTH.items()):
+        above, below = axes[:, column]
+        for number, name in enumerate(dict.fromkeys(result.optimizer for result in results)):
+            mine = [r for r in results if r.optimizer == name and r.case in cases]
+            x = [getattr(result.case, key) for result in mine]
+            style = {"marker": "o", "markersize": 3, "color": f"C{number}", "label": name}
+            above.plot(x, [result.seconds for result in mine], **style)
+            low, median, high = zip(*(result.ratio for result in mine))
+            below.plot(x, median, **style)
+            below.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
+            if not number:
+                above.plot(x, [r.baseline_seconds for r in mine], color="gray", label=BASELINE)
+        below.axhline(1, color="gray", linewidth=1)
+        above.set(xscale="log", yscale="log")
+        below.set(xscale="log", xlabel=_AXES[key], ylim=(0, None))
+        above.yaxis.set_major_formatter(EngFormatter("s"))
+        above.yaxis.set_minor_formatter(NullFormatter())
+        below.xaxis.set_major_formatter(EngFormatter())
+    axes[0, 0].set_ylabel("time of a step")
+    axes[1, 0].set_ylabel(f"as a multiple of {BASELINE}")
+    axes[0, 0].legend(frameon=False)
+    return figure
+
+
+def check_format(path: Path) -> None:
+    """Check that a picture's name ends with a format that matplotlib can write.
+
+    Raises:
+        UsageError: it does not.
+    """
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if path.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
+        raise UsageError(f"--picture {path}: end its name with .png, .svg or .pdf")
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure in the format that its name ends with, atomically."""
+    image = io.BytesIO()
+    figure.savefig(image, dpi=130, format=path.suffix[1:])
+    write_atomically(path, image.getvalue())

@@ -1,0 +1,207 @@
+/* The two passes over a matrix's rows for one dtype; native.c includes this file once for each.
+ *
+ * T: the dtype; WIDE: the dtype computed in; LOAD, STORE: from one to the other; NAME(x): x_T.
+ *
+ * A thread's rows are cut into four long runs, and one row of each of two or of all four is taken at a
+ * time. A core waits for cache lines, of which it can request only a few at once: several long streams
+ * keep more requests under way than a single one. How many are best, and whether it pays to request
+ * lines ahead of their use, depends on the processor (native.c chooses). What belongs to a column, its
+ * sum or its step size, is loaded once for all these rows.
+ *
+ * Two runs are a pair and have their own sums, no loop over columns is a reduction, and -ffp-contract
+ * is off: so all processors, however they take the rows, give the same bits.
+ */
+
+#define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
+
+/* For one row of each run of `pairs` pairs: add the squares of the gradient to the pair's `some`, and
+ * update the first moment where `moment` says so. Each run is `run` rows behind the one before; with
+ * `run` 0 there is only one, which is one row. */
+ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_t run,
+                                            const int pairs, const int width, const int moment,
+                                            WIDE *restrict some) {
+    const int64_t columns = u->columns;
+    const WIDE weight = (WIDE)u->weight;
+    const T *g[4];
+    T *m[4];
+    for (int r = 0; r < pairs * width; r++) {
+        g[r] = (const T *)u->grad + (row + r * run) * u->grad_stride;
+        m[r] = moment ? (T *)u->exp_avg + (row + r * run) * u->exp_avg_stride : NULL;
+    }
+    for (int64_t start = 0; start < columns; start += BLOCK) {
+        const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
+        if (pairs == 2)
+            for (int64_t i = start; i < stop; i += LINE)
+                for (int r = 0; r < pairs * width; r++) {
+                    __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
+                    if (moment) __builtin_prefetch((const char *)(m[r] + i) + AHEAD);
+                }
+        NO_ALIASES
+        for (int64_t i = start; i < stop; i++)
+            for (int pair = 0; pair < pairs; pair++) {
+                WIDE total = 0;
+                for (int r = pair * width; r < (pair + 1) * width; r++) {
+                    const WIDE x = LOAD(g[r][i]);
+                    total += x * x;
+                    if (moment) {
+                        const WIDE old = LOAD(m[r][i]);
+                        m[r][i] = STORE(old + weight * (x - old));
+                    }
+                }
+                some[pair * columns + i] += total;
+            }
+    }
+}
+
+/* Add what has been summed in WIDE to the sums in double precision. */
+static void NAME(collect)(WIDE *restrict some, double *restrict sums, int64_t columns) {
+    for (int64_t i = 0; i < columns; i++) {
+        sums[i] += (double)some[i];
+        some[i] = 0;
+    }
+}
+
+/* All rows of one pair of runs, or of two. */
+ALWAYS_INLINE static void NAME(measure_runs)(const Update *u, int64_t first, int64_t run,
+                                             const int pairs, const int moment, WIDE *some,
+                                             double *const *sums) {
+    for (int64_t done = 1; done <= run; done++) {
+        NAME(measure_row)(u, first + done - 1, run, pairs, 2, moment, some);
+        if (done % (SUM_ROWS / 2) == 0 || done == run)
+            for (int pair = 0; pair < pairs; pair++)
+                NAME(collect)(some + pair * u->columns, sums[pair], u->columns);
+    }
+}
+
+ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, WIDE *some,
+                                              double *const *sums) {
+    const Update *u = share->update;
+    const int64_t first = share->first, run = (share->last - first) / 4;
+    if (coupled_adam_streams == 4) {
+        NAME(measure_runs)(u, first, run, 2, moment, some, sums);
+    } else {
+        NAME(measure_runs)(u, first, run, 1, moment, some, sums);
+        NAME(measure_runs)(u, first + 2 * run, run, 1, moment, some, sums + 1);
+    }
+    for (int64_t row = first + 4 * run; row < share->last; row++)
+        NAME(measure_row)(u, row, 0, 1, 1, moment, some);
+    NAME(collect)(some, sums[0], u->columns);
+}
+
+FOR_EACH_CPU static void NAME(measure)(Share *share) {
+    const Update *u = share->update;
+    const size_t columns = (size_t)u->columns;
+    WIDE *some = calloc(2 * columns + 1, sizeof(WIDE));
+    double *second = calloc(columns + 1, sizeof(double));
+    if (some == NULL || second == NULL) {
+        share->failed = 1;
+    } else {
+        double *const sums[2] = {share->sums, second};
+        memset(share->sums, 0, columns * sizeof(double));
+        if (u->update_moment)
+            NAME(measure_share)(share, 1, some, sums);
+        else
+            NAME(measure_share)(share, 0, some, sums);
+        for (size_t i = 0; i < columns; i++) share->sums[i] += second[i];
+    }
+    free(some);
+    free(second);
+}
+
+/* For one row of each of `runs` runs: the first moment where it is still to be updated, then the
+ * parameter. */
+ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t run, const int runs,
+                                          const int moment, const int stochastic,
+                                          const WIDE *restrict step_size) {
+    const int64_t columns = u->columns;
+    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor, decay = (WIDE)u->decay;
+    const T *g[4];
+    T *m[4], *p[4];
+    uint32_t key[4];
+    for (int r = 0; r < runs; r++) {
+        const int64_t at = row + r * run;
+        g[r] = moment ? (const T *)u->grad + at * u->grad_stride : NULL;
+        m[r] = (T *)u->exp_avg + at * u->exp_avg_stride;
+        p[r] = (T *)u->param + at * u->param_stride;
+        key[r] = stochastic ? mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key) : 0;
+    }
+    for (int64_t start = 0; start < columns; start += BLOCK) {
+        const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
+        if (runs == 4)
+            for (int64_t i = start; i < stop; i += LINE)
+                for (int r = 0; r < runs; r++) {
+                    if (moment) __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
+                    __builtin_prefetch((const char *)(m[r] + i) + AHEAD);
+                    __builtin_prefetch((const char *)(p[r] + i) + AHEAD);
+                }
+        NO_ALIASES
+        for (int64_t i = start; i < stop; i++)
+            for (int r = 0; r < runs; r++) {
+                if (moment) {
+                    const WIDE old = LOAD(m[r][i]);
+                    m[r][i] = STORE(old + weight * (factor * LOAD(g[r][i]) - old));
+                }
+                const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * LOAD(m[r][i]);
+                p[r][i] = stochastic ? STORE_STOCHASTICALLY(
+                                           value, mix(key[r] ^ (u->noise_column + (uint32_t)i)))
+                                     : STORE(value);
+            }
+    }
+    (void)key;
+}
+
+ALWAYS_INLINE static void NAME(apply_runs)(Share *share, const int runs, const int moment,
+                                           const int stochastic) {
+    const Update *u = share->update;
+    const int64_t run = (share->last - share->first) / runs;
+    for (int64_t row = share->first; row < share->first + run; row++)
+        NAME(apply_row)(u, row, run, runs, moment, stochastic, share->step_size);
+    for (int64_t row = share->first + runs * run; row < share->last; row++)
+        NAME(apply_row)(u, row, 0, 1, moment, stochastic, share->step_size);
+}
+
+ALWAYS_INLINE static void NAME(apply_share)(Share *share, const int moment, const int stochastic) {
+    if (coupled_adam_streams == 4)
+        NAME(apply_runs)(share, 4, moment, stochastic);
+    else
+        NAME(apply_runs)(share, 2, moment, stochastic);
+}
+
+FOR_EACH_CPU static void NAME(apply)(Share *share) {
+    const Update *u = share->update;
+    if (HAS_STOCHASTIC && u->stochastic) {
+        if (u->update_moment) /* measure has updated it */
+            NAME(apply_share)(share, 0, HAS_STOCHASTIC);
+        else
+            NAME(apply_share)(share, 1, HAS_STOCHASTIC);
+    } else if (u->update_moment) {
+        NAME(apply_share)(share, 0, 0);
+    } else {
+        NAME(apply_share)(share, 1, 0);
+    }
+}
+
+/* nu and its maximum, then the step size of each column: the arithmetic with vectors [H]. */
+static void NAME(step_sizes)(const Update *u, void *step_sizes) {
+    WIDE *step_size = step_sizes, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
+    for (int64_t i = 0; i < u->columns; i++) {
+        /* Where clipping leaves nothing of the gradient, nothing is left of an overflow either. */
+        const double share = u->share == 0 ? 0 : u->share * u->sums[i];
+        nu[i] = (WIDE)(u->beta2 * nu[i] + share);
+        WIDE highest = nu[i];
+        if (maximum != NULL) { /* as torch.maximum: NaN stays */
+            if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
+            maximum[i] = highest;
+        }
+        step_size[i] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
+    }
+}
+
+#undef LINE
+#undef T
+#undef WIDE
+#undef LOAD
+#undef STORE
+#undef STORE_STOCHASTICALLY
+#undef HAS_STOCHASTIC
+#undef NAME

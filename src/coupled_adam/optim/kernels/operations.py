@@ -1,0 +1,95 @@
+"""The two passes with torch's operations, on any device, without a temporary of the matrix's size.
+
+On a CPU they go block by block: what one operation reads is in the cache for the next, and memory is
+passed over twice, which is the least possible. On other devices a block is the whole matrix.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from coupled_adam.optim.reference import step_size
+from coupled_adam.optim.rounding import round_
+from coupled_adam.optim.update import Update
+
+skips = False
+
+_BLOCK_BYTES = 2**21  # of each tensor and for each thread: three of them share a core's cache
+_SUM_ROWS = 4096  # are summed one after the other; the rounding of float32 is then about 5e-7
+
+
+def measure(update: Update, update_moment: bool) -> None:
+    """The sums, and the first moment where it lies as the gradient does."""
+    grad, exp_avg = update.grad, update.exp_avg
+    dtype = update.exp_avg_sq.dtype
+    if not grad.numel():
+        update.sums = torch.zeros_like(update.exp_avg_sq)
+        return
+    if not grad.is_cpu or _is_transposed(grad):
+        update.sums = torch.linalg.vector_norm(grad, dim=0, dtype=dtype).square()
+        return
+    update.moment_updated = update_moment and not _is_transposed(exp_avg)
+    sums = []
+    for part in _blocks(grad, _SUM_ROWS):
+        if update.moment_updated:
+            exp_avg[part].lerp_(grad[part].to(exp_avg.dtype), 1 - update.betas[0])
+        sums.append(_sum_of_squares(grad[part], dtype))
+    update.sums = functools.reduce(Tensor.add_, sums)
+
+
+def apply(update: Update) -> None:
+    """m <- m + (1 - beta1) (factor g - m), then e <- decay e - rate m, block by block."""
+    rates = step_size(update)
+    decay, factor, weight = update.decay, update.factor, 1 - update.betas[0]
+    scaled = isinstance(factor, Tensor) or factor != 1
+    for part in _blocks(update.param):
+        p, g, m = update.param[part], update.grad[part], update.exp_avg[part]
+        if not update.moment_updated:
+            g = g.to(rates.dtype) * factor if scaled else g
+            m.lerp_(g.to(m.dtype), weight)
+        if update.noise is not None:
+            values = (decay * p.to(rates.dtype)).addcmul_(m.to(rates.dtype), rates, value=-1)
+            round_(p, values, update.noise._replace(row=update.noise.row + part.start))
+            continue
+        if isinstance(decay, Tensor) or decay != 1:
+            p.mul_(decay)
+        p.addcmul_(m, rates, value=-1)
+
+
+def _blocks(matrix: Tensor, most: int | None = None) -> Iterator[slice]:
+    """Slices of rows that fit into the caches; all rows where nothing is gained by that."""
+    rows = len(matrix)
+    if matrix.is_cpu and not _is_transposed(matrix):
+        row = max(1, matrix.element_size() * matrix.shape[1])
+        rows = max(1, _BLOCK_BYTES * torch.get_num_threads() // row)
+    rows = min(rows, most or rows)
+    for start in range(0, len(matrix), max(1, rows)):
+        yield slice(start, start + rows)
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    """Whether the columns of [rows, columns] are contiguous in memory, and not the rows."""
+    return matrix.stride(0) == 1 and matrix.stride(1) != 1
+
+
+def _sum_of_squares(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """Over the rows. Of torch's operations that sum over rows, one is as fast as memory.
+
+    It is layer norm's gradient of its weight, sum_i dy_i (x_i - mean) rstd: dy = x, mean 0, rstd 1.
+    """
+    block = block.to(dtype).contiguous()
+    rows, columns = block.shape
+    zeros, ones = torch.zeros(rows, 1, dtype=dtype), torch.ones(rows, 1, dtype=dtype)
+    result: Tensor = torch.ops.aten.native_layer_norm_backward(
+        block,
+        block,
+        [columns],
+        zeros,
+        ones,
+        torch.ones(columns, dtype=dtype),
+        None,
+        output_mask=[False, True, False],
+    )[1]
+    return result

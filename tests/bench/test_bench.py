@@ -1,0 +1,318 @@
+"""The bench: what it counts is right, and it says what it refuses before it starts."""
+
+import gc
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imread
+from torch import nn
+
+import coupled_adam.bench
+from coupled_adam import CoupledAdamW
+from coupled_adam.bench import (
+    BASELINE,
+    GROWTH,
+    Candidate,
+    Case,
+    Machine,
+    Timed,
+    bench,
+    bench_table,
+    growth_picture,
+    machine,
+    optimizers_here,
+)
+from coupled_adam.bench.optimizers import AveragedAdamW, candidate, make_step
+from coupled_adam.bench.timing import Quartiles, sample_in_turn, step_sampler
+from coupled_adam.bench.training import TrainingSpeed, training_speed
+from coupled_adam.cli import main
+from coupled_adam.lab.recipe import load_recipe, override
+
+STEADY = [(2.0, 1.0, 1.0), (3.0, 1.0, 1.0), (8.0, 2.0, 2.0)]
+
+
+def test_the_averaged_optimizer_is_coupled_adam():
+    """What ours is timed against computes the same."""
+    torch.manual_seed(0)
+    start = torch.randn(7, 3, dtype=torch.float64)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizers = [CoupledAdamW([ours], lr=1e-2, coupled=True), AveragedAdamW([theirs], lr=1e-2)]
+    for _ in range(5):
+        ours.grad = theirs.grad = torch.randn_like(start)
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_memory():
+    """States are as large as is promised; so is what a step holds beside them."""
+    rows, columns = 8192, 256
+    matrix = 4 * rows * columns
+    names = ["CoupledAdamW", "AdamW foreach", "AdamW averaged"]
+    ours, foreach, average = bench([Case(rows, columns)], names, seconds=0.01)
+    assert ours.state_bytes == matrix + 4 * columns + 4
+    assert ours.extra_bytes < 0.01 * matrix
+    assert foreach.state_bytes == 2 * matrix + 4
+    assert foreach.extra_bytes >= matrix
+    assert average.state_bytes == 2 * matrix
+    assert average.extra_bytes >= matrix
+    assert all(len(timed.samples) >= 6 for timed in (ours, foreach, average))
+    assert ours.moved_bytes == 6 * matrix
+    assert foreach.moved_bytes is None
+
+
+def test_clipping_is_part_of_the_step():
+    """Ours clips in its step; for others it is done before the step."""
+    moments = []
+    for name in ("CoupledAdamW", "AdamW", BASELINE):
+        embedding, other = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3))
+        embedding.grad, other.grad = torch.full((4, 2), 6.0), torch.full((3,), 8.0)
+        optimizer, step = make_step(name, embedding, [other], clip=True)
+        step()
+        moments.append(optimizer.state[other]["exp_avg"])
+    norm = (8 * 6.0**2 + 3 * 8.0**2) ** 0.5
+    for moment in moments:
+        torch.testing.assert_close(moment, torch.full((3,), 0.1 * 8 / norm))
+
+
+@pytest.mark.parametrize("case", [Case(64, 8, others=2), Case(64, 8, clip=True)])
+def test_moved_bytes_are_unknown_of_more_than_the_matrix(case):
+    assert candidate(BASELINE).moved_bytes(case) is None
+    assert candidate(BASELINE).moved_bytes(Case(64, 8)) == 7 * 64 * 8 * 4
+    assert candidate("CoupledAdamW fused").moved_bytes(Case(64, 8, "bfloat16")) == 6 * 64 * 8 * 2
+
+
+def test_ratio_and_bandwidth():
+    case = Case(1000, 10)
+    timed = Timed(case, "CoupledAdamW", STEADY, 0, 0, moved_bytes=6 * case.matrix_bytes)
+    assert timed.seconds == 3.0
+    assert timed.baseline_seconds == 1.0
+    assert timed.ratio == (2.0, 3.0, 4.0)
+    # Three times what a copy moves, in three times its time.
+    assert timed.bandwidth == pytest.approx(1.0)
+
+
+def test_noise_is_said_in_words():
+    """Whatever the ratio is: the quartiles' distance counts relative to the median."""
+    assert not Quartiles(0.95, 1.0, 1.14).noisy
+    assert Quartiles(0.95, 1.0, 1.16).noisy
+    assert not Quartiles(7.0, 8.0, 8.5).noisy
+    quiet = [(1.0 + 0.001 * i, 1.0, 1.0) for i in range(9)]
+    shown = []
+    for samples in (quiet, STEADY):
+        timed = Timed(Case(10, 4), "AdamW", samples, 0, None, None)
+        column = bench_table([timed]).columns[4]
+        shown.append((next(iter(column.cells)), timed.to_dict()["noisy"]))
+    assert shown == [("(1.00–1.01)", False), ("(2.00–4.00) too noisy to tell", True)]
+    speed = TrainingSpeed("tiny", 1, 1, [(a, b) for a, b, _ in STEADY])
+    assert speed.summary.endswith("too noisy to tell")
+    assert speed.to_dict()["noisy"]
+
+
+def test_json_and_back():
+    samples = [(1.23456789e-4, 1e-3, 5e-6), (2e-4, 1e-3, 6e-6)]
+    timed = Timed(Case(10, 4, "bfloat16", 2, True), "AdamW", samples, 8, None, 3)
+    read = Timed.from_dict(json.loads(json.dumps(timed.to_dict())))
+    assert read.case == timed.case
+    assert read.samples == [(1.23457e-4, 1e-3, 5e-6), (2e-4, 1e-3, 6e-6)]
+    assert (read.optimizer, read.state_bytes, read.extra_bytes, read.moved_bytes) == (
+        "AdamW",
+        8,
+        None,
+        3,
+    )
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_samples_are_taken_in_turn(collects):
+    """The first two of a round change places, the collector is off and then as before."""
+    calls = []
+
+    def sampler(name):
+        def sample():
+            assert not gc.isenabled()
+            calls.append(name)
+            return float(len(calls))
+
+        return sample
+
+    before = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        rounds = sample_in_turn([sampler(name) for name in "ABC"], least=4, most=10, seconds=0)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert "".join(calls) == "ABCBACABCBAC"
+    assert rounds[:2] == [(1.0, 2.0, 3.0), (5.0, 4.0, 6.0)]
+
+
+def test_rounds_end_with_a_whole_pair_of_orders():
+    """However early the time is over; and never later than the most that are asked for."""
+
+    def sample(least, most, seconds):
+        return len(
+            sample_in_turn([lambda: 1.0, lambda: 1.0], least=least, most=most, seconds=seconds)
+        )
+
+    assert sample(1, 9, 0) == 2
+    assert sample(6, 100, 0) == 6
+    assert sample(3, 3, 1e9) == 3
+
+
+def test_the_collector_is_on_again_after_an_error():
+    def fail():
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        sample_in_turn([fail, fail], least=1, most=1)
+    assert gc.isenabled()
+
+
+def test_a_sample_is_the_mean_of_many_short_steps(monkeypatch):
+    """On a clock that advances with each step by a hundredth of what a sample should take."""
+    clock = itertools.count()
+    seconds = 0.0
+
+    def step():
+        nonlocal seconds
+        next(clock)
+        seconds += 5e-5
+
+    monkeypatch.setattr("time.perf_counter", lambda: seconds)
+    sample = step_sampler(step, "cpu")
+    before = next(clock)
+    assert sample() == pytest.approx(5e-5)
+    assert next(clock) - before - 1 == pytest.approx(100, abs=1)
+
+
+def test_command_prints_json_alone(tmp_path):
+    """As a user runs it: torch's profiler writes through C++, which only a real process shows."""
+    picture = tmp_path / "bench.png"
+    command = [sys.executable, "-m", "coupled_adam.cli", "bench", "--shapes", "64x8", "128x4"]
+    options = ["--seconds", "0.01", "--picture", str(picture), "--json"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["environment"]["packages"]["torch"] == torch.__version__
+    assert found["machine"]["threads"] == torch.get_num_threads()
+    names = [(r["case"]["rows"], r["optimizer"]) for r in found["results"]]
+    assert names == list(itertools.product((64, 128), optimizers_here()))
+    assert all(len(r["samples"]) >= 6 for r in found["results"])
+    averaged = found["results"][4]
+    assert averaged["extra_bytes"] >= 64 * 8 * 4
+    assert imread(picture).shape[2] == 4
+
+
+def test_command_prints_a_table(capsys, monkeypatch):
+    def measured(cases, names, *, device, seconds):
+        assert (device, seconds) == ("cpu", 0.5)
+        return (Timed(case, name, STEADY, 0, 0, None) for case in cases for name in names)
+
+    monkeypatch.setattr(coupled_adam.bench, "bench", measured)
+    command = ["bench", "--shapes", "64x8", "--seconds", "0.5", "--dtype", "bfloat16"]
+    assert main([*command, "--optimizers", "CoupledAdamW", "--clip", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Kernels of Coupled Adam: C ")
+    (row,) = [line for line in lines if "64 × 8 bfloat16, clip  CoupledAdamW" in line]
+    assert "(2.00–4.00) too noisy to tell" in row
+
+
+@pytest.mark.parametrize(("load", "busy"), [(1.9, False), (2.1, True), (None, False)])
+def test_a_busy_machine_is_named(load, busy):
+    found = Machine("cpu", "AVX2", threads=2, load=load, kernels={"C": "available"})
+    assert found.to_dict()["busy"] is busy
+    assert found.notes[0] == "Kernels of Coupled Adam: C available."
+    assert ("load average 2.1, 2 threads" in " ".join(found.notes)) is busy
+
+
+def test_kernels_that_are_missing_are_named(monkeypatch):
+    monkeypatch.setattr(machine.native, "_library", lambda: None)
+    kernels = machine.describe_machine("cpu").kernels
+    assert "without a C compiler" in kernels["C"]
+    if not torch.cuda.is_available():
+        assert kernels["Triton"].startswith("not used (")
+
+
+def test_growth_picture():
+    cases = itertools.chain(*GROWTH.values())
+    samples = [(1.0, 2.0, 1.0)] * 5
+    results = [
+        Timed(case, name, samples, 0, 0, None)
+        for case in cases
+        for name in ("CoupledAdamW", "AdamW foreach")
+    ]
+    above, below = growth_picture(results).axes[0], growth_picture(results).axes[3]
+    assert [len(line.get_xdata()) for line in above.get_lines()] == [10, 10, 10]
+    assert above.get_lines()[1].get_label() == BASELINE
+    assert set(below.get_lines()[0].get_ydata()) == {0.5}
+
+
+def test_a_variant_is_one_more_entry(monkeypatch):
+    """Of the dictionary of optimizers: it is then timed by its name."""
+    made = []
+
+    def make(embedding, others, clip):
+        made.append(clip)
+        return torch.optim.SGD([embedding, *others], lr=1e-4)
+
+    here = {"SGD": Candidate(make, matrices_moved=3)}
+    monkeypatch.setattr(coupled_adam.bench.optimizers, "optimizers_here", lambda: here)
+    optimizer, step = make_step("SGD", *Case(4, 2).parameters("cpu"), clip=False)
+    step()
+    assert type(optimizer) is torch.optim.SGD
+    assert made == [None]
+    assert candidate("SGD").moved_bytes(Case(4, 2)) == 3 * 4 * 2 * 4
+
+
+def test_the_room_is_not_part_of_the_laboratory():
+    """Nor does it import what draws and prints before that is wanted."""
+    lines = [
+        "import sys, coupled_adam.bench",
+        "found = {name.split('.')[0] for name in sys.modules}",
+        "print(sorted(found & {'matplotlib', 'rich', 'transformers', 'lightning'}))",
+        "print([name for name in sys.modules if name.startswith('coupled_adam.lab')])",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["[]", "[]"]
+    room = Path(coupled_adam.bench.__file__).parent
+    users = {p.name for p in room.glob("*.py") if "coupled_adam.lab" in p.read_text()}
+    assert users == {"training.py"}
+
+
+@pytest.mark.slow
+def test_training_speed(capsys):
+    recipe = override(load_recipe("tiny"), {"training.batch_size": 2, "model.n_layer": 1})
+    speed = training_speed(recipe, steps=3)
+    ours, theirs = speed.tokens_per_second
+    assert ours > 0 < theirs
+    assert speed.tokens == 2 * recipe.training.sequence_length
+    assert len(speed.samples) == 3
+    command = ["bench", "--recipe", "tiny", "--steps", "2", "training.batch_size=2"]
+    assert main([*command, "model.n_layer=1"]) == 0
+    assert "tokens/s with CoupledAdamW" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shapes", "12y3"], "--shapes 12y3: write the number of tokens, x and"),
+        (["--shapes", "999999999x99999"], "leave it out of --shapes"),
+        (["--picture", "bench.jpgg"], "end its name with .png"),
+        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; there are CoupledAdamW"),
+        (["--growth", "--clip"], "--growth has its own shapes"),
+        (["--recipe", "tiny", "--growth"], "leave out --growth"),
+        (["--recipe", "tiny", "--steps", "1"], "--steps 1: quartiles need 2 steps at least"),
+        (["model.n_layer=2"], "name one with --recipe"),
+    ],
+)
+def test_refused(arguments, message, capsys):
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""The tables of docs/speed.md are those of the committed results."""
+
+import pytest
+from benchmarks import speed_table
+
+from coupled_adam.bench import Case, Machine, Timed
+
+
+def results(*timed, processor="Sparc", load=0.1, gpus=(), device="cpu"):
+    """As the command writes them."""
+    return {
+        "environment": {
+            "processor": processor,
+            "threads": 2,
+            "gpus": list(gpus),
+            "packages": {"torch": "2.13.0+cpu"},
+        },
+        "machine": Machine(device, "VIS", 2, load, {}).to_dict(),
+        "results": [one.to_dict() for one in timed],
+    }
+
+
+def timed(case, optimizer, *ratios):
+    return Timed(case, optimizer, [(r, 1.0, 1.0) for r in ratios], 0, 0, None)
+
+
+STEADY, NOISY = (0.9, 0.9, 0.9), (0.5, 1.0, 1.5)
+
+
+def test_the_page_holds_what_the_script_makes():
+    page = speed_table.PAGE.read_text()
+    committed = speed_table.committed()
+    assert committed
+    assert speed_table.page_with(speed_table.tables(committed), page) == page
+
+
+def test_a_table_for_each_processor():
+    files = {
+        "sparc-clip.json": results(timed(Case(64, 8, clip=True), "CoupledAdamW", *STEADY)),
+        "sparc.json": results(
+            timed(Case(64, 8), "CoupledAdamW", *STEADY), timed(Case(64, 8), "AdamW", *NOISY)
+        ),
+        "alpha.json": results(timed(Case(1024, 8), "AdamW", *STEADY), processor="Alpha", load=7.0),
+    }
+    alpha, sparc = speed_table.tables(files).split("\n\n### ")
+    assert alpha.startswith("### Alpha, VIS, 2 threads, torch 2.13.0\n")
+    assert "busy when alpha.json was measured: its load average was 7.0, with 2 threads" in alpha
+    assert "busy" not in sparc
+    assert sparc.splitlines()[2:6] == [
+        "| V × H | CoupledAdamW | AdamW |",
+        "| ---: | ---: | ---: |",
+        "| 64 × 8 | 0.90 (0.90–0.90) | 1.00 (0.50–1.50), too noisy to tell |",
+        "| 64 × 8, clip | 0.90 (0.90–0.90) |  |",
+    ]
+    assert "[sparc.json](../benchmarks/results/bench/sparc.json),\n[sparc-clip.json]" in sparc
+
+
+def test_a_gpu_is_named_where_it_was_timed():
+    one = timed(Case(64, 8), "AdamW", *STEADY)
+    assert speed_table.heading(results(one, gpus=["H1"], device="H1")).startswith("H1, Sparc")
+    assert speed_table.heading(results(one, gpus=["H1"])).startswith("Sparc")
+
+
+def test_twice_the_same_is_refused():
+    one = results(timed(Case(64, 8), "AdamW", *STEADY))
+    with pytest.raises(SystemExit, match="same optimizer in the same case"):
+        speed_table.tables({"a.json": one, "b.json": one})

@@ -24,14 +24,14 @@ settings.load_profile("quick")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
+def corpus_cache(tmp_path_factory):
     """Corpora are prepared once for all tests, and not in the user's cache."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COUPLED_ADAM_CACHE", str(folder / "cache"))
-        yield folder / "cache"
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,8 @@
 """Real processes of Python that need not import anything: forks of one that has.
 
 A test starts a command line, as with subprocess, where it is not about how Python starts. The child
-has its own process group, environment, folder, standard streams, signals and exit code.
+has its own process group, environment, folder, standard streams, signals and exit code. What
+libraries read from the environment on import, as OMP_NUM_THREADS, is that of the server.
 """
 
 import atexit

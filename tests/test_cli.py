@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,18 @@ def run(*arguments, start=Process, **options):
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def fresh(command, env, cwd):
+    """A process that imports by itself, and has two threads for the longest test."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        command, env={**env, "OMP_NUM_THREADS": "2"}, cwd=cwd, text=True, **pipes
+    )
+
+
 def snapshot(folder: Path):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.slow
 def test_compare(small_recipe, text_file, tmp_path):
     """Two seeds on a user's text: folder, table, pictures; then --resume adds a seed."""
     out = tmp_path / "new" / "out"
@@ -150,7 +156,6 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
 def test_error_in_a_process(small_recipe, tmp_path):
     """The same from outside: nothing but the line on standard error, not even from libraries."""
     arguments = ("--recipe", small_recipe, "--text", tmp_path / "missing.txt")
-    fresh = partial(subprocess.Popen, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     result = run("compare", *arguments, start=fresh, cwd=tmp_path)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
@@ -203,7 +208,7 @@ assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
 @pytest.mark.slow
 def test_the_main_job_shows_the_effect(tmp_path):
     """`coupled-adam compare` without arguments, as the README claims it."""
-    result = run("compare", cwd=tmp_path)
+    result = run("compare", start=fresh, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "runs" / "tiny" / "report" / "results.json").read_text())
     standard, coupled = results

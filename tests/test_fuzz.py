@@ -547,6 +547,7 @@ def test_run_folders(folder, runs, data):
                 assert np.isfinite(array).all()
 
 
+@pytest.mark.pixels
 @fuzz(st.data(), share=0.014)
 def test_reports(folder, runs, data):
     """Of all that can be read: the whole report can be made."""

@@ -155,7 +155,6 @@ def sharded():
         assert bool(found) == (dist.get_rank() == 0)
 
 
-@pytest.mark.slow
 def test_sharded():
     run_on_ranks(2, __file__, ["sharded"])
 

@@ -140,6 +140,7 @@ def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
         assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
 
 
+@pytest.mark.pixels
 def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     """In the terminal, in CSV, and in a page that escapes the names it is given."""
     odd = tmp_path / "<b>odd"
@@ -169,6 +170,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert "30 x 4" in shown
 
 
+@pytest.mark.pixels
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):

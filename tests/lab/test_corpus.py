@@ -90,7 +90,6 @@ def test_token_files(recipe, text_file, tmp_path):
     assert corpus.folder.parent == tmp_path
 
 
-@pytest.mark.slow
 def test_packing_is_a_round_trip(recipe, tmp_path_factory):
     """Any documents come back as they were, with odd characters and what looks like a token."""
     folder = tmp_path_factory.mktemp("round-trip")
@@ -291,7 +290,6 @@ def test_only_our_leftovers_are_removed(recipe, tmp_path):
     assert not ours.exists()
 
 
-@pytest.mark.slow
 def test_two_processes_at_once(process, recipe, tmp_path):
     """One makes the corpus, and the other, which comes while it does, waits and takes it."""
     first = process("waited")
@@ -306,7 +304,6 @@ def test_two_processes_at_once(process, recipe, tmp_path):
     assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
 
 
-@pytest.mark.slow
 def test_kill_in_the_middle(process, recipe, tmp_path):
     """What a killed process leaves is no corpus, and the next one clears it away."""
     cache = tmp_path / "cache"
@@ -324,7 +321,6 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
     assert prepare_corpus(recipe, cache).facts["tokens"] == corpus.facts["tokens"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])
 def test_full_disk(process, recipe, tmp_path, room):
     """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""

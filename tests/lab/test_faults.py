@@ -201,7 +201,6 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
 # --- several processes want the same ---
 
 
-@pytest.mark.slow
 def test_two_runs_of_one_folder(lab):
     """The second refuses while the first is there, and may when that has been killed."""
     (first,) = lab.start("cut", *ARM, *SHORT)
@@ -230,7 +229,6 @@ def test_two_comparisons_in_one_folder(finished, tmp_path):
 # --- processes that end ---
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "checkpoints"),
     [
@@ -250,7 +248,6 @@ def test_killed_while_it_writes(lab, fault, checkpoints):
     lab.assert_equal("cut", *ARM, *SHORT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [(signal.SIGTERM, 75, "stopped by SIGTERM after step"), (signal.SIGINT, 130, "interrupted")],
@@ -275,7 +272,6 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
     lab.assert_equal("cut", *ARM, *LONG)
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies(lab):
     """The other ends with an error, though nobody stops it; the run goes on with one process."""
     processes = lab.srun("cut", *ARM, *EXACT, fault="death 24")
@@ -287,7 +283,6 @@ def test_a_rank_that_dies(lab):
     close(lab.reference(*ARM, *EXACT)[0], lab.weights("cut"), 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_not_finite_on_one_rank(lab, strategy):
     """All end at the same step with the same error, and nobody waits for another."""
@@ -300,7 +295,6 @@ def test_not_finite_on_one_rank(lab, strategy):
     assert not (lab.folder / "run" / "model").exists()
 
 
-@pytest.mark.slow
 def test_killed_while_it_makes_a_report(lab):
     """The report that was there is as it was; and can be made anew."""
     lab.run("run", *ARM)

@@ -79,6 +79,7 @@ def printed(table):
     return console.file.getvalue()
 
 
+@pytest.mark.pixels
 def test_report(comparison):
     """Table, statistics and files of a comparison of two arms."""
     table = printed(report([comparison], comparison / "report"))
@@ -234,6 +235,7 @@ def test_models_may_be_gone(comparison):
     assert (comparison / "report" / "overview.png").exists()
 
 
+@pytest.mark.pixels
 def test_several_recipes_and_sweeps(tmp_path, recipe):
     arms = {
         **recipe.arms,
@@ -305,6 +307,7 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.pixels
 def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     run = make_run(tmp_path, recipe, "adamw", 1, 3.0)
     environment = {"command": ["<script>alert(1)</script>"], "git_commit": "<b>"}
@@ -321,6 +324,7 @@ def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
 
 
+@pytest.mark.pixels
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 def test_page_in_a_browser(comparison, tmp_path):

@@ -308,7 +308,6 @@ CASES = (
 )
 
 
-@pytest.mark.slow
 def test_checkpoints(tmp_path):
     """Between 1, 2, 3, 4 and 2 x 2 ranks and DDP; then into this process, which is no rank."""
     run_on_ranks(RANKS, __file__, [case.__name__ for case in CASES], tmp_path)

@@ -321,7 +321,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 def test_parallelism():
     """Of five rows the ranks have two, two, one and none; over tensor parallelism 2, 1, 1, 1."""
     run_on_ranks(RANKS, __file__, CASES)

@@ -171,8 +171,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_sharded(ranks):
     """Heights 4 and 3 on two ranks; 2, 2, 2 and 1 on four; columns 2, 2, 2 and none on four.
 

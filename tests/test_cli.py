@@ -1,8 +1,10 @@
 """The command as a user runs it: real processes, real folders."""
 
+import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from coupled_adam import cli
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze
 from coupled_adam.lab.recipe import load_recipe
@@ -177,6 +180,17 @@ def test_help_and_version():
     assert result.returncode == 0
     for option in ("--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"):
         assert option in result.stdout
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_options_are_the_arguments(name):
+    """Each argument has a field, and none is explained by what only Python calls it."""
+    parser = cli._command_parser(name)
+    arguments = {action.dest for action in parser._actions} - {"help"}
+    assert {field.name for field in dataclasses.fields(cli._COMMANDS[name].Options)} == arguments
+    shown = parser.format_help()
+    assert not re.search(r"type: |null|None|Literal", shown), shown
+    assert all(action.help for action in parser._actions)
 
 
 def test_recipes(capsys):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.table import Table
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import sole_writer, write_atomically
@@ -37,7 +38,7 @@ def stored_recipe(out: Path) -> Recipe | None:
 
 def compare(
     recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
-) -> Any:
+) -> Table | None:
     """Train and evaluate all runs into ``out``, and write its report.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.

@@ -5,12 +5,14 @@ This module needs torch only; :mod:`coupled_adam.embeddings` measures embedding 
 ``coupled-adam`` command runs comparisons.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
-    from coupled_adam.optim.param_groups import embedding_parameters, param_groups
+    from coupled_adam.optim.param_groups import param_groups
     from coupled_adam.optim.state import to_adam_state_dict
+    from coupled_adam.optim.token_embeddings import embedding_parameters
 
 __version__ = "0.1.0"
 
@@ -23,14 +25,21 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "CoupledAdam": "coupled_adam",
+    "CoupledAdamW": "coupled_adam",
+    "embedding_parameters": "token_embeddings",
+    "param_groups": "param_groups",
+    "to_adam_state_dict": "state",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import the optimizer when it is asked for: the command's help need not wait for torch."""
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from coupled_adam.optim import coupled_adam, param_groups, state
-
-    home = next(m for m in (coupled_adam, param_groups, state) if hasattr(m, name))
-    globals()[name] = value = getattr(home, name)
+    module = importlib.import_module(f"coupled_adam.optim.{_MODULES[name]}")
+    globals()[name] = value = getattr(module, name)
     return value
 
 

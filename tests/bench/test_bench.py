@@ -232,7 +232,7 @@ def test_a_busy_machine_is_named(load, busy):
 
 
 def test_kernels_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr(machine.native, "_library", lambda: None)
+    monkeypatch.setattr(machine.native, "library", lambda: None)
     kernels = machine.describe_machine("cpu").kernels
     assert "without a C compiler" in kernels["C"]
     if not torch.cuda.is_available():

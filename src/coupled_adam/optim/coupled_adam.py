@@ -256,6 +256,7 @@ class CoupledAdam(torch.optim.Adam):
         if penalized := [update for update in coupled if update.has_penalty]:
             for update in penalized:
                 update.add_penalty(factor)
+                update.kernel = kernels.choose(update)  # for this gradient
                 update.measure(update_moment=found_inf is None)
             sharded.all_reduce(penalized)
         for update in coupled:
@@ -358,15 +359,19 @@ class CoupledAdam(torch.optim.Adam):
             moments.update(found)
             return adapted
 
-        def widen(_: torch.optim.Optimizer) -> None:
-            # torch has cast every state to its parameter's dtype, which cuts [H] moments to bf16.
+        def restore(_: torch.optim.Optimizer) -> None:
             for p, found in moments.items():
+                # torch has cast every state to its parameter's dtype, which cuts [H] moments to
+                # bf16, and keeps the memory layout that the first moment was saved in.
                 self.state[p].update(found)
+                exp_avg = self.state[p]["exp_avg"]
+                if exp_avg.stride() != p.stride():
+                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
 
         # The last pre-hook and the first post-hook: the user's own see what torch would show them.
         hooks = (
             self.register_load_state_dict_pre_hook(adapt),
-            self.register_load_state_dict_post_hook(widen, prepend=True),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)

@@ -16,7 +16,7 @@ from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.models import count_parameters, output_embeddings
-from coupled_adam.lab.reporting.figures import fit_proportional
+from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.text.tokenizers import load_tokenizer
 

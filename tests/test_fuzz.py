@@ -3,6 +3,7 @@
 Each reads, or raises its documented error with the name of the file in one line: no other
 exception, no endless loop, no memory for what a file only promises, no file elsewhere.
 
+``make test`` tries some of each kind, ``make test-slow`` ten times as many.
 ``COUPLED_ADAM_FUZZ_EXAMPLES=20000 pytest tests/test_fuzz.py -k recipes`` tries for long, and
 ``--hypothesis-seed=N`` tries others.
 """
@@ -33,8 +34,9 @@ from safetensors.torch import save, save_file
 
 import coupled_adam
 from coupled_adam.embeddings import load_embeddings, read_word_similarity
-from coupled_adam.embeddings.analysis import Source, analyses_csv, analyses_json, analyze_model
+from coupled_adam.embeddings.analysis import Source, analyze_model
 from coupled_adam.embeddings.similarity import _FORMATS
+from coupled_adam.embeddings.tables import analyses_csv, analyses_json
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import (
@@ -51,13 +53,14 @@ from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import Tokens, find_token_files
 from lab.test_reporting import make_run
 
-EXAMPLES = int(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", "150"))
+EXAMPLES = 0.15 * settings.default.max_examples
+EXAMPLES = float(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", EXAMPLES))
 HEADROOM = 2**31  # bytes of memory that a reader may take, besides what the process has
 SECONDS = 60  # for one input
 SECRET = "secret-of-another"  # a folder that no reader is given
 SMALL = load_recipe("tiny")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.fuzz
 
 
 def fuzz(*strategies, share=1.0):
@@ -544,6 +547,7 @@ def test_run_folders(folder, runs, data):
                 assert np.isfinite(array).all()
 
 
+@pytest.mark.pixels
 @fuzz(st.data(), share=0.014)
 def test_reports(folder, runs, data):
     """Of all that can be read: the whole report can be made."""

@@ -5,9 +5,12 @@ This module needs torch only; :mod:`coupled_adam.embeddings` measures embedding 
 ``coupled-adam`` command runs comparisons.
 """
 
-from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim.param_groups import embedding_parameters, param_groups
-from coupled_adam.optim.state import to_adam_state_dict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
+    from coupled_adam.optim.param_groups import embedding_parameters, param_groups
+    from coupled_adam.optim.state import to_adam_state_dict
 
 __version__ = "0.1.0"
 
@@ -18,3 +21,18 @@ __all__ = [
     "param_groups",
     "to_adam_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the optimizer when it is asked for: the command's help need not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from coupled_adam.optim import coupled_adam, param_groups, state
+
+    home = next(m for m in (coupled_adam, param_groups, state) if hasattr(m, name))
+    globals()[name] = value = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

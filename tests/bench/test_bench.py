@@ -306,7 +306,7 @@ def test_training_speed(capsys):
         (["--shapes", "12y3"], "--shapes 12y3: write the number of tokens, x and"),
         (["--shapes", "999999999x99999"], "leave it out of --shapes"),
         (["--picture", "bench.jpgg"], "end its name with .png"),
-        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; there are CoupledAdamW"),
+        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; available: CoupledAdamW"),
         (["--growth", "--clip"], "--growth has its own shapes"),
         (["--recipe", "tiny", "--growth"], "leave out --growth"),
         (["--recipe", "tiny", "--steps", "1"], "--steps 1: quartiles need 2 steps at least"),

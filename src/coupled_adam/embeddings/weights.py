@@ -315,8 +315,13 @@ class _IndexUnpickler(pickle._Unpickler):
             *(
                 ("torch.distributed.checkpoint.metadata", name)
                 for name in (
-                    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-                    *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "BytesStorageMetadata",
                     "_MEM_FORMAT_ENCODING",
                 )
             ),

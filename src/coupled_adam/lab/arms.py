@@ -2,21 +2,20 @@
 
 In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
 a small class whose fields are its options in a recipe; to add one, write the class and add it to
-:data:`OPTIMIZERS`.
+:data:`OPTIMIZERS`. torch is imported only when an optimizer is made: recipes are checked and listed
+without it.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.optim.sgd import sgd
-
-from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.lab.sections import Training
-from coupled_adam.optim.param_groups import Couple
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 class Arm(Protocol):
@@ -26,12 +25,12 @@ class Arm(Protocol):
     def label(self) -> str:
         """Its name in tables and figures."""
 
-    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Its optimizer, for the trainable parameters of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamW:
+class AdamWArm:
     """AdamW for all parameters.
 
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
@@ -47,11 +46,15 @@ class AdamW:
 
     @property
     def label(self) -> str:
-        """Standard, and the options that are not the default."""
-        return ", ".join(["Standard", *_embedding_options(self)])
+        """AdamW, and the options that are not the default."""
+        return ", ".join(["AdamW", *_embedding_options(self)])
 
-    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """torch's AdamW on the groups of :func:`coupled_adam.param_groups`."""
+        from torch.optim import AdamW
+
+        from coupled_adam import param_groups
+
         groups = param_groups(
             model,
             weight_decay=training.weight_decay,
@@ -60,11 +63,11 @@ class AdamW:
         for group in groups:
             if group.pop("coupled"):
                 group["lr"] = self.lr_factor * training.lr
-        return torch.optim.AdamW(groups, training.lr, training.betas, training.eps)
+        return AdamW(groups, training.lr, training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True)
-class CoupledAdam:
+class CoupledAdamArm:
     """Coupled Adam for the token embeddings.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
@@ -74,7 +77,7 @@ class CoupledAdam:
     """
 
     second_moment_scale: float = 1.0
-    couple: Couple = "both"
+    couple: Literal["both", "input", "output"] = "both"
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
 
@@ -86,16 +89,18 @@ class CoupledAdam:
 
     @property
     def label(self) -> str:
-        """Coupled, and the options that are not the default."""
-        parts = ["Coupled"]
+        """Coupled Adam, and the options that are not the default."""
+        parts = ["Coupled Adam"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
         if self.couple != "both":
             parts.append(f"{self.couple} only")
         return ", ".join([*parts, *_embedding_options(self)])
 
-    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """CoupledAdamW on the groups of :func:`coupled_adam.param_groups`."""
+        from coupled_adam import CoupledAdamW, param_groups
+
         groups = param_groups(
             model,
             weight_decay=training.weight_decay,
@@ -114,14 +119,14 @@ class CoupledAdam:
         )
 
 
-def _check_embedding_options(arm: AdamW | CoupledAdam) -> None:
+def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
     if not 0 < arm.lr_factor < math.inf:
         raise ValueError(f"lr_factor={arm.lr_factor} must be above 0")
     if not 0 <= arm.embedding_weight_decay < math.inf:
         raise ValueError(f"embedding_weight_decay={arm.embedding_weight_decay} must be 0 or more")
 
 
-def _embedding_options(arm: AdamW | CoupledAdam) -> Iterator[str]:
+def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
     if arm.lr_factor != 1:
         yield f"f = {arm.lr_factor:g}"
     if arm.embedding_weight_decay:
@@ -129,7 +134,7 @@ def _embedding_options(arm: AdamW | CoupledAdam) -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SGD:
+class SGDArm:
     """SGD with momentum for the token embeddings (Algorithm 2).
 
     lr_factor: their learning rate, relative to that of all other parameters.
@@ -157,8 +162,11 @@ class SGD:
         """SGD, and its ``lr_factor`` f."""
         return f"SGD, f = {self.lr_factor:g}"
 
-    def optimizer(self, model: nn.Module, training: Training) -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """AdamW, with SGD for the group of the token embeddings."""
+        from coupled_adam import param_groups
+        from coupled_adam.lab.embedding_sgd import EmbeddingSGD
+
         groups = param_groups(model, weight_decay=training.weight_decay)
         for group in groups:
             if group.pop("coupled"):
@@ -171,47 +179,9 @@ class SGD:
         return EmbeddingSGD(groups, training.lr, training.betas, training.eps)
 
 
-class EmbeddingSGD(torch.optim.AdamW):
-    """AdamW whose param groups with an option ``sgd`` are updated by SGD instead.
-
-    ``sgd`` holds the momentum, dampening and nesterov of :class:`torch.optim.SGD`; the group's
-    ``lr`` and ``weight_decay`` are those of SGD. It is a single optimizer, so that one schedule and
-    one checkpoint serve both.
-    """
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of AdamW and one of SGD."""
-        groups = self.param_groups
-        try:
-            self.param_groups = [group for group in groups if "sgd" not in group]
-            loss = super().step(closure)
-        finally:
-            self.param_groups = groups
-        for group in groups:
-            if "sgd" in group:
-                self._step_sgd(group)
-        return loss
-
-    @torch.no_grad()
-    def _step_sgd(self, group: dict[str, Any]) -> None:
-        params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
-        sgd(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            buffers,
-            weight_decay=group["weight_decay"],
-            lr=group["lr"],
-            maximize=group["maximize"],
-            has_sparse_grad=False,
-            **group["sgd"],
-        )
-        for p, buffer in zip(params, buffers):
-            state = self.state[p]
-            state["step"] = state.get("step", torch.tensor(0.0)) + 1  # Adam's loading expects it
-            if buffer is not None:
-                state["momentum_buffer"] = buffer
-
-
-OPTIMIZERS: dict[str, type[Arm]] = {"adamw": AdamW, "coupled_adam": CoupledAdam, "sgd": SGD}
+OPTIMIZERS: dict[str, type[Arm]] = {
+    "adamw": AdamWArm,
+    "coupled_adam": CoupledAdamArm,
+    "sgd": SGDArm,
+}
 """The values of an arm's ``optimizer`` in a recipe."""

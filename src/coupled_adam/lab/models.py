@@ -13,6 +13,7 @@ from transformers import (
     StableLmForCausalLM,
 )
 
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import Recipe
 
 _CLASSES: dict[str, type[Any]] = {"gpt2": GPT2LMHeadModel, "stablelm": StableLmForCausalLM}
@@ -82,8 +83,14 @@ def output_embeddings(model: PreTrainedModel) -> Tensor:
     """The matrix [V, H] that gives the logits: the optimizer's own parameter, up to date.
 
     FSDP2 may leave a gathered copy of it in place between two forward passes.
+
+    Raises:
+        UsageError: transformers knows no output embeddings of this model.
     """
     if isinstance(model, FSDPModule):
         model.reshard()
-    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        raise UsageError(f"{type(model).__name__} has no output embeddings that transformers knows")
+    weight: Tensor = head.weight
     return weight

@@ -20,6 +20,7 @@ from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
 from coupled_adam.lab.sections import Model, Training, require, require_counts
 from coupled_adam.text.source import Data
 
+_parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # to make one takes a while
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 
@@ -77,6 +78,25 @@ class Recipe:
     def tokens(self) -> int:
         """D: the tokens that one run trains on."""
         return self.steps * self.tokens_per_step
+
+    @property
+    def parameters(self) -> int:
+        """N: the trained parameters of a run's model, a tied matrix once."""
+        model = self.model
+        width, layers = model.n_embd, model.n_layer
+        inner = model.intermediate_size or 4 * width
+        matrices = 1 if model.tied else 2
+        if model.architecture == "gpt2":
+            embeddings = model.n_positions or self.training.sequence_length
+            weights = 4 * width**2 + 2 * width * inner
+            biases = 5 * width + inner
+        else:
+            embeddings = 0
+            weights = 4 * width**2 + 3 * width * inner
+            biases = 0
+        norms = (2 * layers + 1) * width * (2 if model.bias else 1)
+        block = weights + (biases if model.bias else 0)
+        return (matrices * model.vocab_size + embeddings) * width + layers * block + norms
 
     @property
     def warmup_steps(self) -> int:
@@ -218,8 +238,10 @@ def _build(values: dict[str, Any], source: str) -> Recipe:
 
 def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
     """An instance of a dataclass from plain values, after checking their types."""
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls)
+    parser = _parsers.get(cls)
+    if parser is None:
+        parser = _parsers[cls] = jsonargparse.ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls)
     return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import kernels, sharded
+from coupled_adam.optim import kernels, reference, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.state import OPTIONS
-from coupled_adam.optim.update import Update
+from coupled_adam.optim.update import Update, number
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 _Plain = tuple[dict[str, Any], _Tensors, bool]
@@ -23,7 +23,7 @@ _Plain = tuple[dict[str, Any], _Tensors, bool]
 
 @dataclass
 class _Clipping:
-    """Norms, in one object that an optimizer shares with what wraps it or copies its ``__dict__``."""
+    """One object for an optimizer and what wraps it or copies its ``__dict__``."""
 
     max_norm: float | None = None
     norm: Tensor | None = None
@@ -443,12 +443,20 @@ def _update(
     step: Tensor,
 ) -> Update:
     """The record of a matrix: this rank's parts with a row for each token, and their kernel."""
-    grad = sharded.placed_as(grad, parameter)
-    param, grad, exp_avg = map(sharded.to_local, (parameter, grad, exp_avg))
+    if type(parameter) in sharded.PLAIN:
+        param, moments = parameter, (moment, maximum)
+    else:
+        grad = sharded.placed_as(grad, parameter)
+        param, grad, exp_avg = map(sharded.to_local, (parameter, grad, exp_avg))
+        moments = (
+            sharded.to_local(moment),
+            maximum if maximum is None else sharded.to_local(maximum),
+        )
     if group["vocab_dim"] == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
-    moments = [sharded.to_local(x) for x in (moment, maximum) if x is not None]
-    return Update(
+    traced = group["differentiable"] or torch.compiler.is_compiling()
+    beta1, beta2 = group["betas"]
+    update = Update(
         group=group,
         parameter=parameter,
         moment=moment,
@@ -457,10 +465,15 @@ def _update(
         grad=grad,
         exp_avg=exp_avg,
         exp_avg_sq=moments[0],
-        max_exp_avg_sq=moments[1] if maximum is not None else None,
-        kernel=kernels.choose(group, param, [grad, exp_avg, *moments]),
-        traced=group["differentiable"] or torch.compiler.is_compiling(),
+        max_exp_avg_sq=moments[1],
+        traced=traced,
+        lr=number(group["lr"], traced),
+        beta1=number(beta1, traced),
+        beta2=number(beta2, traced),
+        kernel=reference,
     )
+    update.kernel = kernels.choose(update)
+    return update
 
 
 def _clipped(

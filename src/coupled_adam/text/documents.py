@@ -35,12 +35,12 @@ _CHUNK = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Documents of some source, none of them blank; every reading gives the same.
+    """The documents of a source, none of them blank; every reading gives the same ones.
 
-    source: its name, for people.
-    fingerprint: changes when the documents do.
-    readers: opens the documents of a split. A held-out split without a reader of its own is to be
-        taken from the training documents.
+    source: its name in messages.
+    fingerprint: changes when the documents change.
+    readers: by split, a function that iterates over its documents. A held-out split without a
+        reader is taken from the training documents.
     """
 
     source: str
@@ -49,12 +49,12 @@ class Documents:
 
 
 def open_documents(data: Data) -> Documents:
-    """The documents of ``data.hub``, of ``data.text`` or, without, those inside Python.
+    """The documents of ``data.hub`` or ``data.text`` or, without either, Python's documentation.
 
-    The readers raise UsageError for what cannot be read, and where there is no text.
+    The readers raise UsageError if something cannot be read, and if there is no text at all.
 
     Raises:
-        UsageError: a source that is missing, or a hub that cannot be reached.
+        UsageError: the source is missing, or the hub cannot be reached.
     """
     readers: dict[str, Callable[[], Iterator[str]]]
     if data.hub is not None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Where the text comes from: one of text, hub and tokens; without, Python's documentation.
+    """Where the text comes from: one of text, hub and tokens; by default Python's documentation.
 
     text: a file or folder: .txt, .md, .rst; .jsonl, .json; .parquet; also compressed. ``separator``
         lies between the documents of plain text; null cuts it into passages.
@@ -15,7 +15,8 @@ class Data:
     tokenizer: id or folder of a tokenizer; null trains a byte-level BPE on the training text.
     held_out: the share of the documents for validation, and as much for the test, unless
         ``valid_split`` and ``test_split`` name the data set's own.
-    max_tokens: stop after so many training tokens.
+    max_tokens: how many training tokens are taken at most.
+    max_held_out_tokens: how many tokens of each held-out split are taken at most.
     """
 
     text: str | None = None

@@ -8,31 +8,32 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import (
     WordSimilaritySet,
     analyze,
-    read_word_similarity,
     single_tokens,
     unigram_counts,
     word_similarity,
 )
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.models import build_model, count_parameters
+from coupled_adam.lab.evaluation.loading import (
+    block_length,
+    is_causal,
+    load_model,
+    load_model_tokenizer,
+)
+from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
 from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
-from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 _TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
 _TEXT_BATCH = 8  # sequences of a text that are one of its batches
@@ -49,10 +50,10 @@ def evaluate_run(
     downstream: Downstream | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Evaluate a finished run, as far as it has not been; return what its ``evaluation.json`` says.
+    """Evaluate what has not been evaluated of a finished run; return its ``evaluation.json``.
 
-    Each part is written when it is done, into the file as it is then: what was there stays, unless
-    it was done anew.
+    Each part is added to the file as soon as it is done. Parts that are in it are kept, unless they
+    were evaluated again.
 
     - ``test_loss``, in nats per token, over ``test_tokens`` predicted tokens, of ``test_batches``
     - ``parameters``, N; ``embeddings``, :meth:`EmbeddingReport.to_dict` of the output embeddings;
@@ -62,14 +63,15 @@ def evaluate_run(
 
     Args:
         run: its folder.
-        corpus: or what prepares it, which is only called where there is no test loss yet.
-        batches: of the recipe's size from the start of the test split, for the test loss; None is
-            the recipe's ``test_batches``, or all of the split.
-        sets: for word similarity, anew.
-        downstream: for accuracies, anew.
+        corpus: the run's corpus, or a function that prepares it; it is called only if there is no
+            test loss yet.
+        batches: how many batches of the recipe's size the test loss is taken over, from the start
+            of the test split; None is the recipe's ``test_batches``, or all of the split.
+        sets: if given, word similarity is evaluated (again).
+        downstream: if given, accuracies are evaluated (again).
 
     Raises:
-        UsageError: no run, or its training has not finished.
+        UsageError: the folder is no run, or its training has not finished.
         OSError: the folder cannot be written.
     """
     recipe = load_recipe(str(run / "config.yaml"))
@@ -99,9 +101,9 @@ def evaluate_run(
             raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
     if sets is not None:
-        _merge(path, _word_similarity(model, _tokenizer(run / "model"), sets))
+        _merge(path, _word_similarity(model, load_model_tokenizer(run / "model"), sets))
     if downstream is not None:
-        _merge(path, _lm_eval(model, _tokenizer(run / "model"), downstream))
+        _merge(path, _lm_eval(model, load_model_tokenizer(run / "model"), downstream))
     return _read(path)
 
 
@@ -117,17 +119,18 @@ def evaluate_model(
     """Evaluate a causal language model in a folder in Hugging Face format; write nothing.
 
     Args:
-        folder: with weights as safetensors, in any dtype; they are used in float32.
-        text: a file or folder, for the test loss and the unigram counts: its documents (of plain
-            text, passages), each after the token that begins a text; in blocks as long as the model
-            takes, but at most 1024.
-        batches: of 8 blocks from the start of the text, for the test loss; None is all of it.
+        folder: its weights are safetensors, in any dtype; they are used in float32.
+        text: a file or folder, for the test loss and the unigram counts. Each of its documents (of
+            plain text, passages) follows the token that begins a text. The blocks are as long as
+            the model takes them, but at most 1024 tokens.
+        batches: how many batches of 8 blocks the test loss is taken over, from the start of the
+            text; None is all of it.
 
     Returns:
-        As of :func:`evaluate_run`; what was not asked for is None.
+        The same parts as :func:`evaluate_run`; what was not asked for is None.
 
     Raises:
-        UsageError: no such model, tokenizer or text, or they do not fit together.
+        UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
     model = load_model(folder, device)
     if not is_causal(model):
@@ -136,7 +139,7 @@ def evaluate_model(
             "language model is needed"
         )
     needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = _tokenizer(folder) if needs_tokenizer else None
+    tokenizer = load_model_tokenizer(folder) if needs_tokenizer else None
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -164,61 +167,8 @@ def evaluate_model(
     return result
 
 
-def is_run(folder: Path) -> bool:
-    """Whether the folder is one of our runs, finished or not; a model has a ``config.json``."""
-    return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
-
-
-def word_similarity_sets(folder: Path) -> dict[str, WordSimilaritySet]:
-    """:func:`read_word_similarity` of ``--word-similarity``; its errors as UsageError."""
-    try:
-        return read_word_similarity(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--word-similarity: {error}") from None
-
-
-def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal language model in a folder, in float32, from safetensors and never from pickle.
-
-    Raises:
-        UsageError: there is none; weights are damaged or missing.
-    """
-    if not (folder / "config.json").exists():
-        raise UsageError(
-            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
-        )
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # in the libraries' own classes
-        raise UsageError(f"{folder}: {type(error).__name__}: {one_line(error)}") from None
-    model: PreTrainedModel
-    model, found = loaded
-    if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise UsageError(f"{folder}: weights are missing, so that they would be random: {missing}")
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()  # type: ignore[no-untyped-call]
-    return model
-
-
-def output_embeddings(model: PreTrainedModel) -> torch.Tensor:
-    """The matrix [V, H] that gives the logits."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:
-        raise UsageError(f"{type(model).__name__} has no output embeddings that transformers knows")
-    weight: torch.Tensor = head.weight
-    return weight.detach()
-
-
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
-    """The measures of the output embeddings, and of the input embeddings where they are others.
+    """The measures of the output embeddings, and of the input embeddings where these are separate.
 
     Args:
         counts: unigram counts [V].
@@ -226,7 +176,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     Raises:
         UsageError: embeddings that are not finite, or all zero; counts that do not fit.
     """
-    output = output_embeddings(model)
+    output = output_embeddings(model).detach()
     inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     inputs = inputs.detach()
     tied = inputs.data_ptr() == output.data_ptr()
@@ -242,7 +192,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
 def held_out_loss(
     model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
 ) -> dict[str, Any]:
-    """The mean cross-entropy of all whole blocks, or the first ``sequences``, and their tokens.
+    """The mean cross-entropy of all whole blocks, or of the first ``sequences``, and their tokens.
 
     Raises:
         UsageError: the loss is not finite.
@@ -258,29 +208,6 @@ def held_out_loss(
     if not math.isfinite(total):
         raise UsageError(f"{model.name_or_path}: the test loss is not finite")
     return {"test_loss": total / predicted, "test_tokens": predicted}
-
-
-def block_length(model: PreTrainedModel) -> int:
-    """The tokens that a model is given at a time: as many as it takes, but at most 1024."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or 1024, 1024)
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether the logits do not depend on later tokens; those of a masked language model do."""
-    ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
-    ids[1, -1] = 1
-    with torch.inference_mode():
-        first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    # What is not finite is not this function's to judge.
-    return not (first - second).abs().max() > 1e-4 * first.abs().max()
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
-        return load_tokenizer(folder)
-    except UsageError as error:
-        raise UsageError(f"{error}, which this needs: save it beside the model") from None
 
 
 def _word_similarity(
@@ -305,7 +232,7 @@ def _nothing_yet() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """An evaluation; empty where there is none."""
+    """The evaluation in a file; empty where there is none."""
     if not path.exists():
         return {}
     try:
@@ -313,7 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("embeddings"), dict | None):
-        raise UsageError(f"{path} is not an evaluation: remove it, to be made anew")
+        raise UsageError(f"{path} is not an evaluation: remove it, and it is made again")
     return values
 
 

@@ -1,8 +1,8 @@
-"""Which learning rate the ``tiny`` recipe should have: both arms, four rates, three seeds.
+"""Choose the learning rate of the ``tiny`` recipe: both arms, four rates, three seeds.
 
     python benchmarks/tiny_learning_rate.py benchmarks/results/tiny_learning_rate.json
 
-Writes the validation loss at the end of each run, and the machine. Half an hour on two cores.
+Writes the final validation loss of each run, and the environment. Takes half an hour on two cores.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is run for each question: runs by name, each with three seeds."""
+"""The runs of each question by name, each made with three seeds."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ class Entry:
 
 
 def _scale() -> dict[str, Entry]:
-    """More data for the base, larger models; the base itself is in another question."""
+    """More data for the base, and larger models; the base itself is in another question."""
     sizes = {
         "0.4M": _size(n_embd=64, n_layer=2, n_head=2, lr=5e-3),
         "1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3),
@@ -58,7 +58,7 @@ def _steps(steps: int) -> dict[str, Any]:
 
 
 def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> dict[str, Entry]:
-    """nu times 2^-n is a learning rate times 2^(n/2): AdamW's embeddings get the same."""
+    """Scale nu by 2^-n, or AdamW's learning rate of the embeddings by the same 2^(n/2)."""
     scaled = {n: {**COUPLED, "second_moment_scale": 2.0**-n} for n in coupled}
     faster = {n: {**ADAMW, "lr_factor": 2 ** (n / 2)} for n in adamw}
     return {
@@ -69,11 +69,11 @@ def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> d
 
 
 RATES = (5e-3, 2e-2)
-"""Learning rates of question 9."""
+"""The learning rates of question 9."""
 
 
 def _alternatives() -> dict[str, Entry]:
-    """Without what other questions have: the two arms, the embeddings' rate times 0.25 at 5e-3."""
+    """All that other questions do not have: these have both arms, and lr_factor 0.25 at 5e-3."""
     # Weak penalties change nothing, and what is done at the end is after AdamW's training.
     strong = ("centered_each_step", "mean_loss_1", "z_loss", "soft_cap")
     decay = {**ADAMW, "embedding_weight_decay": 0.1}
@@ -129,4 +129,4 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "alternatives": _alternatives(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
-"""AdamW and Coupled Adam on the base itself are those of ``learning_rate`` at 0.005."""
+"""By question. The two arms on the base itself are in ``learning_rate``, at 0.005."""

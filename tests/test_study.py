@@ -167,6 +167,8 @@ def test_a_variant_is_told_from_others(text_file, tmp_path):
     for other in (Variant(), ALTERNATIVES["soft_cap"]):
         with pytest.raises(UsageError, match="holds another run"):
             train(dataclasses.replace(run, variant=other), corpus, Execution(log=()))
+    with pytest.raises(UsageError, match="was trained with the variant 'z_loss'"):
+        evaluate_run(run.folder, corpus)
     with pytest.raises(ValueError, match="with its own after_step needs a name"):
         Variant(after_step=recenter)
 

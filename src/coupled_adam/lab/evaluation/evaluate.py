@@ -28,9 +28,9 @@ from coupled_adam.lab.evaluation.loading import (
     is_causal,
     load_model,
     load_model_tokenizer,
+    recipe_of_run,
 )
 from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
-from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -74,7 +74,7 @@ def evaluate_run(
         UsageError: the folder is no run, or its training has not finished.
         OSError: the folder cannot be written.
     """
-    recipe = load_recipe(str(run / "config.yaml"))
+    recipe = recipe_of_run(run)
     if not (run / "model").exists():
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"

@@ -7,12 +7,32 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.lab.recipe import Recipe, load_recipe
+from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def is_run(folder: Path) -> bool:
     """Whether the folder is that of a run, finished or not; a model's has a ``config.json``."""
     return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
+
+
+def recipe_of_run(folder: Path) -> Recipe:
+    """The recipe of a run, from its folder.
+
+    Raises:
+        UsageError: it has no recipe that can be read, or it was trained with a variant of the
+            recipe, whose model and loss only the program that trained it knows.
+    """
+    path = folder / "config.yaml"
+    recipe = load_recipe(str(path))
+    config = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    if config.get("variant") is not None:
+        raise UsageError(
+            f"{folder} was trained with the variant {config['variant']!r}, which no recipe "
+            "describes: evaluate it with the program that trained it"
+        )
+    return recipe
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:

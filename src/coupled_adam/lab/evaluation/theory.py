@@ -28,8 +28,8 @@ from coupled_adam.lab.evaluation.loading import (
     is_run,
     load_model,
     load_model_tokenizer,
+    recipe_of_run,
 )
-from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -111,7 +111,7 @@ def measure_folder(
     if is_run(folder):
         if text is not None:
             raise UsageError(f"--text is for models; {folder} is a run with its own")
-        recipe = load_recipe(str(folder / "config.yaml"))
+        recipe = recipe_of_run(folder)
         training = recipe.training
         model = load_model(folder / "model", device)
         tokens = prepare_corpus(recipe, cache).tokens("train")

@@ -6,8 +6,9 @@ This module needs torch only; :mod:`coupled_adam.embeddings` measures embedding 
 """
 
 from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim.param_groups import embedding_parameters, param_groups
+from coupled_adam.optim.param_groups import param_groups
 from coupled_adam.optim.state import to_adam_state_dict
+from coupled_adam.optim.token_embeddings import embedding_parameters
 
 __version__ = "0.1.0"
 

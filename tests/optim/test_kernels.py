@@ -1,9 +1,8 @@
-"""Every kernel against the reference, and what the fast paths promise: memory, clipping.
-
-``python test_kernels.py triton`` runs the Triton kernels in Triton's interpreter, on CPU tensors.
-"""
+"""Every kernel against the reference, and what the fast paths promise: memory, clipping."""
 
 import copy
+import ctypes
+import itertools
 import os
 import pickle
 import shutil
@@ -21,10 +20,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim import kernels
-from coupled_adam.optim.kernels import blocked, compiled, native
-from coupled_adam.optim.reference import coupled_adam_
-from coupled_adam.optim.rounding import Noise, mix
+from coupled_adam.optim import reference
+from coupled_adam.optim.kernels import native, operations
+from coupled_adam.optim.update import Update
 
 DTYPES = {
     torch.float64: 1e-12,
@@ -43,58 +41,99 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def tensors(rows, columns, dtype, layout, seed=0):
-    """Parameter, gradient and first moment, [rows, columns], in a memory layout."""
+LAYOUTS = ("rows", "transposed", "slices")
+ROWS = ("rows",) * 3
+
+
+def laid_out(values, layout):
+    """The same numbers in another memory layout."""
+    if layout == "transposed":
+        return values.T.contiguous().T
+    if layout == "slices":  # of wider rows
+        return torch.cat([values, values], 1)[:, : values.shape[1]]
+    return values.contiguous()
+
+
+def tensors(rows, columns, dtype, layouts=ROWS, seed=0):
+    """Parameter, gradient and first moment, [rows, columns], each in a memory layout."""
     generator = torch.Generator().manual_seed(seed)
-    made = []
-    for scale in (1.0, 1e-2, 1e-2):
-        values = (torch.randn(rows, columns, generator=generator) * scale).to(dtype)
-        if layout == "transposed":
-            values = values.T.contiguous().T
-        elif layout == "slices":  # of wider rows
-            values = torch.cat([values, values], 1)[:, :columns]
-        made.append(values)
-    return made
+    return [
+        laid_out((torch.randn(rows, columns, generator=generator) * scale).to(dtype), layout)
+        for scale, layout in zip((1.0, 1e-2, 1e-2), layouts)
+    ]
 
 
-def compare(kernel, rows, columns, dtype, layout, vocab_dim=0, seed=0, at_once=False, **options):
-    """Three steps by a kernel and by the reference.
+GROUP = {
+    "lr": 1e-2,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "decoupled_weight_decay": True,
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "fused": None,
+    "coupled": True,
+    "second_moment_scale": 1.0,
+    "vocab_dim": 0,
+    "stochastic_rounding": False,
+}
 
-    The first moment is moved with the sums or not; or, ``at_once="all"``, all is done in one call.
-    """
-    p, g, m = tensors(rows, columns, dtype, layout, seed)
-    if layout == "mixed":  # a gradient that lies otherwise than its parameter
-        g = g.T.contiguous().T
+
+def update_of(group, matrices, moments, step):
+    """The record of a step of plain tensors, without a kernel."""
+    views = [x.T for x in matrices] if group["vocab_dim"] == 1 else matrices
+    beta1, beta2 = group["betas"]
+    return Update(
+        group=group,
+        parameter=matrices[0],
+        moment=moments[0],
+        step=step,
+        param=views[0],
+        grad=views[1],
+        exp_avg=views[2],
+        exp_avg_sq=moments[0],
+        max_exp_avg_sq=moments[1],
+        traced=False,
+        lr=group["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        kernel=reference,
+    )
+
+
+def compare(
+    kernel, rows, columns, dtype, layouts=("rows",) * 3, early=True, factor=None, **options
+):
+    """Three steps by a kernel and by the reference; the first moment with the sums, or after."""
+    group = {**GROUP, **options}
+    p, g, m = tensors(rows, columns, dtype, layouts)
     wide = torch.promote_types(dtype, torch.float32)
-    nu = torch.rand(columns if vocab_dim == 0 else rows, generator=torch.Generator().manual_seed(1))
+    nu = torch.rand(p.shape[1 - group["vocab_dim"]], generator=torch.Generator().manual_seed(1))
     nu = (nu * 1e-4).to(wide)
-    highest = nu * 1.1 if options.pop("amsgrad", False) else None
-    numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "second_moment_scale": 1.0}
-    numbers |= {"weight_decay": 0.0, "maximize": False, "vocab_dim": vocab_dim, **options}
-    ours = [x.clone() if x is not None else None for x in (p, m, nu, highest)]
+    maximum = nu * 1.1 if group["amsgrad"] else None
+    ours = [laid_out(p.clone(), layouts[0]), laid_out(m.clone(), layouts[2]), nu.clone()]
+    ours += [None if maximum is None else maximum.clone()]
     theirs = copy.deepcopy(ours)
-    for step in (1.0, 2.0, 3.0):
-        sums, moved = kernels.sums_of_squares(kernel, g, vocab_dim), False
-        if at_once is True and not numbers["maximize"]:
-            sums, moved = kernels.sums_and_moment_(kernel, g, ours[1], 0.9, vocab_dim)
-            assert moved
-        squares = g.double().square().sum(vocab_dim)
-        torch.testing.assert_close(sums, squares.to(sums.dtype), rtol=2e-6, atol=0)
-        kernels.coupled_adam_(
-            *(kernel, ours[0], g, None if at_once == "all" else sums, ours[1], ours[2], step),
-            rows=p.shape[vocab_dim],
-            max_exp_avg_sq=ours[3],
-            moved=moved,
-            **numbers,
-        )
-        coupled_adam_(theirs[0], g, *theirs[1:3], step, max_exp_avg_sq=theirs[3], **numbers)
-    for mine, reference in zip(ours, theirs):
+    steps = [torch.tensor(0.0), torch.tensor(0.0)]
+    factor = None if factor is None else torch.tensor(factor)
+    for _ in range(3):
+        for tensors_, step, one in ((ours, steps[0], kernel), (theirs, steps[1], reference)):
+            update = update_of(group, [tensors_[0], g, tensors_[1]], tensors_[2:], step)
+            update.kernel = one
+            if one is native:
+                assert native.fits(update)
+            update.measure(update_moment=early and factor is None)
+            squares = g.double().square().sum(group["vocab_dim"])
+            torch.testing.assert_close(update.sums.double(), squares, rtol=2e-6, atol=0)
+            update.apply(factor, None)
+    assert steps[0] == steps[1] == 3
+    for mine, expected in zip(ours, theirs):
         if mine is not None:
             tolerance = DTYPES[dtype] if mine.dtype == dtype else 2e-6
-            torch.testing.assert_close(mine, reference, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
 
 
-LAYOUTS = ("rows", "transposed", "slices", "mixed")
 OPTIONS = (
     {},
     {"weight_decay": 0.1},
@@ -104,44 +143,70 @@ OPTIONS = (
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocked(dtype, layout, options, monkeypatch):
-    """In one block, and in many."""
-    compare(blocked, 37, 11, dtype, layout, **options)
-    monkeypatch.setattr(blocked, "_BLOCK_BYTES", 200)
-    monkeypatch.setattr(blocked, "_SUM_ROWS", 5)
-    for at_once in (False, True):
-        compare(blocked, 37, 11, dtype, layout, at_once=at_once, **options)
-        compare(blocked, 11, 37, dtype, layout, vocab_dim=1, at_once=at_once, **options)
+def test_operations(dtype, options, monkeypatch):
+    """In one block and in many; in every combination of memory layouts."""
+    for layouts in itertools.product(LAYOUTS, repeat=3):
+        compare(operations, 37, 11, dtype, layouts, **options)
+    monkeypatch.setattr(operations, "_BLOCK_BYTES", 200)
+    monkeypatch.setattr(operations, "_SUM_ROWS", 5)
+    for early in (False, True):
+        for layouts in (ROWS, ["transposed"] * 3, ["rows", "transposed", "slices"]):
+            compare(operations, 37, 11, dtype, layouts, early, **options)
+            compare(operations, 11, 37, dtype, layouts, early, vocab_dim=1, **options)
 
 
-built = pytest.mark.skipif(native._library() is None, reason="built without a C compiler")
+built = pytest.mark.skipif(native.library() is None, reason="built without a C compiler")
 
 
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_native_is_built():
-    assert native._library() is not None
+    assert native.library() is not None
+
+
+@pytest.fixture(params=[2, 4])
+def streams(request):
+    """However many rows the C kernel takes at a time."""
+    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_streams")
+    before, variable.value = variable.value, request.param
+    yield variable
+    variable.value = before
 
 
 @built
-@pytest.mark.parametrize("at_once", [False, True, "all"])
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("layout", ["rows", "slices"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_native(dtype, layout, options, at_once, monkeypatch):
-    """By one thread, by several, and by more than there are rows."""
-    if at_once == "all" and "maximize" in options:
-        pytest.skip("the gradient is taken as it is")
-    for worth_a_thread in (2**17, 1):
-        monkeypatch.setattr(native, "_WORTH_A_THREAD", worth_a_thread)
-        for rows, columns in ((37, 11), (1, 1), (5000, 33)):
-            compare(native, rows, columns, dtype, layout, at_once=at_once, **options)
+def test_native(dtype, options, early, streams, monkeypatch):
+    """By one thread, by several, and by more than there are rows; rows of all lengths."""
+    for elements in (2**17, 1):
+        monkeypatch.setattr(native, "_ELEMENTS_FOR_A_THREAD", elements)
+        for rows, columns in ((37, 11), (1, 1), (3, 300), (5000, 33)):
+            for layouts in (ROWS, ["slices", "rows", "slices"]):
+                compare(native, rows, columns, dtype, layouts, early, **options)
+
+
+@built
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_native_gives_the_same_bits_on_every_processor(stochastic):
+    """With two streams and with four: processors differ in what is best for them."""
+    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_streams")
+    before, results = variable.value, []
+    for variable.value in (2, 4):
+        p, g, _ = tensors(10_007, 70, torch.bfloat16 if stochastic else torch.float32)
+        q = nn.Parameter(p)
+        optimizer = CoupledAdamW([q], coupled=True, stochastic_rounding=stochastic)
+        for scale in (1.0, -0.5):
+            q.grad = g * scale
+            optimizer.step()
+        results.append((q.detach(), *optimizer.state[q].values()))
+    variable.value = before
+    assert all(torch.equal(x, y) for x, y in zip(*results))
 
 
 @built
 def test_native_gives_the_same_bits_again():
-    p, g, _ = tensors(100_000, 7, torch.float32, "rows")
+    p, g, _ = tensors(100_000, 7, torch.float32)
     results = []
     for _ in range(3):
         q = nn.Parameter(p.clone())
@@ -158,7 +223,7 @@ def test_native_gives_the_same_bits_again():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_native_not_finite(dtype, bad):
     """What is not finite spoils what it spoils in the reference, no more and no less."""
-    p, g, _ = tensors(9, 4, dtype, "rows")
+    p, g, _ = tensors(9, 4, dtype)
     g[3, 2] = bad
     results = []
     for options in ({}, {"fused": False}):
@@ -168,9 +233,9 @@ def test_native_not_finite(dtype, bad):
         for _ in range(2):
             optimizer.step()
         results.append([q.detach(), *optimizer.state[q].values()])
-    for mine, reference in zip(*results):
-        assert torch.equal(mine.isnan(), reference.isnan())
-        assert torch.equal(mine.isinf(), reference.isinf())
+    for mine, expected in zip(*results):
+        assert torch.equal(mine.isnan(), expected.isnan())
+        assert torch.equal(mine.isinf(), expected.isinf())
     assert results[0][0][:, 2].isnan().any()
 
 
@@ -178,7 +243,7 @@ def test_native_not_finite(dtype, bad):
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}], ids=str)
 def test_native_is_not_given_what_it_cannot_take(options):
     """Moments that somebody has cast, a slice of something, a subclass: other kernels take them."""
-    p, g, _ = tensors(9, 4, torch.bfloat16, "rows")
+    p, g, _ = tensors(9, 4, torch.bfloat16)
     states = []
     for fused in (None, False):
         q = nn.Parameter(p.clone())
@@ -192,8 +257,8 @@ def test_native_is_not_given_what_it_cannot_take(options):
         state["exp_avg_sq"] = torch.stack([state["exp_avg_sq"].float()] * 2, 1)[:, 0]
         optimizer.step()
         states.append([q.detach(), state["exp_avg_sq"]])
-    for mine, reference in zip(*states):
-        torch.testing.assert_close(mine, reference, rtol=2**-6, atol=2**-6)
+    for mine, expected in zip(*states):
+        torch.testing.assert_close(mine, expected, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("fused", [None, True, False])
@@ -211,21 +276,26 @@ def test_fake_tensors(fused):
 @built
 def test_native_without_openmp():
     """Where no OpenMP is loaded it starts threads itself: the same numbers."""
-    program = (
-        "import ctypes, sys\n"
-        "library = ctypes.CDLL(sys.argv[1])\n"
-        "rows, columns, threads = 1001, 7, 3\n"
-        "g = (ctypes.c_float * (rows * columns))(*(i % 13 - 6 for i in range(rows * columns)))\n"
-        "sums = (ctypes.c_double * columns)()\n"
-        "size = ctypes.c_int64\n"
-        "failed = library.coupled_adam_sums(0, g, size(columns), None, size(0), size(rows),\n"
-        "    size(columns), ctypes.c_double(0), sums, threads)\n"
-        "assert not hasattr(ctypes.CDLL(None), 'GOMP_parallel')\n"
-        "expected = [sum(g[r * columns + c] ** 2 for r in range(rows)) for c in range(columns)]\n"
-        "assert failed == 0 and list(sums) == expected\n"
-    )
+    names = [f"{name}:{kind.__name__}" for name, kind in native._Record._fields_]
+    program = """
+import ctypes, sys
+library = ctypes.CDLL(sys.argv[1])
+class Record(ctypes.Structure):
+    _fields_ = [(name, getattr(ctypes, kind)) for name, kind in
+                (field.split(":") for field in sys.argv[2:])]
+rows, columns = 1001, 7
+g = (ctypes.c_float * (rows * columns))(*(i % 13 - 6 for i in range(rows * columns)))
+sums = (ctypes.c_double * columns)()
+address = ctypes.addressof
+record = Record(threads=3, rows=rows, columns=columns, grad=address(g), grad_stride=columns,
+                sums=address(sums))
+failed = library.coupled_adam_measure(ctypes.byref(record))
+assert not hasattr(ctypes.CDLL(None), "GOMP_parallel")
+expected = [sum(g[r * columns + c] ** 2 for r in range(rows)) for c in range(columns)]
+assert failed == 0 and list(sums) == expected
+"""
     library = str(Path(native.__file__).with_name("libcoupled_adam.so"))
-    command = [sys.executable, "-c", program, library]
+    command = [sys.executable, "-c", program, library, *names]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
@@ -264,96 +334,24 @@ def test_wheel(compiler, tmp_path):
     rows=st.integers(1, 60),
     columns=st.integers(1, 20),
     vocab_dim=st.sampled_from([0, 1]),
-    layout=st.sampled_from(LAYOUTS),
+    layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * 3),
     block=st.integers(1, 2000),
     sum_rows=st.integers(1, 70),
-    seed=st.integers(0, 100),
 )
-def test_blocked_any_shape(rows, columns, vocab_dim, layout, block, sum_rows, seed):
+def test_operations_any_shape(rows, columns, vocab_dim, layouts, block, sum_rows):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocked, "_BLOCK_BYTES", block)
-        patch.setattr(blocked, "_SUM_ROWS", sum_rows)
-        compare(blocked, rows, columns, torch.float32, layout, vocab_dim, seed, weight_decay=0.1)
+        patch.setattr(operations, "_BLOCK_BYTES", block)
+        patch.setattr(operations, "_SUM_ROWS", sum_rows)
+        options = {"vocab_dim": vocab_dim, "weight_decay": 0.1}
+        compare(operations, rows, columns, torch.float32, layouts, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
-def test_compiled():
-    """With the compiler, and without one."""
-    for dtype in DTYPES:
-        compare(compiled, 37, 11, dtype, "rows", weight_decay=0.1, maximize=True)
-    compare(compiled, 11, 37, torch.float32, "transposed", vocab_dim=1)
-    assert compiled._has_compiler
-    torch._dynamo.reset()
-    compiled._compiled.cache_clear()
-    without = {"cpp.cxx": ("no-compiler-of-this-name",), "force_disable_caches": True}
-    try:
-        with torch._inductor.config.patch(without):
-            compare(compiled, 23, 7, torch.float32, "rows")
-        assert not compiled._has_compiler
-    finally:
-        compiled._has_compiler = True
-        compiled._compiled.cache_clear()
-        torch._dynamo.reset()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not kernels._has_triton(), reason="needs triton")
-def test_triton():
-    """In Triton's interpreter, which must be chosen before Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, __file__, "triton"]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert "all equal" in result.stdout
-
-
-def triton_kernels():
-    from coupled_adam.optim.kernels import triton
-
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for layout in LAYOUTS:
-            compare(triton, 37, 11, dtype, layout, weight_decay=0.1)
-    for rows, columns in ((1, 1), (300, 130), (9, 700), (2049, 3)):
-        for vocab_dim in (0, 1):
-            compare(triton, rows, columns, torch.float32, "rows", vocab_dim, amsgrad=True)
-    compare(triton, 65, 129, torch.float32, "rows", maximize=True, second_moment_scale=4.0)
-
-    # Numbers on the device: the clip factor, the decay, and a step that is skipped.
-    p, g, m = tensors(40, 9, torch.float32, "rows")
-    nu = torch.full((9,), 1e-5)
-    before = [x.clone() for x in (p, m, nu)]
-    numbers = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "second_moment_scale": 1.0}
-    numbers |= {"max_exp_avg_sq": None, "vocab_dim": 0, "maximize": False, "weight_decay": 0.1}
-    sums = kernels.sums_of_squares(triton, g, 0)
-    one = torch.tensor(1.0)
-    lr = torch.tensor(1e-2)
-    step = torch.tensor(1.0, dtype=torch.float64)
-    update = (triton, p, g, sums, m, nu, step)
-    kernels.coupled_adam_(*update, rows=40, lr=lr, factor=0.5, skip=one, **numbers)
-    assert all(torch.equal(x, y) for x, y in zip((p, m, nu), before))
-    kernels.coupled_adam_(*update, rows=40, lr=lr, factor=0.5, skip=one * 0, **numbers)
-    theirs = [x.clone() for x in before]
-    coupled_adam_(theirs[0], g * 0.5, *theirs[1:], 1.0, lr=1e-2, **numbers)
-    for mine, reference in zip((p, m, nu), theirs):
-        torch.testing.assert_close(mine, reference, rtol=2e-6, atol=1e-9)
-    # Stochastic rounding: as blocked rounds, with the key as a number and on the device.
-    for layout in ("rows", "transposed"):
-        for key in (mix(7), torch.tensor(mix(7))):
-            p, g, m = tensors(70, 300, torch.bfloat16, layout)
-            step_size, noise = torch.rand(300) * 1e-3, Noise(key, 5, 2)
-            numbers = {"beta1": 0.9, "decay": 0.999, "factor": 1.0, "noise": noise}
-            theirs = p.clone(), g, m.clone()
-            triton.update_(p, g, m, step_size, **numbers)
-            blocked.update_(*theirs, step_size, **numbers)
-            assert (p != theirs[0]).float().mean() < 2e-3  # where products are rounded otherwise
-
-    # The same bits at every call.
-    g = torch.randn(5000, 40)
-    assert torch.equal(
-        triton.sums_of_squares(g, torch.float32), triton.sums_of_squares(g, torch.float32)
-    )
-    print("all equal")
+@pytest.mark.parametrize("factor", [0.5, 0.0])
+@pytest.mark.parametrize("kernel", [pytest.param(native, marks=built), operations])
+def test_factor(kernel, factor):
+    """What clips the gradient; to nothing, too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(kernel, 37, 11, dtype, factor=factor, maximize=True, weight_decay=0.1)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -373,12 +371,12 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.fixture(params=[pytest.param(True, marks=built), False], ids=["native", "blocked"])
+@pytest.fixture(params=[pytest.param(True, marks=built), False], ids=["native", "operations"])
 def kernel(request, monkeypatch):
     """With the kernel in C, and where that has not been built."""
     if not request.param:
         monkeypatch.setattr(native, "fits", lambda *_: False)
-    return native if request.param else blocked
+    return native if request.param else operations
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}, {"weight_decay": 0.1}], ids=str)
@@ -395,12 +393,11 @@ def test_no_temporary_of_the_matrix(options, kernel):
     with LargestTensor([p, p.grad, *state.values()]) as largest:
         optimizer.step()
     # The ones and zeros that go with a block of rows; a block itself where there is a factor.
-    block = blocked._BLOCK_BYTES * torch.get_num_threads() // 4
+    block = operations._BLOCK_BYTES * torch.get_num_threads() // 4
     if kernel is native:
-        sums = 2 * columns if "max_grad_norm" in options else 0  # in float64; else C's own
-        assert largest.elements == sums
+        assert largest.elements == 2 * columns  # the sums, in float64
         return
-    assert largest.elements <= (block if "max_grad_norm" in options else blocked._SUM_ROWS)
+    assert largest.elements <= (block if "max_grad_norm" in options else operations._SUM_ROWS)
     assert block < rows * columns
 
 
@@ -456,8 +453,9 @@ def test_folded_clipping(cls, options, kernel):
 def test_folded_clipping_without_gradients_and_in_copies():
     ours = model()
     optimizer = CoupledAdamW(groups(ours), max_grad_norm=2.0)
-    optimizer.step()
     assert optimizer.grad_norm is None
+    optimizer.step()
+    assert optimizer.grad_norm == 0
     for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert copied.max_grad_norm == 2.0
     assert "max_grad_norm" not in str(optimizer.state_dict())
@@ -497,6 +495,48 @@ def test_folded_clipping_of_scaled_gradients(fused, kernel):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
-if __name__ == "__main__":
-    assert sys.argv[1] == "triton"
-    triton_kernels()
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_clipping_squares_that_overflow(fused, kernel):
+    """As with clip_grad_norm_: an infinite norm leaves nothing of a finite gradient."""
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = CoupledAdamW([p], coupled=True, max_grad_norm=1.0, fused=fused, weight_decay=0.0)
+    for huge in (1e20, 1.0):
+        p.grad = torch.ones(4, 3)
+        p.grad[1, 2] = huge
+        optimizer.step()
+        assert p.isfinite().all()
+        assert all(value.isfinite().all() for value in optimizer.state[p].values())
+        assert torch.equal(p.detach(), torch.ones(4, 3)) == (huge != 1.0)
+
+
+def test_fused_clipping_in_float64():
+    """It scales a float64 model's gradients in float64, and fails for none of the groups."""
+    ours, theirs = model().double(), model().double()
+    optimizer = CoupledAdamW(groups(ours), lr=1e-2, max_grad_norm=0.5, fused=True)
+    control = CoupledAdamW(groups(theirs), lr=1e-2, fused=True)
+    for step in range(3):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        control.step()
+        optimizer.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def test_moment_in_another_layout():
+    """The state of a transposed parameter, loaded for a contiguous one, is laid out as that."""
+    start, grad = torch.randn(9, 4), torch.randn(9, 4)
+    transposed, contiguous = nn.Parameter(start.T.contiguous().T), nn.Parameter(start.clone())
+    optimizers = []
+    for p in (transposed, contiguous):
+        p.grad = grad.clone()
+        optimizers.append(CoupledAdamW([p], coupled=True))
+    optimizers[0].step()
+    with torch.no_grad():
+        contiguous.copy_(transposed)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    assert optimizers[1].state[contiguous]["exp_avg"].is_contiguous()
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(transposed, contiguous)

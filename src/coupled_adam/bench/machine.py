@@ -73,6 +73,6 @@ def _kernels() -> dict[str, str]:
         triton = "not used (there is no GPU)"
     else:
         triton = "available"
-    built = native._library() is not None
+    built = native.library() is not None
     c = "available" if built else "not available (this package was built without a C compiler)"
     return {"C": c, "Triton": triton}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
 from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.optim.param_groups import Couple
+from coupled_adam.optim.token_embeddings import Couple
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Training

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import kernels, sharded
+from coupled_adam.optim import kernels, reference, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.state import OPTIONS
-from coupled_adam.optim.update import Update
+from coupled_adam.optim.update import Update, number
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 _Plain = tuple[dict[str, Any], _Tensors, bool]
@@ -23,7 +23,7 @@ _Plain = tuple[dict[str, Any], _Tensors, bool]
 
 @dataclass
 class _Clipping:
-    """Norms, in one object that an optimizer shares with what wraps it or copies its ``__dict__``."""
+    """One object for an optimizer and what wraps it or copies its ``__dict__``."""
 
     max_norm: float | None = None
     norm: Tensor | None = None
@@ -256,6 +256,7 @@ class CoupledAdam(torch.optim.Adam):
         if penalized := [update for update in coupled if update.has_penalty]:
             for update in penalized:
                 update.add_penalty(factor)
+                update.kernel = kernels.choose(update)  # for this gradient
                 update.measure(update_moment=found_inf is None)
             sharded.all_reduce(penalized)
         for update in coupled:
@@ -358,15 +359,19 @@ class CoupledAdam(torch.optim.Adam):
             moments.update(found)
             return adapted
 
-        def widen(_: torch.optim.Optimizer) -> None:
-            # torch has cast every state to its parameter's dtype, which cuts [H] moments to bf16.
+        def restore(_: torch.optim.Optimizer) -> None:
             for p, found in moments.items():
+                # torch has cast every state to its parameter's dtype, which cuts [H] moments to
+                # bf16, and keeps the memory layout that the first moment was saved in.
                 self.state[p].update(found)
+                exp_avg = self.state[p]["exp_avg"]
+                if exp_avg.stride() != p.stride():
+                    self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
 
         # The last pre-hook and the first post-hook: the user's own see what torch would show them.
         hooks = (
             self.register_load_state_dict_pre_hook(adapt),
-            self.register_load_state_dict_post_hook(widen, prepend=True),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -443,12 +448,20 @@ def _update(
     step: Tensor,
 ) -> Update:
     """The record of a matrix: this rank's parts with a row for each token, and their kernel."""
-    grad = sharded.placed_as(grad, parameter)
-    param, grad, exp_avg = map(sharded.to_local, (parameter, grad, exp_avg))
+    if type(parameter) in sharded.PLAIN:
+        param, moments = parameter, (moment, maximum)
+    else:
+        grad = sharded.placed_as(grad, parameter)
+        param, grad, exp_avg = map(sharded.to_local, (parameter, grad, exp_avg))
+        moments = (
+            sharded.to_local(moment),
+            maximum if maximum is None else sharded.to_local(maximum),
+        )
     if group["vocab_dim"] == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
-    moments = [sharded.to_local(x) for x in (moment, maximum) if x is not None]
-    return Update(
+    traced = group["differentiable"] or torch.compiler.is_compiling()
+    beta1, beta2 = group["betas"]
+    update = Update(
         group=group,
         parameter=parameter,
         moment=moment,
@@ -457,10 +470,15 @@ def _update(
         grad=grad,
         exp_avg=exp_avg,
         exp_avg_sq=moments[0],
-        max_exp_avg_sq=moments[1] if maximum is not None else None,
-        kernel=kernels.choose(group, param, [grad, exp_avg, *moments]),
-        traced=group["differentiable"] or torch.compiler.is_compiling(),
+        max_exp_avg_sq=moments[1],
+        traced=traced,
+        lr=number(group["lr"], traced),
+        beta1=number(beta1, traced),
+        beta2=number(beta2, traced),
+        kernel=reference,
     )
+    update.kernel = kernels.choose(update)
+    return update
 
 
 def _clipped(

@@ -1,15 +1,15 @@
 """Coupled Adam's update of one embedding matrix, in plain tensor operations.
 
 This is Algorithm 1 of "Better Embeddings with Coupled Adam" (Stollenwerk & Stollenwerk, ACL 2025,
-arXiv 2502.08441), to be read beside it. Every faster kernel is tested against this one. With g_i the
-gradient of token i of V, everything element-wise over the H columns::
+arXiv 2502.08441), to be read beside it. Every faster kernel is tested against this one. With g_i
+the gradient of token i of V, everything element-wise over the H columns::
 
     m_i <- beta1 m_i + (1 - beta1) g_i                     (exp_avg: a row for each token)
     nu  <- beta2 nu  + (1 - beta2) (1/V) sum_i g_i^2       (exp_avg_sq: one row for all)
     e_i <- e_i - lr (m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
 
-Averaging is linear, so nu is exactly the average over the rows of Adam's second moment: a V x H state
-is not needed. The paper's bias-corrected average is nu / (1 - beta2^t), and s, the
+Averaging is linear, so nu is exactly the average over the rows of Adam's second moment: a V x H
+state is not needed. The paper's bias-corrected average is nu / (1 - beta2^t), and s, the
 ``second_moment_scale``, is the 2^-n of its Scaled Coupled Adam (Sec. 6.1).
 """
 
@@ -33,7 +33,7 @@ def apply(update: Update) -> None:
     grad, exp_avg, param = update.grad, update.exp_avg, update.param
     if isinstance(update.factor, Tensor) or update.factor != 1:  # to clip, unscale or maximize
         grad = update.factor * grad.to(rates.dtype)
-    weight = 1 - update.betas[0]
+    weight = 1 - update.beta1
     exp_avg.lerp_(
         grad.to(exp_avg.dtype), weight.to(exp_avg) if isinstance(weight, Tensor) else weight
     )
@@ -54,7 +54,7 @@ def step_size(update: Update) -> Tensor:
     the two do not commute.
     """
     assert update.sums is not None
-    (beta1, beta2), t = update.betas, update.t
+    beta1, beta2, t = update.beta1, update.beta2, update.t
     mean_square = _scaled(update.sums, update.factor) / update.vocab_size
     nu = beta2 * update.exp_avg_sq + (1 - beta2) * mean_square
     _store(nu, update.exp_avg_sq, update.skip)

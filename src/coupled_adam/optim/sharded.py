@@ -65,7 +65,7 @@ def placed_as(x: Tensor, other: Tensor) -> Tensor:
 
 
 def group_by_mesh(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors in lists that torch's operations take together: plain ones, and those of each mesh."""
+    """Tensors in lists that torch's operations take together: plain ones, those of each mesh."""
     lists: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -110,7 +110,7 @@ def all_reduce(updates: Sequence["Update"]) -> None:
 
 
 def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
-    """Each rank's part of a vector [H] as a DTensor placed like another; itself, if that is plain."""
+    """Each rank's part of a vector [H] as a DTensor placed like another; itself if that is plain."""
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor

@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import sharded
+from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
 
 OPTIONS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
 """Options of a param group that torch.optim.Adam does not have."""
@@ -262,6 +263,7 @@ def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
     if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
+        check_not_tensor_parallel(p, group["vocab_dim"], _describe(group, index))
         return
     if partial:
         problem = (

@@ -48,8 +48,9 @@ class Update:
         param, grad, exp_avg: this rank's part, [rows, columns].
         exp_avg_sq: this rank's part of nu, [columns].
         max_exp_avg_sq: of its running maximum; None without ``amsgrad``.
-        kernel: measures and applies it.
         traced: autograd or a compiler follows the step, so tensors must not be read as numbers.
+        lr, beta1, beta2: numbers, or 0-dim tensors that must not be read.
+        kernel: measures and applies it.
         sums: see :class:`Kernel`; from :func:`sharded.all_reduce` on over the rows of all ranks.
         moment_updated: ``exp_avg`` has been updated in this step.
         memo: what the kernel keeps from ``measure`` to ``apply``.
@@ -68,8 +69,11 @@ class Update:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
-    kernel: Kernel
     traced: bool
+    lr: float | Tensor
+    beta1: float | Tensor
+    beta2: float | Tensor
+    kernel: Kernel
     sums: Tensor | None = None
     moment_updated: bool = False
     memo: Any = None
@@ -83,17 +87,6 @@ class Update:
         """V, over all ranks."""
         size: int = self.parameter.shape[self.group["vocab_dim"]]
         return size
-
-    @property
-    def lr(self) -> float | Tensor:
-        """The learning rate."""
-        return _number(self.group["lr"], self.traced)
-
-    @property
-    def betas(self) -> tuple[float | Tensor, float | Tensor]:
-        """beta1 and beta2."""
-        beta1, beta2 = self.group["betas"]
-        return _number(beta1, self.traced), _number(beta2, self.traced)
 
     @property
     def decay(self) -> float | Tensor:
@@ -135,7 +128,7 @@ class Update:
             sign = -1.0 if self.group["maximize"] else 1.0
             self.factor = sign
             if factor is not None:
-                self.factor = sign * _number(factor.to(self.param.device), self.traced)
+                self.factor = sign * number(factor.to(self.param.device), self.traced)
         self.noise = noise_of(self.group, self.parameter, self.t)
         self.kernel.apply(self)
 
@@ -150,7 +143,7 @@ class Update:
         self.t = self.step.to(wide, copy=True)
 
 
-def _number(value: float | Tensor, traced: bool) -> float | Tensor:
+def number(value: float | Tensor, traced: bool) -> float | Tensor:
     """A number where reading it is free; a tensor, 0-dim, where it must stay one.
 
     Reading a tensor on a device would wait for it; in a step that is compiled or captured it would

@@ -39,57 +39,51 @@ class _Record(ctypes.Structure):
     ]
 
 
-def fits(param: Tensor, others: list[Tensor]) -> bool:
-    """Whether it is built, and the tensors are what it takes for granted.
+def fits(update: Update) -> bool:
+    """Whether it is built, and the tensors are what it takes for granted; fills ``update.memo``.
 
     The matrices are plain tensors of one dtype, float32, float64 or bfloat16, whose rows are
     contiguous; the moments [H], nu and its maximum, are float32, or float64 with the matrices.
     """
+    param, maximum = update.param, update.max_exp_avg_sq
     dtype = param.dtype
     if dtype not in _DTYPES or library() is None:
         return False
-    wide = _WIDE[dtype]
-    grad, exp_avg, *moments = others
-    return all(
+    pointers, strides = [], []
+    for matrix in (param, update.grad, update.exp_avg):
         # Not a subclass, which may have no memory of its own.
-        type(x) in PLAIN and x.dtype == dtype and x.stride(1) == 1 and x.is_cpu
-        for x in (param, grad, exp_avg)
-    ) and all(
-        type(x) is Tensor and x.dtype == wide and x.stride(0) == 1 and x.is_cpu for x in moments
-    )
+        if type(matrix) not in PLAIN or matrix.dtype != dtype or not matrix.is_cpu:
+            return False
+        row, column = matrix.stride()
+        if column != 1:
+            return False
+        pointers.append(matrix.data_ptr())
+        strides.append(row)
+    for moment in (update.exp_avg_sq,) if maximum is None else (update.exp_avg_sq, maximum):
+        if type(moment) is not Tensor or moment.dtype != _WIDE[dtype] or moment.stride() != (1,):
+            return False
+        pointers.append(moment.data_ptr())
+    rows, columns = param.shape
+    threads = max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_FOR_A_THREAD))
+    update.memo = _Record(_DTYPES[dtype], threads, rows, columns, *pointers[:3], *strides)
+    update.memo.exp_avg_sq, update.memo.max_exp_avg_sq, *_ = (*pointers[3:], None)
+    return True
 
 
 def measure(update: Update, update_moment: bool) -> None:
     """The sums, in float64, and with ``update_moment`` the first moment."""
-    param, grad, exp_avg = update.param, update.grad, update.exp_avg
-    rows, columns = param.shape
-    maximum = update.max_exp_avg_sq
-    update.sums = torch.empty(columns, dtype=torch.float64)
-    update.memo = _Record(
-        _DTYPES[param.dtype],
-        max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_FOR_A_THREAD)),
-        rows,
-        columns,
-        param.data_ptr(),
-        grad.data_ptr(),
-        exp_avg.data_ptr(),
-        param.stride(0),
-        grad.stride(0),
-        exp_avg.stride(0),
-        update.exp_avg_sq.data_ptr(),
-        None if maximum is None else maximum.data_ptr(),
-        update.sums.data_ptr(),
-        1 - update.betas[0],
-        update_moment,
-    )
-    _call("coupled_adam_measure", update.memo)
-    update.moment_updated = update_moment
+    record: _Record = update.memo
+    update.sums = torch.empty(record.columns, dtype=torch.float64)
+    record.sums = update.sums.data_ptr()
+    record.weight = 1 - update.beta1
+    record.update_moment = update.moment_updated = update_moment
+    _call("coupled_adam_measure", record)
 
 
 def apply(update: Update) -> None:
     """All that follows the sums, the arithmetic with vectors [H] included."""
     assert update.sums is not None
-    (beta1, beta2), t, group = update.betas, update.t, update.group
+    beta1, beta2, t, group = update.beta1, update.beta2, update.t, update.group
     record, factor = update.memo, update.factor
     record.sums = update.sums.data_ptr()  # those over all ranks
     record.beta2 = beta2

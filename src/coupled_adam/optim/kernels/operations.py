@@ -1,7 +1,7 @@
 """The two passes with torch's operations, on any device, without a temporary of the matrix's size.
 
-On a CPU they go block by block: what one operation reads is in the cache for the next, and memory is
-passed over twice, which is the least possible. On other devices a block is the whole matrix.
+On a CPU they go block by block: what one operation reads is in the cache for the next, and memory
+is passed over twice, which is the least possible. On other devices a block is the whole matrix.
 """
 
 import functools
@@ -34,7 +34,7 @@ def measure(update: Update, update_moment: bool) -> None:
     sums = []
     for part in _blocks(grad, _SUM_ROWS):
         if update.moment_updated:
-            exp_avg[part].lerp_(grad[part].to(exp_avg.dtype), 1 - update.betas[0])
+            exp_avg[part].lerp_(grad[part].to(exp_avg.dtype), 1 - update.beta1)
         sums.append(_sum_of_squares(grad[part], dtype))
     update.sums = functools.reduce(Tensor.add_, sums)
 
@@ -42,7 +42,7 @@ def measure(update: Update, update_moment: bool) -> None:
 def apply(update: Update) -> None:
     """m <- m + (1 - beta1) (factor g - m), then e <- decay e - rate m, block by block."""
     rates = step_size(update)
-    decay, factor, weight = update.decay, update.factor, 1 - update.betas[0]
+    decay, factor, weight = update.decay, update.factor, 1 - update.beta1
     scaled = isinstance(factor, Tensor) or factor != 1
     for part in _blocks(update.param):
         p, g, m = update.param[part], update.grad[part], update.exp_avg[part]

@@ -54,7 +54,7 @@ def apply(update: Update) -> None:
         param.stride(0),
         grad.stride(0),
         exp_avg.stride(0),
-        update.betas[0],
+        update.beta1,
         decay,
         factor,
         update.skip,

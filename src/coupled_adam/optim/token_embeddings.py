@@ -1,0 +1,498 @@
+"""Which parameters of a model are token embeddings, and which of their dimensions counts tokens.
+
+The rule is in the docstring of :func:`embedding_parameters`.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+Couple = Literal["both", "input", "output"]
+Embeddings = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str] | Mapping[str, int]
+
+_GETTERS = {
+    "get_input_embeddings": "input",
+    "get_per_layer_input_embeddings": "input",  # Gemma 3n and 4
+    "get_output_embeddings": "output",
+}
+_CONFIGURED = ("vocab_size", "src_vocab_size", "tgt_vocab_size")
+
+
+@dataclasses.dataclass(eq=False)
+class Matrix:
+    """A parameter with two dimensions, and what is known of it.
+
+    ``modules`` are those that hold it, two for a tied one. ``sides`` tells a token embedding:
+    "input", "output" or both; it is empty for any other matrix. ``vocab_dim`` is the dimension that
+    counts tokens.
+    """
+
+    name: str
+    parameter: Tensor
+    modules: list[nn.Module] = dataclasses.field(default_factory=list)
+    sides: set[str] = dataclasses.field(default_factory=set)
+    vocab_dim: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {list(self.shape)}"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and columns."""
+        return self.parameter.shape
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of its modules: "embedding", "linear", "own" (hand-written), "layer" (of torch)."""
+        return {_kind(module) for module in self.modules}
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, if it is a token embedding."""
+        return self.shape[self.vocab_dim]
+
+    def fits(self, n: int) -> bool:
+        """Whether it can be a token embedding of a vocabulary of this size."""
+        if self.kinds == {"layer"}:
+            return False
+        return n == self.shape[0] if "embedding" in self.kinds else n in self.shape
+
+    def take(self, n: int, sides: set[str]) -> None:
+        """Make it a token embedding of a vocabulary of this size."""
+        self.sides, self.vocab_dim = sides, 0 if self.shape[0] == n else 1
+
+
+def embedding_parameters(
+    model: nn.Module,
+    *,
+    couple: Couple = "both",
+    embeddings: Embeddings | None = None,
+    vocab_size: int | Iterable[int] | None = None,
+) -> dict[str, Tensor]:
+    """The trainable parameters that :func:`param_groups` couples, by name.
+
+    The rule:
+
+    1. The vocabulary size V is ``vocab_size``; without it, what the model's configuration says
+       (``model.config.vocab_size``, also nested) and the number of rows of what
+       ``get_input_embeddings()`` and ``get_output_embeddings()`` return; without these, the number
+       of rows of the tied embedding, or else of the largest ``nn.Embedding``.
+    2. Every matrix with V rows or V columns that belongs to an ``nn.Embedding``, an ``nn.Linear``
+       or a hand-written module is a token embedding, and so is every such matrix that a
+       parametrization, such as ``weight_norm``, has put in the place of one.
+    3. Where other matrices have this size, too (as many positions as tokens, V = H), only those
+       that are tied or that the getters return are token embeddings, and a warning names the
+       others; if there are none of these, an error asks for ``embeddings``.
+
+    A tied matrix appears once. Biases are never among them. Per-layer embeddings (Gemma 3n, Gemma
+    4) are, since their rows are tokens as well. They belong to the input side: ``couple="output"``
+    leaves them out, like the input embeddings of an untied model.
+
+    Args:
+        model: any module; also on the meta device.
+        couple: ``"input"`` or ``"output"`` to leave out the other one of an untied pair.
+        embeddings: the matrices to couple, in place of the rule: modules, parameters, parameter
+            names, or globs over parameter names such as ``"*.wte.weight"``; one or several. A
+            mapping from names or globs also says which dimension counts tokens:
+            ``{"embed.W_E": 0, "unembed.W_U": 1}``.
+        vocab_size: the number of rows of the token embeddings, padding included; several of them
+            for several vocabularies.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: token embeddings that cannot be told from other matrices; a ``vocab_size`` that
+            no matrix has; an entry of ``embeddings`` that matches nothing in the model, or not a
+            matrix; ``couple`` not one of the three, or not ``"both"`` together with
+            ``embeddings``; a model whose matrices a wrapper (FSDP1, ZeRO-3) has flattened; a
+            matrix of which Megatron's tensor parallelism has left only some rows.
+
+    Warns:
+        UserWarning: matrices of V rows that are not coupled; a vocabulary size that is a guess.
+    """
+    found, _ = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
+    return {m.name: m.parameter for m in found}
+
+
+def coupled_matrices(
+    model: nn.Module,
+    *,
+    couple: Couple,
+    embeddings: Embeddings | None,
+    vocab_size: int | Iterable[int] | None,
+) -> tuple[list[Matrix], list[Matrix]]:
+    """The trainable matrices to couple, and the embeddings of whatever kind."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if couple not in ("both", "input", "output"):
+        raise ValueError(f"Invalid couple value: {couple!r} ('both', 'input' or 'output')")
+    if embeddings is not None and couple != "both":
+        raise ValueError(
+            f"couple={couple!r} has no meaning beside embeddings=, which names the matrices: "
+            "leave one of the two out"
+        )
+    given = _given_sizes(vocab_size)
+    _check_not_flattened(model)
+    matrices = _matrices(model)
+    if embeddings is not None:
+        coupled = _named_outright(model, matrices, embeddings, given or _configured_sizes(model))
+    else:
+        for warning in _find(model, matrices, given):
+            warnings.warn(warning, stacklevel=3)
+        coupled = [m for m in matrices if m.sides and (couple == "both" or couple in m.sides)]
+    coupled = [m for m in coupled if m.parameter.requires_grad]
+    for m in coupled:
+        check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))
+    return coupled, [m for m in matrices if m.sides or "embedding" in m.kinds]
+
+
+def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
+    """Raise ValueError for a parameter of which Megatron has left only some rows on this rank."""
+    if not getattr(p, "tensor_model_parallel", False):
+        return
+    if getattr(p, "partition_dim", None) != 1 - vocab_dim:
+        raise ValueError(
+            f"cannot couple {what}: its tensor_model_parallel=True says that this rank holds a "
+            "part of the vocabulary only, and the average is over all of it. Make it a DTensor "
+            "(torch.distributed.tensor.parallel.parallelize_module); or, if this rank does hold "
+            "all of it, set tensor_model_parallel=False on the parameter"
+        )
+
+
+def _matrices(model: nn.Module) -> list[Matrix]:
+    """All parameters with two dimensions, and the modules that hold them."""
+    named = model.named_parameters()
+    matrices: dict[Tensor, Matrix] = {p: Matrix(name, p) for name, p in named if p.dim() == 2}
+    for module in model.modules():
+        for p in _own_parameters(module):
+            if p in matrices:
+                matrices[p].modules.append(module)
+    return list(matrices.values())
+
+
+def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """A module's parameters, with those that parametrizations have put in the place of some."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return
+    yield from module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        assert isinstance(module.parametrizations, nn.ModuleDict)
+        for originals in module.parametrizations.values():
+            yield from originals.parameters(recurse=False)
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "embedding"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    origin = type(module).__module__
+    of_torch = origin.startswith("torch.nn.") and origin != nn.ModuleDict.__module__
+    return "layer" if of_torch else "own"
+
+
+def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str]:
+    """Fill in ``sides`` and ``vocab_dim`` of the token embeddings; what to warn of is returned."""
+    told = given or _configured_sizes(model)
+    sizes = {n for n in told if any(m.fits(n) for m in matrices)}
+    if given - sizes:
+        tables = [m for m in matrices if "embedding" in m.kinds]
+        raise ValueError(
+            f"vocab_size={_spelled(given - sizes)} is the size of no embedding or linear layer of "
+            f"the model, whose nn.Embedding are {_listed(tables) or 'none'}"
+        )
+    returned = _ask_getters(model, matrices, told)
+    if not given:
+        sizes |= {m.tokens for m in returned}
+    warned: list[str] = []
+    if not sizes:
+        sizes, warned = _guess_sizes(matrices)
+    for m in matrices:
+        if m.sides and m.tokens not in sizes:  # another vocabulary than the given one
+            m.sides.clear()
+    left = [m for n in sorted(sizes) for m in _choose(matrices, n) if m.parameter.requires_grad]
+    if left:
+        warned.append(
+            f"not coupled, although as large as the vocabulary: {_listed(left)}. They were taken "
+            "for something else than token embeddings: pass embeddings= to name those yourself"
+        )
+    return warned
+
+
+def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+    if vocab_size is None:
+        return set()
+    sizes = {vocab_size} if isinstance(vocab_size, int) else set(vocab_size)
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(f"Invalid vocab_size value: {vocab_size!r} (above 0, one or several)")
+    return sizes
+
+
+def _configured_sizes(model: nn.Module) -> set[int]:
+    """Vocabulary sizes in the configurations of the model, of its parts, and nested in those."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if id(config) not in configs:
+            nested = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+            configs |= {id(c): c for c in (config, *nested.values())}
+    values = (
+        config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+        for config in configs.values()
+        for key in _CONFIGURED
+    )
+    return {n for n in values if isinstance(n, int) and n > 1}
+
+
+def _ask_getters(model: nn.Module, matrices: list[Matrix], sizes: set[int]) -> list[Matrix]:
+    """The matrices that the model's getters return, now with their sides."""
+    by_parameter = {m.parameter: m for m in matrices}
+    found = []
+    for module in model.modules():
+        for getter, side in _GETTERS.items():
+            for p in _weights(_call(getattr(module, getter, None))):
+                m = by_parameter.get(p)
+                # The "input embedding" of a vision or audio part is a projection of patches.
+                if m is None or (side == "input" and m.kinds == {"linear"}):
+                    continue
+                m.sides.add(side)
+                if m.kinds == {"own"} and m.shape[0] not in sizes and m.shape[1] in sizes:
+                    m.vocab_dim = 1
+                found.append(m)
+    return found
+
+
+def _call(getter: Any) -> Any:
+    """What a getter returns; None if it is not one of the kind that ``transformers`` has."""
+    if not callable(getter):
+        return None
+    try:
+        inspect.signature(getter).bind()
+    except (TypeError, ValueError):  # it takes an argument: the name has another meaning here
+        return None
+    try:
+        return getter()
+    except NotImplementedError:  # transformers: a part that has no such embedding
+        return None
+
+
+def _weights(embedding: Any) -> Iterator[Tensor]:
+    """The weight of a module that is an embedding, or of several in a list."""
+    if isinstance(embedding, nn.ModuleList | list | tuple):
+        for one in embedding:
+            yield from _weights(one)
+    elif isinstance(embedding, nn.Module) and parametrize.is_parametrized(embedding):
+        yield from _own_parameters(embedding)
+    elif isinstance(weight := getattr(embedding, "weight", None), Tensor):
+        yield weight
+
+
+def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
+    """The vocabulary size where nothing tells it: rows of tied or of the largest ``nn.Embedding``.
+
+    Returns:
+        The sizes, and what to warn of.
+
+    Raises:
+        ValueError: the largest is not clearly that of the tokens.
+    """
+    tables = [m for m in matrices if "embedding" in m.kinds]
+    rows = sorted({m.shape[0] for m in tables}, reverse=True)
+    tied = {m.shape[0] for m in tables if "linear" in m.kinds}
+    rest = [m for m in matrices if "embedding" not in m.kinds]
+    with_head = [n for n in rows if _is_head_size(rest, n)]
+    sizes = tied or set(rows[:1])
+    # Half as many rows or more: a second vocabulary, perhaps.
+    close = [n for n in rows if n not in sizes and 2 * n >= max(sizes)]
+    hint = (
+        f"pass vocab_size={_spelled(sizes)} if that is right, the right number if it is not, or "
+        "all of them if there are several vocabularies"
+    )
+    guess = f"The vocabulary size may be {_spelled(sizes)}, but the model has {_listed(tables)}"
+    if not tied and (close or (with_head and with_head[0] not in sizes)):
+        raise ValueError(f"cannot tell which nn.Embedding embed tokens. {guess}: {hint}")
+    unsure = close or (len(rows) > 1 and not tied and not with_head)
+    return sizes, [f"{guess}: {hint}"] if unsure else []
+
+
+def _is_head_size(matrices: list[Matrix], n: int) -> bool:
+    """Whether some of these matrices have this size, and it is no width of hidden layers."""
+    fitting = [m for m in matrices if m.fits(n)]
+    return bool(fitting) and not _is_width(fitting, n)
+
+
+def _is_width(matrices: list[Matrix], n: int) -> bool:
+    """Whether there are matrices to this width and from it, as in hidden layers."""
+    return any(m.shape[0] == n for m in matrices) and any(m.shape[1] == n for m in matrices)
+
+
+def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
+    """Take the token embeddings of a vocabulary of size n.
+
+    Returns:
+        Those of this size that are not taken.
+
+    Raises:
+        ValueError: they cannot be told from others.
+    """
+    fitting = [m for m in matrices if m.fits(n)]
+    for m in fitting:
+        if len(m.kinds - {"layer"}) > 1:  # tied
+            m.sides = {"input", "output"}
+    known = [m for m in fitting if m.sides]
+    tables = [m for m in fitting if not m.sides and "embedding" in m.kinds]
+    layers = [m for m in fitting if not m.sides and "embedding" not in m.kinds]
+    unclear = []
+
+    if "input" in _sides(known) or len({m.modules[0] for m in tables}) > 1:
+        unclear += tables
+    else:
+        for m in tables:
+            m.take(n, {"input"})
+
+    one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
+    if not _is_width(layers, n):
+        unclear += _take_layers(layers, n, _sides(known + tables))
+    elif one_each_way and not known and not tables:
+        # [V, H] and [H, V] written by hand, or a projection of one-hot tokens and a head.
+        for m in layers:
+            is_head = (m.shape[0] == n) == ("linear" in m.kinds)
+            m.take(n, {"output"} if is_head else {"input"})
+    else:
+        unclear += layers
+
+    if unclear and not known:
+        raise ValueError(
+            f"cannot tell which of these embed tokens, all of the vocabulary's size {n}: "
+            f"{_listed(unclear)}. Name all matrices that do, e.g. "
+            f"embeddings=[{unclear[0].name!r}, ...]"
+        )
+    return unclear + [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
+
+
+def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
+    """Take linear layers, and one hand-written matrix for a side that is missing; the rest."""
+    linear = [m for m in layers if "linear" in m.kinds]
+    own = [m for m in layers if "linear" not in m.kinds]
+    for m in linear:
+        m.take(n, {"output"} if m.shape[0] == n or "input" in sides else {"input"})
+    missing = {"input", "output"} - sides - _sides(linear)
+    if missing and len(own) == 1:
+        own[0].take(n, missing)
+        return []
+    return own
+
+
+def _sides(matrices: list[Matrix]) -> set[str]:
+    return {side for m in matrices for side in m.sides}
+
+
+def _listed(matrices: list[Matrix]) -> str:
+    most = 5
+    more = f" and {len(matrices) - most} more" if len(matrices) > most else ""
+    return ", ".join(map(str, matrices[:most])) + more
+
+
+def _spelled(sizes: set[int]) -> str:
+    return str(*sizes) if len(sizes) == 1 else str(tuple(sorted(sizes, reverse=True)))
+
+
+def _check_not_flattened(model: nn.Module) -> None:
+    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has made vectors of matrices.
+
+    Which of the vectors were matrices, and decay, is no longer to be seen.
+    """
+    flattened: set[Tensor] = set()
+    for module in model.modules():
+        # FullyShardedDataParallel(use_orig_params=True) keeps the shapes with its flat parameter.
+        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
+        parts, shapes = getattr(flat, "_params", None) or (), getattr(flat, "_shapes", ())
+        flattened.update(p for p, shape in zip(parts, shapes) if p.dim() != len(shape))
+        if _kind(module) in ("embedding", "linear"):
+            weight = module._parameters.get("weight")
+            flattened.update(p for p in [weight] if p is not None and p.dim() < 2)
+    for name, p in model.named_parameters():
+        if p in flattened or getattr(p, "_is_flat_param", False):
+            raise ValueError(
+                f"{name!r} is {list(p.shape)}, flattened by a wrapper (FSDP1, ZeRO-3), so that "
+                "matrices and biases cannot be told apart. Use one that keeps matrices, such as "
+                "FSDP2: torch.distributed.fsdp.fully_shard"
+            )
+
+
+def _named_outright(
+    model: nn.Module, matrices: list[Matrix], embeddings: Embeddings, sizes: set[int]
+) -> list[Matrix]:
+    """The matrices that ``embeddings`` names, with their ``vocab_dim``."""
+    by_parameter = {m.parameter: m for m in matrices}
+    dims: dict[Matrix, int] = {}
+    if isinstance(embeddings, Mapping):
+        for entry, dim in embeddings.items():
+            if dim not in (0, 1):
+                raise ValueError(
+                    f"embeddings={{{entry!r}: {dim!r}}} must say which dimension counts tokens: "
+                    "0 for a matrix [V, H], 1 for [H, V]"
+                )
+            for p in _resolve(model, entry):
+                m = by_parameter[p]
+                if dims.setdefault(m, dim) != dim:
+                    raise ValueError(f"embeddings says both 0 and 1 for {m}, with {entry!r} last")
+    else:
+        if isinstance(embeddings, nn.Module | Tensor | str):
+            embeddings = [embeddings]
+        for entry in embeddings:
+            for p in _resolve(model, entry):
+                dims[by_parameter[p]] = _vocab_dim(by_parameter[p], sizes)
+    for m, dim in dims.items():
+        m.vocab_dim = dim
+    return [m for m in matrices if m in dims]
+
+
+def _vocab_dim(m: Matrix, sizes: set[int]) -> int:
+    """The dimension of a token embedding that counts tokens: by its module, or by its size."""
+    if "embedding" in m.kinds:
+        return 0
+    if dims := [dim for dim, length in enumerate(m.shape) if length in sizes]:
+        return dims[0]
+    if "linear" in m.kinds:
+        return 0
+    raise ValueError(
+        f"cannot tell which dimension of {m} counts tokens: pass vocab_size=, or "
+        f"embeddings={{{m.name!r}: 0}} for a matrix [V, H], 1 for [H, V]"
+    )
+
+
+def _resolve(model: nn.Module, entry: nn.Module | Tensor | str) -> list[Tensor]:
+    """The matrices that one entry of ``embeddings`` stands for."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if isinstance(entry, str):
+        found = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
+        if not found:
+            near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
+            hint = f"did you mean {near}?" if near else "see model.named_parameters()"
+            raise ValueError(f"embeddings={entry!r} matches no parameter of the model: {hint}")
+    else:
+        own = [entry] if isinstance(entry, Tensor) else list(_own_parameters(entry))
+        found = {n: p for n, p in parameters.items() if any(p is o for o in own)}
+        if isinstance(entry, nn.Module):
+            found = {n: p for n, p in found.items() if p.dim() == 2}  # a head's bias is not meant
+        if not found:
+            what = type(entry).__name__
+            raise ValueError(
+                f"embeddings has a {what} that holds no matrix of this model: pass the embedding "
+                "module itself, or a parameter's name"
+            )
+    for name, p in found.items():
+        if p.dim() != 2:
+            raise ValueError(
+                f"embeddings={entry!r} matches {name!r} of shape {list(p.shape)}, "
+                "which is not a matrix [V, H]: name the matrices more closely"
+            )
+    return list(found.values())

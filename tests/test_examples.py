@@ -6,14 +6,12 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from processes import Process, start_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.slow
 
 
 def run(example, *arguments, ranks=1):

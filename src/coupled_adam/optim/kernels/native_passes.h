@@ -31,9 +31,10 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
         g[r] = (const T *)u->grad + (row + r * run) * u->grad_stride;
         m[r] = moment ? (T *)u->exp_avg + (row + r * run) * u->exp_avg_stride : NULL;
     }
-    for (int64_t start = 0; start < columns; start += BLOCK) {
-        const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
-        if (pairs == 2)
+    const int64_t block = pairs == 2 ? BLOCK : columns;
+    for (int64_t start = 0; start < columns; start += block) {
+        const int64_t stop = start + block < columns ? start + block : columns;
+        if (pairs == 2) /* four streams: request their lines ahead */
             for (int64_t i = start; i < stop; i += LINE)
                 for (int r = 0; r < pairs * width; r++) {
                     __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
@@ -129,8 +130,9 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
         p[r] = (T *)u->param + at * u->param_stride;
         key[r] = stochastic ? mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key) : 0;
     }
-    for (int64_t start = 0; start < columns; start += BLOCK) {
-        const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
+    const int64_t block = runs == 4 ? BLOCK : columns;
+    for (int64_t start = 0; start < columns; start += block) {
+        const int64_t stop = start + block < columns ? start + block : columns;
         if (runs == 4)
             for (int64_t i = start; i < stop; i += LINE)
                 for (int r = 0; r < runs; r++) {

@@ -12,17 +12,21 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
+from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
+from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.callbacks import MetricsFile
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
 
 
@@ -355,3 +359,30 @@ def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
     with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
         training.train(TrainingRun(recipe, "adamw", 1, tmp_path / "run"), None, Execution())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
+    """After each step, after half of them, and before the model is saved."""
+    calls = []
+
+    def at_the_end(model):
+        calls.append("end")
+        with torch.no_grad():
+            output_embeddings(model).fill_(2.0)
+
+    variant = Variant(
+        "noted",
+        after_step=lambda _: calls.append("step"),
+        half_way=lambda _, optimizer: calls.append(type(optimizer).__name__),
+        at_the_end=at_the_end,
+    )
+    recipe = override(recipe, {"data.text": str(text_file), "training.steps": 5})
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run", variant)
+    training.train(run, corpus, Execution(log=()))
+    assert calls == ["step", "step", "AdamW", "step", "step", "step", "end"]
+    weights = load_file(run.folder / "model" / "model.safetensors")
+    assert (weights["transformer.wte.weight"] == 2).all()
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["variant"] == "noted"
+    training.train(run, corpus, Execution(log=()))  # it is finished
+    assert len(calls) == 7

@@ -23,7 +23,7 @@ test-slow: $(VENV)/installed
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
-$(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c
+$(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -535,8 +535,31 @@ def test_moment_in_another_layout():
     optimizers[0].step()
     with torch.no_grad():
         contiguous.copy_(transposed)
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     assert optimizers[1].state[contiguous]["exp_avg"].is_contiguous()
     for optimizer in optimizers:
         optimizer.step()
     torch.testing.assert_close(transposed, contiguous)
+
+
+def test_scaled_gradient_that_is_expanded(kernel):
+    """One number in many places cannot be unscaled in place; nothing is half-changed."""
+    p, q = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))
+    optimizer = CoupledAdamW([p], coupled=True, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    p.grad = torch.full((1, 3), 8.0).expand(4, 3)
+    control = CoupledAdamW([q], coupled=True)
+    q.grad = torch.ones(4, 3)
+    optimizer.step()
+    control.step()
+    torch.testing.assert_close(p, q)
+    assert torch.equal(p.grad, q.grad)
+
+
+def test_without_momentum_the_moment_is_the_gradient(kernel):
+    p = nn.Parameter(torch.ones(4, 3))
+    optimizer = CoupledAdamW([p], coupled=True, betas=(0.0, 0.9))
+    for size in (1e5, 1e-3):
+        p.grad = torch.full((4, 3), size)
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)

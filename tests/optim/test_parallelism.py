@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.optim.sharded import offset
+from coupled_adam.optim.sharded import global_offset
 from processes import run_on_ranks
 
 RANKS = 4
@@ -84,7 +84,7 @@ def assert_as_in_one_process(expected, actual):
             torch.testing.assert_close(theirs, ours, rtol=1e-10, atol=ROUNDING, msg=name + key)
             assert_equal_on_all_ranks(theirs)
         if isinstance(q, DTensor) and q.dim() == 2:
-            row, column = offset(q)
+            row, column = global_offset(q)
             part = q.to_local()
             rows, columns = part.shape
             assert torch.equal(part, full(q)[row : row + rows, column : column + columns])

@@ -261,9 +261,8 @@ class CoupledAdam(torch.optim.Adam):
             sharded.all_reduce(penalized)
         for update in coupled:
             update.apply(factor, found_inf)
-            if grad_scale is not None and update.parameter.grad is not None:
-                # torch's fused kernels leave the gradient unscaled, too.
-                update.parameter.grad.mul_(1 / grad_scale.to(update.parameter.device))
+            if grad_scale is not None:
+                _unscale(update.parameter, grad_scale)
         for group, tensors, has_complex in plain:
             beta1, beta2 = group["betas"]
             adam(
@@ -287,7 +286,7 @@ class CoupledAdam(torch.optim.Adam):
         return loss
 
     def _collect(self) -> tuple[list[Update], list[_Plain]]:
-        """An update for each coupled matrix, and the other groups for torch. Raises what step does."""
+        """An update for each coupled matrix, and the other groups; raises what the step raises."""
         coupled: list[Update] = []
         plain: list[_Plain] = []
         for group in self.param_groups:
@@ -479,6 +478,14 @@ def _update(
     )
     update.kernel = kernels.choose(update)
     return update
+
+
+def _unscale(p: Tensor, grad_scale: Tensor) -> None:
+    """Leave the gradient unscaled, as torch's fused kernels do."""
+    assert p.grad is not None
+    unscale = 1 / grad_scale.to(p.device)
+    # An expanded gradient has one number in several places.
+    p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)
 
 
 def _clipped(

@@ -110,7 +110,7 @@ def all_reduce(updates: Sequence["Update"]) -> None:
 
 
 def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
-    """Each rank's part of a vector [H] as a DTensor placed like another; itself if that is plain."""
+    """Each rank's part of a vector [H] as a DTensor placed like another, unless that is plain."""
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor

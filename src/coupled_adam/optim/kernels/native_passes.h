@@ -21,7 +21,7 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                                             const int pairs, const int width, const int moment,
                                             WIDE *restrict some) {
     const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)u->weight;
+    const WIDE weight = (WIDE)u->weight, beta1 = (WIDE)(1 - u->weight);
     const T *g[4];
     T *m[4];
     for (int r = 0; r < pairs * width; r++) {
@@ -45,7 +45,7 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                     total += x * x;
                     if (moment) {
                         const WIDE old = LOAD(m[r][i]);
-                        m[r][i] = STORE(old + weight * (x - old));
+                        m[r][i] = STORE(beta1 * old + weight * x);
                     }
                 }
                 some[pair * columns + i] += total;
@@ -114,7 +114,8 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
                                           const int moment, const int stochastic,
                                           const WIDE *restrict step_size) {
     const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor, decay = (WIDE)u->decay;
+    const WIDE weight = (WIDE)(u->weight * u->factor), beta1 = (WIDE)(1 - u->weight);
+    const WIDE decay = (WIDE)u->decay;
     const T *g[4];
     T *m[4], *p[4];
     uint32_t key[4];
@@ -139,7 +140,7 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
             for (int r = 0; r < runs; r++) {
                 if (moment) {
                     const WIDE old = LOAD(m[r][i]);
-                    m[r][i] = STORE(old + weight * (factor * LOAD(g[r][i]) - old));
+                    m[r][i] = STORE(beta1 * old + weight * LOAD(g[r][i]));
                 }
                 const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * LOAD(m[r][i]);
                 p[r][i] = stochastic ? STORE_STOCHASTICALLY(

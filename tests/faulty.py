@@ -16,6 +16,7 @@ from coupled_adam.lab.evaluation import evaluate as evaluation
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.training import distributed
 from coupled_adam.lab.training import run as training
+from coupled_adam.lab.training.module import LanguageModel
 
 
 def kill(*_):
@@ -43,7 +44,7 @@ def write_half(content, file, save=torch.save):
     kill()
 
 
-def not_finite(*arguments, loss=training.next_token_loss):
+def not_finite(*arguments, loss=LanguageModel.loss):
     return loss(*arguments) * float("nan")
 
 
@@ -63,16 +64,16 @@ def build_in(fault, number):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
         return
-    loss = training.next_token_loss
+    loss = LanguageModel.loss
     places = {
         "checkpoint": (torch, "save", write_half),
         "rename": (Path, "rename", kill, of_a_checkpoint),
-        "model": (training, "_save_model", kill),
+        "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
         "figures": (reporting, "draw_all", kill),
         "page": (reporting, "render", kill),
-        "nan": (training, "next_token_loss", on_rank_one(not_finite, loss)),
-        "death": (training, "next_token_loss", on_rank_one(kill, loss)),
+        "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),
+        "death": (LanguageModel, "loss", on_rank_one(kill, loss)),
     }
     at(number, *places[fault])
 

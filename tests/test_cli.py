@@ -1,8 +1,10 @@
 """The command as a user runs it: real processes, real folders."""
 
+import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from coupled_adam import cli
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze
 from coupled_adam.lab.recipe import load_recipe
@@ -44,8 +47,8 @@ def test_compare(small_recipe, text_file, tmp_path):
     common = ("compare", "--recipe", small_recipe, "--text", text_file, "--out", out)
     result = run(*common, "--seeds", 2, "--steps", 10)
     assert result.returncode == 0, result.stderr
-    assert "Standard" in result.stdout
-    assert "Coupled" in result.stdout
+    assert "AdamW" in result.stdout
+    assert "Coupled Adam" in result.stdout
     runs = [f"{arm}-seed-{seed}" for arm in ("adamw", "coupled_adam") for seed in (1, 2)]
     assert sorted(path.name for path in out.iterdir()) == sorted(
         [*runs, "comparison.yaml", "report", ".lock"]
@@ -53,8 +56,15 @@ def test_compare(small_recipe, text_file, tmp_path):
     for name in runs:
         folder = out / name
         assert {path.name for path in folder.iterdir()} == {
-            *("config.yaml", "environment.json", "metrics.jsonl", "evaluation.json"),
-            *("checkpoints", "model", "tensorboard", "unigram_counts.npy", ".lock"),
+            "config.yaml",
+            "environment.json",
+            "metrics.jsonl",
+            "evaluation.json",
+            "checkpoints",
+            "model",
+            "tensorboard",
+            "unigram_counts.npy",
+            ".lock",
             *(["second_moments"] if name.startswith("adamw") else []),
         }
         environment = json.loads((folder / "environment.json").read_text())
@@ -172,6 +182,17 @@ def test_help_and_version():
         assert option in result.stdout
 
 
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_options_are_the_arguments(name):
+    """Each argument has a field, and none is explained by what only Python calls it."""
+    parser = cli._command_parser(name)
+    arguments = {action.dest for action in parser._actions} - {"help"}
+    assert {field.name for field in dataclasses.fields(cli._COMMANDS[name].Options)} == arguments
+    shown = parser.format_help()
+    assert not re.search(r"type: |null|None|Literal", shown), shown
+    assert all(action.help for action in parser._actions)
+
+
 def test_recipes(capsys):
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
@@ -190,7 +211,8 @@ def test_import_needs_torch_alone():
 import sys, torch
 from torch.optim import adam  # what any use of torch.optim loads
 before = set(sys.modules)
-import coupled_adam
+from coupled_adam import *
+assert CoupledAdamW.__module__ == "coupled_adam.optim.coupled_adam"
 more = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
 """

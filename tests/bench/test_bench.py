@@ -234,7 +234,7 @@ def test_a_busy_machine_is_named(load, busy):
 
 
 def test_kernels_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr(machine.native, "_library", lambda: None)
+    monkeypatch.setattr(machine.native, "library", lambda: None)
     kernels = machine.describe_machine("cpu").kernels
     assert "without a C compiler" in kernels["C"]
     if not torch.cuda.is_available():
@@ -308,7 +308,7 @@ def test_training_speed(capsys):
         (["--shapes", "12y3"], "--shapes 12y3: write the number of tokens, x and"),
         (["--shapes", "999999999x99999"], "leave it out of --shapes"),
         (["--picture", "bench.jpgg"], "end its name with .png"),
-        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; there are CoupledAdamW"),
+        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; available: CoupledAdamW"),
         (["--growth", "--clip"], "--growth has its own shapes"),
         (["--recipe", "tiny", "--growth"], "leave out --growth"),
         (["--recipe", "tiny", "--steps", "1"], "--steps 1: quartiles need 2 steps at least"),

@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.corpus import (
+    corpus_tokenizer,
     default_cache,
     held_out_split,
-    load_tokenizer,
     prepare_corpus,
 )
 from coupled_adam.lab.recipe import load_recipe, override
@@ -424,18 +424,18 @@ def test_unusable_tokenizers(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     for folder, message in (
         (word_tokenizer(tmp_path / "no-end"), "has neither eos_token nor bos_token"),
-        (tmp_path / "broken", "cannot be read"),
-        (tmp_path / "empty", "cannot be read"),
+        (tmp_path / "broken", "has no tokenizer that can be read"),
+        (tmp_path / "empty", "has no tokenizer that can be read"),
         ("nobody/nothing", "give a tokenizer's folder or its id"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
-            load_tokenizer(str(folder), 300)
+            corpus_tokenizer(str(folder), 300)
         assert "\n" not in str(caught.value)
         assert str(folder) in str(caught.value)
     folder = word_tokenizer(tmp_path / "words", eos_token="<end>")
-    load_tokenizer(str(folder), 103)
+    corpus_tokenizer(str(folder), 103)
     with pytest.raises(UsageError, match=r"has 103 tokens: set model\.vocab_size=102 to as many"):
-        load_tokenizer(str(folder), 102)
+        corpus_tokenizer(str(folder), 102)
 
 
 def test_existing_token_files(recipe, tmp_path):

@@ -19,7 +19,8 @@ from coupled_adam.files import sole_writer
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.run import Machine, train
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.run import train
 from laboratory import EXACT, LONG, SHORT, close
 
 ARM = ["--arm", "coupled_adam"]
@@ -52,7 +53,8 @@ seeds: [1]
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
     for seed in (1, 2):
-        train(recipe, "coupled_adam", seed, corpus, folder / str(seed), Machine(log=()))
+        run = TrainingRun(recipe, "coupled_adam", seed, folder / str(seed))
+        train(run, corpus, Execution(log=()))
     return folder, recipe, corpus
 
 
@@ -64,7 +66,8 @@ def unfinished(finished, tmp_path):
     shutil.rmtree(run / "model")
 
     def go_on(**options):
-        train(recipe, "coupled_adam", 1, corpus, run, Machine(log=(), **options))
+        execution = Execution(log=(), **options)
+        train(TrainingRun(recipe, "coupled_adam", 1, run), corpus, execution)
         return load_file(run / "model" / "model.safetensors")
 
     return run, go_on
@@ -189,7 +192,7 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
             changed = prepare_corpus(recipe, tmp_path / "cache")
             text.write_text(before)
         with pytest.raises(UsageError, match=r"was begun with another text than data.text=.* now"):
-            train(recipe, "coupled_adam", 1, changed, run, Machine(log=()))
+            train(TrainingRun(recipe, "coupled_adam", 1, run), changed, Execution(log=()))
     assert not (run / "model").exists()
     flip_a_bit(counts, 1)
     go_on()
@@ -219,7 +222,7 @@ def test_two_comparisons_in_one_folder(finished, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with sole_writer(out), pytest.raises(UsageError, match="is in use by another process"):
-        comparison.compare(recipe, out, machine=Machine(log=()), cache=tmp_path / "cache")
+        comparison.compare(recipe, out, execution=Execution(log=()), cache=tmp_path / "cache")
     assert [path.name for path in out.iterdir()] == [".lock"]
 
 

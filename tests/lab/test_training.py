@@ -17,21 +17,18 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.callbacks import MetricsFile
-from coupled_adam.lab.training.run import Batches, held_out_batches, held_out_share, schedule
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.schedules import lr_scheduler
 from laboratory import EXACT, LONG, Laboratory, close
 
 
 @pytest.fixture
 def recipe(small_recipe):
     return load_recipe(str(small_recipe))
-
-
-def as_rank(monkeypatch, rank, world_size):
-    monkeypatch.setattr(training, "rank", lambda: rank)
-    monkeypatch.setattr(training, "world_size", lambda: world_size)
 
 
 def test_batches_cover_each_epoch_once(recipe):
@@ -47,7 +44,7 @@ def test_batches_cover_each_epoch_once(recipe):
     assert starts[0] != starts[1] != starts[2]
 
 
-def test_batches_depend_on_the_seed_alone_and_resume(recipe, monkeypatch):
+def test_batches_depend_on_the_seed_alone_and_resume(recipe):
     tokens = np.random.default_rng(0).integers(0, 300, 1000).astype(np.uint16)
     whole = list(Batches(tokens, recipe, seed=1))
     assert all(torch.equal(a, b) for a, b in zip(whole, Batches(tokens, recipe, seed=1)))
@@ -59,8 +56,7 @@ def test_batches_depend_on_the_seed_alone_and_resume(recipe, monkeypatch):
     # Continued by two processes: each has its share of the same batches.
     shares = []
     for rank in range(2):
-        as_rank(monkeypatch, rank, 2)
-        resumed = Batches(tokens, recipe, seed=1)
+        resumed = Batches(tokens, recipe, seed=1, rank=rank, world_size=2)
         resumed.load_state_dict(started.state_dict())
         shares.append(list(resumed))
     together = [torch.cat(pair) for pair in zip(*shares, strict=True)]
@@ -75,19 +71,17 @@ def test_held_out_batches_are_all_whole_blocks_in_order():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_held_out_shares_are_all_blocks_once(recipe, monkeypatch, world_size):
+def test_held_out_shares_are_all_blocks_once(recipe, world_size):
     tokens = np.arange(16 * 7 + 5, dtype=np.uint16)
     counted, batches = [], set()
     for rank in range(world_size):
-        as_rank(monkeypatch, rank, world_size)
-        share = list(held_out_share(tokens, recipe))
+        share = list(held_out_loader(tokens, recipe, rank=rank, world_size=world_size))
         counted += [b[0].item() for ids, counts in share for b, c in zip(ids, counts) if c]
         batches.add(len(share))
     assert sorted(counted) == list(range(0, 112, 16))
     assert len(batches) == 1  # or a sharded model waits for the one that has no more
     limited = override(recipe, {"training.evaluation_batches": 1})
-    as_rank(monkeypatch, 0, 1)
-    assert sum(len(ids) for ids, _ in held_out_share(tokens, limited)) == 4
+    assert sum(len(ids) for ids, _ in held_out_loader(tokens, limited)) == 4
 
 
 @pytest.mark.parametrize(
@@ -114,7 +108,7 @@ def test_held_out_shares_are_all_blocks_once(recipe, monkeypatch, world_size):
 def test_schedules(recipe, values, expected):
     """The learning rate after so many steps, as a share of the highest."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = schedule(optimizer, override(recipe, {"training.steps": 100, **values}))
+    scheduler = lr_scheduler(optimizer, override(recipe, {"training.steps": 100, **values}))
     rates = []
     for _ in range(101):
         rates.append(optimizer.param_groups[0]["lr"] / 2)
@@ -280,8 +274,9 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
 
 @pytest.mark.slow
 def test_compiled(lab):
-    lab.run("eager", "--arm", "coupled_adam", "--steps", 10, *EXACT)
-    lab.run(*("compiled", "--arm", "coupled_adam", "--steps", 10, "--compile", *EXACT), processes=1)
+    arguments = ["--arm", "coupled_adam", "--steps", 10, *EXACT]
+    lab.run("eager", *arguments)
+    lab.run("compiled", *arguments, "--compile", processes=1)
     close(lab.weights("eager"), lab.weights("compiled"), 1e-10)
 
 
@@ -356,7 +351,7 @@ def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
 
 
 def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
-    as_rank(monkeypatch, 0, 3)
+    monkeypatch.setattr(training, "world_size", lambda: 3)
     with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
-        training.train(recipe, "adamw", 1, None, tmp_path / "run", training.Machine())
+        training.train(TrainingRun(recipe, "adamw", 1, tmp_path / "run"), None, Execution())
     assert not (tmp_path / "run").exists()

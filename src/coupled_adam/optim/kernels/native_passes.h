@@ -12,6 +12,8 @@
  * is off: so all processors, however they take the rows, give the same bits.
  */
 
+/* As torch.lerp, exact at both ends: without momentum the first moment is the gradient. */
+#define LERP(old, x) (light ? old + weight * (x - old) : x - (1 - weight) * (x - old))
 #define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
 
 /* For one row of each run of `pairs` pairs: add the squares of the gradient to the pair's `some`, and
@@ -21,7 +23,8 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                                             const int pairs, const int width, const int moment,
                                             WIDE *restrict some) {
     const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)u->weight, beta1 = (WIDE)(1 - u->weight);
+    const WIDE weight = (WIDE)u->weight;
+    const int light = weight < (WIDE)0.5;
     const T *g[4];
     T *m[4];
     for (int r = 0; r < pairs * width; r++) {
@@ -45,7 +48,7 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                     total += x * x;
                     if (moment) {
                         const WIDE old = LOAD(m[r][i]);
-                        m[r][i] = STORE(beta1 * old + weight * x);
+                        m[r][i] = STORE(LERP(old, x));
                     }
                 }
                 some[pair * columns + i] += total;
@@ -114,8 +117,8 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
                                           const int moment, const int stochastic,
                                           const WIDE *restrict step_size) {
     const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)(u->weight * u->factor), beta1 = (WIDE)(1 - u->weight);
-    const WIDE decay = (WIDE)u->decay;
+    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor, decay = (WIDE)u->decay;
+    const int light = weight < (WIDE)0.5;
     const T *g[4];
     T *m[4], *p[4];
     uint32_t key[4];
@@ -139,8 +142,8 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
         for (int64_t i = start; i < stop; i++)
             for (int r = 0; r < runs; r++) {
                 if (moment) {
-                    const WIDE old = LOAD(m[r][i]);
-                    m[r][i] = STORE(beta1 * old + weight * LOAD(g[r][i]));
+                    const WIDE x = factor * LOAD(g[r][i]), old = LOAD(m[r][i]);
+                    m[r][i] = STORE(LERP(old, x));
                 }
                 const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * LOAD(m[r][i]);
                 p[r][i] = stochastic ? STORE_STOCHASTICALLY(
@@ -198,6 +201,7 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
     }
 }
 
+#undef LERP
 #undef LINE
 #undef T
 #undef WIDE

@@ -88,14 +88,14 @@ class Process:
     def poll(self):
         return self.returncode
 
-    def wait(self, timeout=300):
+    def wait(self, timeout=600):
         self._process.join(timeout)
         if self.returncode is None:
             self.kill()
             raise TimeoutError(f"{self.communicate()} after {timeout} seconds")
         return self.returncode
 
-    def communicate(self, timeout=300):
+    def communicate(self, timeout=600):
         """Its standard output and standard error, when it has ended."""
         self.wait(timeout)
         return tuple(path.read_text() for path in self._outputs)

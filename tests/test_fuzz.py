@@ -53,7 +53,7 @@ from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import Tokens, find_token_files
 from lab.test_reporting import make_run
 
-EXAMPLES = 0.15 * settings.default.max_examples
+EXAMPLES = 0.5 * settings.default.max_examples
 EXAMPLES = float(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", EXAMPLES))
 HEADROOM = 2**31  # bytes of memory that a reader may take, besides what the process has
 SECONDS = 60  # for one input
@@ -548,7 +548,7 @@ def test_run_folders(folder, runs, data):
 
 
 @pytest.mark.pixels
-@fuzz(st.data(), share=0.014)
+@fuzz(st.data(), share=0.005)
 def test_reports(folder, runs, data):
     """Of all that can be read: the whole report can be made."""
     path, content = data.draw(damaged(runs))

@@ -267,7 +267,9 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
     assert sent > 2
     assert process.returncode == code, stderr
     assert said in error(stderr)
-    assert "Traceback" not in stderr
+    # What interrupts a weak reference's callback is not passed on: Python prints it, and goes on.
+    ignored = r"Exception ignored in: .*\nTraceback .*\n( .*\n|\n)+KeyboardInterrupt:? ?\n"
+    assert "Traceback" not in re.sub(ignored, "", stderr)
     lab.run("cut", *ARM, *LONG, "--resume")
     lab.assert_equal("cut", *ARM, *LONG)
 

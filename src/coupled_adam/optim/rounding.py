@@ -20,13 +20,19 @@ class Noise(NamedTuple):
     """The random numbers of a part [rows, columns] of a matrix [V, H] at a step.
 
     Attributes:
-        key: :func:`mix` of the step, int64 below 2^32; a tensor if the step is one.
+        step: t, 1 for the first; a 0-dim tensor where it is not to be read.
         row, column: of the part's first element in the whole matrix.
     """
 
-    key: int | Tensor
+    step: float | Tensor
     row: int = 0
     column: int = 0
+
+    @property
+    def key(self) -> int | Tensor:
+        """:func:`mix` of the step, int64 below 2^32; a tensor if the step is one."""
+        step = self.step
+        return mix(step.long() if isinstance(step, Tensor) else int(step))
 
 
 def rounds_stochastically(group: dict[str, Any], p: Tensor) -> bool:
@@ -48,7 +54,7 @@ def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor) -> Noise | 
     if not rounds_stochastically(group, p):
         return None
     row, column = global_offset(p) if group["vocab_dim"] == 0 else reversed(global_offset(p))
-    return Noise(mix(step.long() if isinstance(step, Tensor) else int(step)), row, column)
+    return Noise(step, row, column)
 
 
 def round_(target: Tensor, values: Tensor, noise: Noise) -> None:

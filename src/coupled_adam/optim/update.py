@@ -18,7 +18,8 @@ class Kernel(Protocol):
     """The two passes over a matrix. Modules implement it.
 
     Attributes:
-        skips: ``apply`` reads ``skip`` on the device; otherwise the step waits for the number.
+        skips: ``apply`` reads ``skip`` and the number of the step on the device, where they are
+            there; otherwise the step waits for ``skip``.
     """
 
     skips: bool
@@ -26,8 +27,9 @@ class Kernel(Protocol):
     def measure(self, update: "Update", update_moment: bool) -> None:
         """Set ``sums``; with ``update_moment`` perhaps update ``exp_avg`` in the same pass.
 
-        The sums are of the squared gradient, over this rank's rows: [columns], in float32 or wider.
-        A kernel that has updated ``exp_avg`` sets ``moment_updated``.
+        The sums are of the squared gradient, over this rank's rows: [columns], in float32 or wider;
+        of a parameter that is no DTensor also [parts, columns], still to be added up. A kernel that
+        has updated ``exp_avg`` sets ``moment_updated``.
         """
 
     def apply(self, update: "Update") -> None:
@@ -54,7 +56,7 @@ class Update:
         sums: see :class:`Kernel`; from :func:`sharded.all_reduce` on over the rows of all ranks.
         moment_updated: ``exp_avg`` has been updated in this step.
         memo: what the kernel keeps from ``measure`` to ``apply``.
-        t: the number of this step, 1 for the first; a float64 tensor if it is not read.
+        t: the number of this step, 1 for the first; a tensor if it is not read.
         factor: on the gradient: what clips and unscales it, negative to maximize.
         skip: a tensor of one number, on the device: unless it is 0, nothing changes.
         noise: the random numbers of stochastic rounding; None to round to nearest.
@@ -125,10 +127,10 @@ class Update:
             return
         self._advance()
         if not self.has_penalty:
-            sign = -1.0 if self.group["maximize"] else 1.0
-            self.factor = sign
             if factor is not None:
-                self.factor = sign * number(factor.to(self.param.device), self.traced)
+                self.factor = number(factor.to(self.param.device), self.traced)
+            if self.group["maximize"]:
+                self.factor = -self.factor
         self.noise = noise_of(self.group, self.parameter, self.t)
         self.kernel.apply(self)
 
@@ -137,8 +139,11 @@ class Update:
             self.t = self.step.item() + 1
             self.step.fill_(self.t)
             return
+        self.step += 1 if self.skip is None else (self.skip == 0).to(self.step.device)
+        if self.kernel.skips:
+            self.t = self.step
+            return
         # In float64 (which MPS lacks), as 1 - beta^t loses five digits in float32.
-        self.step += 1 if self.skip is None else (self.skip == 0).to(self.step)
         wide = self.step.dtype if self.step.device.type == "mps" else torch.float64
         self.t = self.step.to(wide, copy=True)
 

@@ -6,8 +6,6 @@ operations and without a temporary of the matrix's size. They are tested against
 :mod:`coupled_adam.optim.reference`, which does what is rare or must be traced.
 """
 
-import functools
-import importlib.util
 import warnings
 
 import torch
@@ -26,30 +24,58 @@ def choose(update: Update) -> Kernel:
         return reference
     if param.is_cpu:
         return native if native.fits(update) else operations
-    if (param.is_cuda or param.is_xpu) and param.dtype != torch.float64:
-        plain = all(type(x) in PLAIN for x in (param, update.grad, update.exp_avg))
-        if plain and _triton_works(param.device):
-            from coupled_adam.optim.kernels import triton
+    has_triton = param.is_cuda or param.is_xpu
+    if has_triton and _fits_triton(update) and _triton_works(param.device, param.dtype):
+        from coupled_adam.optim.kernels import triton
 
-            return triton
+        return triton
     return operations
 
 
-@functools.cache
-def _triton_works(device: torch.device) -> bool:
-    """Whether Triton is there and can compile for this device; says once if it cannot."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from coupled_adam.optim.kernels import triton
+def _fits_triton(update: Update) -> bool:
+    """Whether the tensors are what it takes for granted, in any memory layout.
 
+    Plain tensors, as a subclass may have no memory of its own, and moments [H] in float32 whose
+    elements are neighbours in memory.
+    """
+    param, maximum = update.param, update.max_exp_avg_sq
+    moments = [update.exp_avg_sq] if maximum is None else [update.exp_avg_sq, maximum]
+    return (
+        param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(
+            type(x) in PLAIN and x.device == param.device
+            for x in (param, update.grad, update.exp_avg, *moments)
+        )
+        and all(x.dtype == torch.float32 and x.stride() == (1,) for x in moments)
+    )
+
+
+_works: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _triton_works(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton is there and compiles for this device; says once if not."""
+    if (device, dtype) in _works:
+        return _works[device, dtype]
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False  # nothing can be compiled now; the next step may
     try:
-        triton.check(device)
+        from coupled_adam.optim.kernels import triton
+
+        triton.check(device, dtype)
     except Exception as error:  # of Triton, a C compiler, ptxas, the driver
+        _works[device, dtype] = False
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            problem = "Triton is not installed"
+        else:
+            problem = (
+                f"Triton, which needs a C compiler such as gcc at run time, cannot compile for "
+                f"{device} ({type(error).__name__}: {error})"
+            )
         warnings.warn(
-            f"Triton cannot compile for {device} ({type(error).__name__}: {error}). Coupled Adam "
-            "goes on with torch's operations, which are slower. Triton needs a C compiler, such as "
-            "gcc, at run time",
+            f"{problem}: Coupled Adam goes on with torch's operations, which are slower",
             stacklevel=2,
         )
-        return False
-    return True
+    else:
+        _works[device, dtype] = True
+    return _works[device, dtype]

@@ -94,8 +94,9 @@ def apply(update: Update) -> None:
     record.factor = factor
     record.decay = update.decay
     if update.noise is not None:
+        noise = update.noise
         record.stochastic = True
-        record.noise_key, record.noise_row, record.noise_column = update.noise
+        record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
     _call("coupled_adam_apply", record)
     # As torch's operations tell autograd.
     changed = (update.param, update.exp_avg, update.exp_avg_sq)

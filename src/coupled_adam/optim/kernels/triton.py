@@ -1,176 +1,312 @@
-"""The update on a GPU: two Triton kernels, each of which passes over memory once.
+"""The update on a GPU: three Triton kernels, the first and last of which pass over the matrices.
 
-The order of all sums is fixed, so that results are the same bits at every call; nothing waits for
-the device, so that a step can be captured in a CUDA graph.
+``_sums`` adds up the squared gradient, in parts of the rows; ``_finish`` does all arithmetic with
+vectors [H], which is :func:`coupled_adam.optim.reference.step_size` once more; ``_update`` changes
+the first moment and the parameter. All sums have a fixed order, so that results are the same bits
+at every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
+
+import math
+import sys
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from coupled_adam.optim.reference import step_size
+from coupled_adam.optim import sharded
 from coupled_adam.optim.update import Update
 
 skips = True
 
-_SUM_BLOCK = (64, 128)  # rows and columns that a program of the first kernel takes at a time
-_PROGRAMS = 1024  # of the first kernel at most, for a large matrix
-_BLOCK = (8, 256)
+_SUMS_BLOCK = (32, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
+_FINISH_BLOCK = (32, 32)
+_UPDATE_BLOCK = (8, 256)
+_MOST_PROGRAMS = 512  # of the first kernel: an A100 and what is larger run them all at once
+# Multiplications and additions are rounded one by one: from the same step size every GPU computes
+# the same bits, and they are a CPU's.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def check(device: torch.device) -> None:
-    """Raise what Triton raises where it cannot compile for this device."""
-    grad = torch.ones(1, 1, device=device)
-    _measure(grad, torch.float32)
+def check(device: torch.device, dtype: torch.dtype) -> None:
+    """Raise what Triton raises where it cannot compile for this device and this dtype."""
+    # Aligned as most matrices are: what is compiled here is then used for them.
+    param, grad, exp_avg = torch.zeros(3, 16, 16, dtype=dtype, device=device)
+    moment = torch.zeros(16, device=device)
+    group = {
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "decoupled_weight_decay": True,
+        "second_moment_scale": 1.0,
+        "vocab_dim": 0,
+    }
+    update = Update(
+        group=group,
+        parameter=param,
+        moment=moment,
+        step=torch.zeros(()),
+        param=param,
+        grad=grad,
+        exp_avg=exp_avg,
+        exp_avg_sq=moment,
+        max_exp_avg_sq=None,
+        traced=False,
+        lr=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        kernel=sys.modules[__name__],
+        t=1.0,
+    )
+    measure(update, False)
+    apply(update)
 
 
 def measure(update: Update, update_moment: bool) -> None:
-    """The sums, in float32."""
-    update.sums = _measure(update.grad, update.exp_avg_sq.dtype)
+    """The sums, in float32; [parts, columns], over parts of the rows, where no rank has others.
+
+    The first moment is left to ``apply``: to update it here would move as many bytes.
+    """
+    grad = update.grad
+    rows, columns = grad.shape
+    tall, wide = _block(grad, _SUMS_BLOCK)
+    across = _cdiv(columns, wide)
+    parts = max(1, min(_MOST_PROGRAMS // max(1, across), _cdiv(rows, tall)))
+    sums = torch.empty(parts, columns, dtype=torch.float32, device=grad.device)
+    if columns:
+        with _device_of(grad):
+            _sums[across, parts](grad, *grad.stride(), sums, rows, columns, tall, wide, **_OPTIONS)
+    update.sums = sums.sum(0) if sharded.is_dtensor(update.parameter) else sums
 
 
 def apply(update: Update) -> None:
-    """m <- m + (1 - beta1) (factor g - m), then e <- decay e - rate m; after nu."""
-    rates = step_size(update)
+    """Update nu and its maximum, then ``exp_avg`` and ``param``."""
+    assert update.sums is not None
     param, grad, exp_avg = update.param, update.grad, update.exp_avg
-    across = param.stride(1) != 1
-    if across:  # [H, V] in memory: the step size is that of a row
-        param, grad, exp_avg = param.T, grad.T, exp_avg.T
-    if grad.stride(1) != 1:
-        grad = grad.contiguous()
-    if not param.numel():
-        return
+    exp_avg_sq, max_exp_avg_sq = update.exp_avg_sq, update.max_exp_avg_sq
+    group, noise = update.group, update.noise
+    beta1, beta2 = update.beta1, update.beta2
+    assert not isinstance(beta1, Tensor)
+    assert not isinstance(beta2, Tensor)
     rows, columns = param.shape
-    grid = (triton.cdiv(rows, _BLOCK[0]), triton.cdiv(columns, _BLOCK[1]))
-    decay, factor, noise = update.decay, update.factor, update.noise
-    _update[grid](
-        param,
-        grad,
-        exp_avg,
-        rates,
-        rows,
-        columns,
-        param.stride(0),
-        grad.stride(0),
-        exp_avg.stride(0),
-        update.beta1,
-        decay,
-        factor,
-        update.skip,
-        *(noise or (None, 0, 0)),
-        isinstance(decay, Tensor),
-        isinstance(factor, Tensor),
-        noise is not None and isinstance(noise.key, Tensor),
-        across,
-        *_BLOCK,
-        num_warps=4,
-    )
+    rates = torch.empty_like(exp_avg_sq)
+
+    def there(value: float | Tensor) -> float | Tensor:
+        return value.to(param.device) if isinstance(value, Tensor) else value
+
+    factor, t = there(update.factor), there(update.t)
+    t = t if isinstance(t, Tensor) else int(t)
+    if columns:
+        with _device_of(param):
+            _finish[(_cdiv(columns, _FINISH_BLOCK[1]),)](
+                update.sums,
+                1 if update.sums.dim() == 1 else len(update.sums),
+                exp_avg_sq,
+                max_exp_avg_sq,
+                rates,
+                columns,
+                t,
+                factor,
+                there(update.lr),
+                update.skip,
+                # beta^t is computed from the logarithm, which single precision spoils least.
+                math.log(beta1) if beta1 else -math.inf,
+                math.log(beta2) if beta2 else -math.inf,
+                beta2,
+                (1 - beta2) / update.vocab_size,
+                group["second_moment_scale"],
+                group["eps"],
+                *_FINISH_BLOCK,
+                **_OPTIONS,
+            )
+            if rows:
+                tall, wide = _block(param, _UPDATE_BLOCK)
+                _update[(_cdiv(rows, tall) * _cdiv(columns, wide),)](
+                    param,
+                    *param.stride(),
+                    grad,
+                    *grad.stride(),
+                    exp_avg,
+                    *exp_avg.stride(),
+                    rates,
+                    rows,
+                    columns,
+                    1 - beta1,
+                    there(update.decay),
+                    factor,
+                    update.skip,
+                    t if noise is not None else None,
+                    noise.row if noise is not None else 0,
+                    noise.column if noise is not None else 0,
+                    tall,
+                    wide,
+                    **_OPTIONS,
+                )
+    # As torch's operations tell autograd.
+    moments = [exp_avg_sq] if max_exp_avg_sq is None else [exp_avg_sq, max_exp_avg_sq]
+    torch.autograd.graph.increment_version([param, exp_avg, *moments])
 
 
-def _measure(grad: Tensor, dtype: torch.dtype) -> Tensor:
-    if grad.stride(0) == 1 and grad.stride(1) != 1:  # [H, V] in memory: each column is contiguous
-        lengths: Tensor = torch.linalg.vector_norm(grad.T, dim=1, dtype=dtype)
-        return lengths.square()
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    rows, columns = grad.shape
-    wide = triton.cdiv(columns, _SUM_BLOCK[1])
-    most = max(1, _PROGRAMS // wide)
-    parts = max(1, min(most, triton.cdiv(rows, _SUM_BLOCK[0])))
-    partial = torch.empty(parts, columns, dtype=dtype, device=grad.device)
-    _sums_of_squares[wide, parts](
-        grad, partial, rows, columns, grad.stride(0), *_SUM_BLOCK, num_warps=4
-    )
-    return partial.sum(0)
+def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of a program's block, longest where elements are neighbours in memory."""
+    return block if matrix.stride(1) == 1 else (block[1], block[0])
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _device_of(x: Tensor) -> Any:
+    """Makes a tensor's device the current one, on which Triton launches."""
+    return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums_of_squares(  # type: ignore[no-untyped-def]
+def _sums(  # type: ignore[no-untyped-def]
     grad,
-    partial,
+    row_stride,
+    column_stride,
+    sums,
     rows,
     columns,
-    stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     part, parts = tl.program_id(1), tl.num_programs(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    total = tl.zeros((ROWS, COLUMNS), dtype=partial.dtype.element_ty)
-    # Each program takes every parts-th block of rows: neighbours read what lies side by side.
-    for first in range(part * ROWS, rows, parts * ROWS):
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    # Each program takes every parts-th block of rows: programs that run together read what lies
+    # side by side.
+    for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=3):
         row = first + tl.arange(0, ROWS)
-        place = row.to(tl.int64)[:, None] * stride + column[None, :]
         mask = (row < rows)[:, None] & inside[None, :]
-        g = tl.load(grad + place, mask=mask, other=0.0).to(total.dtype)
+        place = _place(row, row_stride, column, column_stride)
+        g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         total += g * g
-    tl.store(partial + part * columns + column, tl.sum(total, axis=0), mask=inside)
+    tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _update(  # type: ignore[no-untyped-def]
-    param,
-    grad,
-    exp_avg,
-    step_size,
-    rows,
+@triton.jit(do_not_specialize=["parts", "t"])  # type: ignore[untyped-decorator]
+def _finish(  # type: ignore[no-untyped-def]
+    sums,
+    parts,
+    exp_avg_sq,
+    max_exp_avg_sq,
+    rates,
     columns,
-    param_stride,
-    grad_stride,
-    exp_avg_stride,
-    beta1,
-    decay,
+    t,
     factor,
+    lr,
     skip,
-    key,
-    first_row,
-    first_column,
-    DECAY_IS_TENSOR: tl.constexpr,
-    FACTOR_IS_TENSOR: tl.constexpr,
-    KEY_IS_TENSOR: tl.constexpr,
-    ACROSS: tl.constexpr,
+    log_beta1,
+    log_beta2,
+    beta2,
+    share,
+    scale,
+    eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
+        if tl.load(skip) != 0:
+            return
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        mask = (part < parts)[:, None] & inside[None, :]
+        total += tl.load(sums + part[:, None] * columns + column[None, :], mask=mask, other=0.0)
+    sum_of_squares = tl.sum(total, axis=0)
+    factor = _number(factor).to(tl.float32)
+    # share = (1 - beta2) / V. Clipped to nothing, even a square that overflowed is nothing.
+    mean_square = tl.where(factor == 0, 0.0, sum_of_squares * factor * factor) * share
+    nu = beta2 * tl.load(exp_avg_sq + column, mask=inside, other=0.0) + mean_square
+    tl.store(exp_avg_sq + column, nu, mask=inside)
+    if max_exp_avg_sq is not None:
+        maximum = tl.load(max_exp_avg_sq + column, mask=inside, other=0.0)
+        nu = tl.maximum(maximum, nu, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(max_exp_avg_sq + column, nu, mask=inside)
+    # In float64, as 1 - beta^t loses five digits in float32.
+    t = _number(t).to(tl.float64)
+    correction1 = (1 - tl.exp(t * log_beta1)).to(tl.float32)
+    correction2 = (1 - tl.exp(t * log_beta2)).to(tl.float32)
+    denominator = tl.sqrt_rn(tl.div_rn(scale * nu, correction2)) + eps
+    step_size = tl.div_rn(tl.div_rn(_number(lr).to(tl.float32), correction1), denominator)
+    tl.store(rates + column, step_size, mask=inside)
+
+
+@triton.jit(do_not_specialize=["t", "first_row", "first_column"])  # type: ignore[untyped-decorator]
+def _update(  # type: ignore[no-untyped-def]
+    param,
+    param_row_stride,
+    param_column_stride,
+    grad,
+    grad_row_stride,
+    grad_column_stride,
+    exp_avg,
+    exp_avg_row_stride,
+    exp_avg_column_stride,
+    rates,
+    rows,
+    columns,
+    weight,
+    decay,
+    factor,
+    skip,
+    t,
+    first_row,
+    first_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
+        if tl.load(skip) != 0:
+            return
+    # The last rows first: of the gradient, they are what the sums have left in the cache.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    across = tl.cdiv(columns, COLUMNS)
+    row = block // across * ROWS + tl.arange(0, ROWS)
+    column = block % across * COLUMNS + tl.arange(0, COLUMNS)
+    rate = tl.load(rates + column, mask=column < columns, other=0.0)[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    wide = row.to(tl.int64)[:, None]  # a matrix may have more elements than int32 counts
-    if ACROSS:
-        s = tl.load(step_size + row, mask=row < rows, other=0.0)[:, None]
-    else:
-        s = tl.load(step_size + column, mask=column < columns, other=0.0)[None, :]
-    if DECAY_IS_TENSOR:
-        decay = tl.load(decay).to(s.dtype)
-    if FACTOR_IS_TENSOR:
-        factor = tl.load(factor).to(s.dtype)
-    if skip is not None:
-        mask &= (tl.load(skip + row * 0) == 0)[:, None]
-    m_place = exp_avg + wide * exp_avg_stride + column[None, :]
-    p_place = param + wide * param_stride + column[None, :]
-    g = tl.load(grad + wide * grad_stride + column[None, :], mask=mask, other=0.0).to(s.dtype)
-    m = tl.load(m_place, mask=mask, other=0.0).to(s.dtype)
-    p = tl.load(p_place, mask=mask, other=0.0).to(s.dtype)
+    param += _place(row, param_row_stride, column, param_column_stride)
+    grad += _place(row, grad_row_stride, column, grad_column_stride)
+    exp_avg += _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
+    p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
     # The moment as it is stored is what moves the parameter, also in half precision.
-    m = (m + (1 - beta1) * (factor * g - m)).to(exp_avg.dtype.element_ty)
-    p = decay * p - s * m.to(s.dtype)
-    tl.store(m_place, m, mask=mask)
-    if key is not None:
-        if KEY_IS_TENSOR:
-            key = tl.load(key)
-        token, feature = row[:, None], column[None, :]
-        if ACROSS:
-            token, feature = feature, token
-        random = _mix((token + first_row).to(tl.uint32)) ^ key.to(tl.uint32)
-        random = _mix(_mix(random) ^ (feature + first_column).to(tl.uint32))
+    m += weight * (_number(factor).to(tl.float32) * g - m)
+    m = m.to(exp_avg.dtype.element_ty)
+    tl.store(exp_avg, m, mask=mask)
+    p = _number(decay).to(tl.float32) * p - rate * m.to(tl.float32)
+    if t is not None:  # round stochastically, as coupled_adam.optim.rounding does
+        key = _mix(_number(t).to(tl.uint32))
+        token, feature = (row + first_row).to(tl.uint32), (column + first_column).to(tl.uint32)
+        random = _mix(_mix(_mix(token) ^ key)[:, None] ^ feature[None, :])
         bits = (p.to(tl.uint32, bitcast=True) + (random >> 16)) & 0xFFFF0000
         p = tl.where(p == p, bits.to(tl.float32, bitcast=True), p)
-    tl.store(p_place, p.to(param.dtype.element_ty), mask=mask)
+    tl.store(param, p.to(param.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
+def _place(row, row_stride, column, column_stride):  # type: ignore[no-untyped-def]
+    """Where elements are; a matrix may have more of them than int32 counts."""
+    return (row.to(tl.int64) * row_stride)[:, None] + (column.to(tl.int64) * column_stride)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _number(value):  # type: ignore[no-untyped-def]
+    """A number that is passed, or read where it lies on the device."""
+    value = tl.core.to_tensor(value)
+    return tl.load(value) if value.dtype.is_ptr() else value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _mix(x):  # type: ignore[no-untyped-def]
+    """``rounding.mix``."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)

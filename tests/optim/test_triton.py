@@ -1,0 +1,344 @@
+"""The Triton kernels without a GPU: interpreted, compiled for several, launches counted."""
+
+import collections
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from records import record
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coupled_adam import CoupledAdamW
+from coupled_adam.optim import kernels
+from coupled_adam.optim.rounding import Noise
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from coupled_adam.optim.kernels import triton as kernel
+
+ROOT = Path(__file__).parents[2]
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+MOST_REGISTERS = {"_sums": 80, "_finish": 48, "_update": 72}  # 6 blocks of 128 threads and more
+
+
+def interpret(*arguments):
+    """Run test_cuda.py in Triton's interpreter, which must be chosen before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    result = subprocess.run(
+        [*command, "tests/optim/test_cuda.py"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=1200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "passed" in result.stdout
+
+
+def test_kernels_interpreted():
+    interpret("-m", "not slow", "-k", "test_kernels")
+
+
+@pytest.mark.slow
+def test_kernels_interpreted_on_all_cases():
+    interpret("-m", "slow", "-k", "test_kernels")
+
+
+class StandIn:
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, name):
+        self.number = list(TARGETS).index(name)  # kernels are cached by the number of the device
+        self.target = TARGETS[name]
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.number
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Launches compile, and do nothing more: (name, kernel) of each, for the GPU of a name."""
+    launches = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        launches.append((self.fn.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    def use(name):
+        monkeypatch.setattr(driver, "_active", StandIn(name))
+        monkeypatch.setattr(JITFunction, "run", compile_only)
+        return launches
+
+    return use
+
+
+def launch(update):
+    kernel.measure(update, False)
+    kernel.apply(update)
+
+
+def usage(binary, tmp_path):
+    """Registers and bytes of stack of a kernel for NVIDIA's, and its instructions on memory."""
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(binary.asm["cubin"])
+    tools = knobs.nvidia.cuobjdump.path, knobs.nvidia.nvdisasm.path
+    listed, assembly = (
+        subprocess.run([tool, option, path], capture_output=True, text=True, check=True).stdout
+        for tool, option in zip(tools, ("-res-usage", "-c"))
+    )
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", listed))
+    wide = re.findall(r"\b(?:LDG|STG|LDGSTS)\.E[\w.]*", assembly)
+    return {name: int(value) for name, value in found.items()}, wide
+
+
+def check_compiled(launches, name, aligned, tmp_path):
+    assert [launched for launched, _ in launches] == ["_sums", "_finish", "_update"]
+    for function, binary in launches:
+        if name.startswith("gfx"):
+            assembly = binary.asm["amdgcn"]
+            spills = re.findall(r"\.[sv]gpr_spill_count: +(\d+)", assembly)
+            assert spills
+            assert set(spills) == {"0"}, function
+            if aligned and function != "_finish":
+                assert re.search(r"(global|buffer)_load_dwordx4", assembly), function
+            continue
+        found, instructions = usage(binary, tmp_path)
+        assert found["STACK"] == found["LOCAL"] == 0, function  # nothing is spilled
+        assert found["REG"] <= MOST_REGISTERS[function]
+        if function != "_finish":
+            loads = [x for x in instructions if not x.startswith("STG")]
+            wide = [x for x in loads if ".128" in x]
+            # All but those of step sizes and of numbers on the device.
+            assert (len(wide) >= 0.75 * len(loads)) == aligned, (function, loads)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "noise"), [(torch.float32, None), (torch.bfloat16, Noise(3.0, 5, 2))], ids=str
+)
+def test_compiled(dtype, noise, compiled, tmp_path):
+    """No spills, wide loads where memory is aligned, few registers; here for the most common."""
+    launches = compiled("sm_90")
+    launch(replace(record(64, 768, dtype), noise=noise))
+    check_compiled(launches, "sm_90", True, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [None, Noise(3.0)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("layout", ["rows", "transposed"])
+@pytest.mark.parametrize("columns", [768, 770])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", TARGETS)
+def test_compiled_everywhere(name, dtype, columns, layout, noise, compiled, tmp_path):
+    if noise is not None and dtype != torch.bfloat16:
+        pytest.skip("only bfloat16 is rounded stochastically")
+    launches = compiled(name)
+    rows = columns if layout == "transposed" else 64  # what lies side by side
+    update = record(rows, columns, dtype, layout=layout, amsgrad=True)
+    update = replace(update, noise=noise, t=torch.tensor(2.0), skip=torch.tensor(0.0))
+    launch(replace(update, factor=torch.tensor(0.5)))
+    check_compiled(launches, name, columns == 768, tmp_path)
+
+
+def test_one_binary_for_all_steps(compiled):
+    """Whatever changes from step to step or from rank to rank does not make another one."""
+    launches = compiled("sm_90")
+    update = record(64, 768, torch.bfloat16)
+    for t in range(1, 41):
+        noise = Noise(float(t), t % 3 * 16, t % 2)
+        update = replace(update, t=float(t), lr=1e-3 / t, factor=1.0 / t, noise=noise)
+        launch(update)
+    binaries = collections.defaultdict(set)
+    for name, binary in launches:
+        binaries[name].add(id(binary))
+    assert {name: len(found) for name, found in binaries.items()} == {
+        "_sums": 1,
+        "_finish": 1,
+        "_update": 1,
+    }
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched on the device, and refuses what waits for it."""
+
+    FREE = frozenset({"empty", "empty_like", "empty_strided", "detach", "alias", "device"})
+
+    def __init__(self, device):
+        self.device = device
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        given = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, torch.Tensor)]
+        made = [x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        on_device = {x.device.type for x in (*given, *made) if x.numel()}
+        if self.device in on_device and name not in self.FREE and not func.is_view:
+            assert name not in {"_local_scalar_dense", "is_nonzero", "equal", "nonzero"}, name
+            # A 0-dim tensor on the CPU is a number to an operation, but a copy waits.
+            assert name not in {"_to_copy", "copy_"} or on_device == {self.device}, name
+            self.names.append(name)
+        return result
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Tensors on a GPU that have no memory, and Triton, which notes what it is to launch."""
+    noted = []
+
+    def note(self, *args, grid, warmup, **options):
+        noted.append(self.fn.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", note)
+    monkeypatch.setattr(kernels, "_fits_triton", lambda update: True)  # also FakeTensors
+    monkeypatch.setattr(kernels, "_triton_works", lambda *_: True)
+    monkeypatch.setattr(kernel, "_device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None
+    )
+    with FakeTensorMode():
+        yield noted
+
+
+def count(noted, *, dtype=torch.float32, scaled=False, matrices=1, device="cuda", **options):
+    """Launches of the second step: Triton's, and torch's operations."""
+    params = [
+        nn.Parameter(torch.empty(512, 64, device=device, dtype=dtype)) for _ in range(matrices)
+    ]
+    for p in params:
+        p.grad = torch.empty_like(p)
+    optimizer = CoupledAdamW(params, coupled=True, **options)
+    if scaled:
+        optimizer.grad_scale = torch.empty((), device="cuda")
+        optimizer.found_inf = torch.empty((), device="cuda")
+    optimizer.step()
+    noted.clear()
+    with Launches(device) as launches:
+        optimizer.step()
+    return noted, launches.names
+
+
+@pytest.mark.parametrize(
+    ("options", "operations"),
+    [
+        ({}, 0),
+        ({"amsgrad": True}, 0),
+        ({"maximize": True}, 0),
+        ({"stochastic_rounding": True, "dtype": torch.bfloat16}, 0),
+        # The count of steps is on the device.
+        ({"fused": True}, 1),
+        ({"capturable": True}, 1),
+        ({"fused": True, "stochastic_rounding": True, "dtype": torch.bfloat16}, 1),
+        # Two for a matrix; for all: stack, norm, add, two to divide, clamp.
+        ({"max_grad_norm": 1.0}, 2 + 6),
+        ({"max_grad_norm": 1.0, "matrices": 3}, 3 * 2 + 6),
+        # 1 / scale is two, and taken twice; two count the step unless it is skipped; the last
+        # leaves the gradient unscaled, as torch does.
+        ({"fused": True, "scaled": True}, 2 * 2 + 2 + 1),
+    ],
+    ids=str,
+)
+def test_launches(options, operations, fake_gpu):
+    """Three for a matrix; torch's operations beside them; nothing waits for the device."""
+    ours, torchs = count(fake_gpu, **options)
+    assert sorted(ours) == sorted(["_sums", "_finish", "_update"] * options.get("matrices", 1))
+    assert len(torchs) == operations, torchs
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)
+def test_without_triton_nothing_waits_either(options, fake_gpu):
+    """torch's operations, as on any device that Triton does not know."""
+    ours, torchs = count(fake_gpu, device="meta", **options)
+    assert not ours
+    assert "linalg_vector_norm" in torchs
+
+
+def test_fake_tensors_are_not_given_to_triton():
+    with FakeTensorMode():
+        fake = record(4, 3, torch.float32)
+        assert not kernels._fits_triton(fake)
+    assert kernels._fits_triton(record(4, 3, torch.float32))
+    assert not kernels._fits_triton(record(4, 3, torch.float64))
+    update = record(4, 3, torch.bfloat16)
+    update.exp_avg_sq = update.exp_avg_sq.bfloat16()  # somebody has cast it
+    assert not kernels._fits_triton(update)
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    monkeypatch.setattr(kernels, "_works", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return torch.device("cuda", 0), torch.float32
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("no libcuda.so"), RuntimeError("Failed to find C compiler"), ImportError("x")]
+)
+def test_what_cannot_compile_is_tried_once(error, unknown, monkeypatch):
+    tried = []
+
+    def fail(*_):
+        tried.append(True)
+        raise error
+
+    monkeypatch.setattr(kernel, "check", fail)
+    with pytest.warns(UserWarning, match=r"cannot compile for cuda:0 .*torch's operations") as seen:
+        assert not any(kernels._triton_works(*unknown) for _ in range(3))
+    assert len(seen) == len(tried) == 1
+
+
+def test_triton_is_not_installed(unknown, monkeypatch):
+    monkeypatch.delattr(kernels, "triton")
+    monkeypatch.delitem(sys.modules, "coupled_adam.optim.kernels.triton")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(UserWarning, match="Triton is not installed") as seen:
+        assert not any(kernels._triton_works(*unknown) for _ in range(3))
+    assert len(seen) == 1
+
+
+def test_nothing_is_compiled_while_a_graph_is_captured(unknown, monkeypatch):
+    monkeypatch.setattr(kernel, "check", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not kernels._triton_works(*unknown)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert kernels._triton_works(*unknown)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert kernels._triton_works(*unknown)  # it is known by now
+
+
+@pytest.mark.parametrize("name", ["sm_90", "gfx942"])
+def test_check_compiles_what_matrices_use(name, compiled):
+    """What the first step compiles to try it out is what all later ones take."""
+    launches = compiled(name)
+    kernel.check(torch.device("cpu"), torch.bfloat16)
+    tried = dict(launches)
+    launches.clear()
+    launch(record(64, 768, torch.bfloat16))
+    assert dict(launches) == tried

@@ -1,20 +1,26 @@
-# The two commands of the README. Both make the virtual environment when there is none.
+# The README's commands. Each makes the virtual environment when there is none.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo gpu test
+.PHONY: demo gpu test test-slow
 
 # AdamW against Coupled Adam on real text; run it again to see the finished result again.
 demo: $(VENV)/installed
 	$(BIN)/coupled-adam compare --out runs/demo --resume
 
-# Every check: format, lint, types, all tests, in two processes of one thread each.
+# Every check before a change lands: format, lint, types, and all tests that do not take long.
 test: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
+test-slow: $(VENV)/installed
+	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 
 # On a machine with a GPU: is everything right there, and how fast? Ten minutes at most.
 gpu: $(VENV)/installed

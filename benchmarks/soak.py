@@ -1,11 +1,11 @@
-"""A run that is killed at random, again and again, against one that is not.
+"""A run that is killed at random again and again, compared with an uninterrupted one.
 
     python benchmarks/soak.py benchmarks/results/soak.json --minutes 60 --steps 5000
 
-Both train the recipe ``tiny`` with Coupled Adam, with a checkpoint every second or two, on one
-thread each. One is stopped at random moments, from its start on: three times of four by kill -9,
-otherwise by SIGTERM or Ctrl-C; and continued, until it has finished after the given minutes at the
-earliest (it is left alone from then on). Weights, log and evaluation must be the same bit for bit.
+Both train the recipe ``tiny`` with Coupled Adam on one thread each, with a checkpoint every second
+or two. One of them is stopped at random moments, also during its start, in three of four cases by
+kill -9, otherwise by SIGTERM or Ctrl-C, and then resumed. After the given minutes it is left alone
+until it finishes. Weights, log and evaluation of both must be the same bit for bit.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from coupled_adam.lab.training.environment import environment
 
 SIGNALS = {"SIGKILL": 6, "SIGTERM": 1, "SIGINT": 1}
 CODES = {"SIGKILL": {-9}, "SIGTERM": {-15, 75}, "SIGINT": {-2, 130}}
-"""Before training has begun, the other two end the process as they end any."""
+"""Before the training has started, SIGTERM and SIGINT end the process as they end any other."""
 
 
 def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
@@ -52,15 +52,15 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
 
 
 def soak(folder: Path, steps: int, minutes: float, seed: int) -> dict[str, object]:
-    """Train one run with interruptions, one without, beside it; what was done, and found."""
+    """Train one run with interruptions and one without, side by side; return the comparison."""
     chance = random.Random(seed)
-    whole = start(folder / "whole", steps)
+    uninterrupted = start(folder / "uninterrupted", steps)
     kills: collections.Counter[str] = collections.Counter()
     resumed_at = []
     began = time.monotonic()
     code = None
     while code is None:
-        process = start(folder / "cut", steps)
+        process = start(folder / "interrupted", steps)
         left = began + 60 * minutes - time.monotonic()
         name = chance.choices([*SIGNALS], [*SIGNALS.values()])[0]
         try:
@@ -70,12 +70,12 @@ def soak(folder: Path, steps: int, minutes: float, seed: int) -> dict[str, objec
             returned = process.wait()
             assert returned in CODES[name] or returned == 0, (name, returned)
             kills[name] += 1
-            names = [p.stem for p in (folder / "cut" / "checkpoints").glob("step-*.json")]
+            names = [p.stem for p in (folder / "interrupted" / "checkpoints").glob("step-*.json")]
             resumed_at.append(max((int(n.removeprefix("step-")) for n in names), default=0))
             code = 0 if returned == 0 else None
     assert code == 0, code
-    assert whole.wait() == 0
-    ends = [folder / run for run in ("whole", "cut")]
+    assert uninterrupted.wait() == 0
+    ends = [folder / run for run in ("uninterrupted", "interrupted")]
     weights = [load_file(end / "model" / "model.safetensors") for end in ends]
     logs = [
         [

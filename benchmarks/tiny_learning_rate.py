@@ -1,8 +1,8 @@
-"""Which learning rate the ``tiny`` recipe should have: both arms, four rates, three seeds.
+"""Choose the learning rate of the ``tiny`` recipe: both arms, four rates, three seeds.
 
     python benchmarks/tiny_learning_rate.py benchmarks/results/tiny_learning_rate.json
 
-Writes the validation loss at the end of each run, and the machine. Half an hour on two cores.
+Writes the final validation loss of each run, and the environment. Takes half an hour on two cores.
 """
 
 import json
@@ -13,8 +13,9 @@ from pathlib import Path
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.run import Machine, train
+from coupled_adam.lab.training.run import train
 
 RATES = (3e-3, 6e-3, 1e-2, 2e-2)
 SEEDS = (1, 2, 3)
@@ -30,9 +31,9 @@ def main(target: Path) -> None:
             at_rate = override(recipe, {"training.lr": lr})
             for seed in SEEDS:
                 for arm in recipe.arms:
-                    run = folder / f"{arm}-{lr}-{seed}"
-                    train(at_rate, arm, seed, corpus, run, Machine())
-                    lines = (run / "metrics.jsonl").read_text().splitlines()
+                    run = TrainingRun(at_rate, arm, seed, folder / f"{arm}-{lr}-{seed}")
+                    train(run, corpus, Execution())
+                    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
                     losses = [json.loads(line).get("valid_loss") for line in lines]
                     (*_, last) = filter(None, losses)
                     results.append({"lr": lr, "seed": seed, "arm": arm, "valid_loss": last})

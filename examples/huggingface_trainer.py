@@ -8,12 +8,12 @@ Called again with ``--resume`` it continues from the Trainer's last checkpoint.
 import argparse
 
 import torch
-from text import batch, small_gpt2
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
+from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

@@ -13,10 +13,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from text import batch, small_gpt2
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
+from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

@@ -6,10 +6,10 @@ python examples/muon.py --steps 300
 import argparse
 
 import torch
-from text import batch, small_gpt2
 
 from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
+from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

@@ -9,10 +9,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from text import batch, small_gpt2
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
+from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)

@@ -9,15 +9,14 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.run import losses_of_logits
-
-from .loop import Optimizers, Variant
+from coupled_adam.lab.training.loss import cross_entropy_by_sequence
+from coupled_adam.lab.training.variant import Variant
 
 BALANCE = 0.02  # weight of the load-balancing loss, Mixtral's own is 0.001 to 0.02
 
 
 def build(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's size, each expert half as wide as GPT-2's feed-forward."""
+    """A Mixtral of the recipe's size; each expert is a quarter as wide as GPT-2's feed-forward."""
     options = recipe.model
     return MixtralForCausalLM(
         MixtralConfig(
@@ -41,21 +40,21 @@ def build(recipe: Recipe) -> PreTrainedModel:
 def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     """Mean cross-entropy of each sequence, [batch]; in training with the load-balancing loss."""
     output = model(input_ids=blocks[:, :-1], use_cache=False)
-    found = losses_of_logits(output.logits, blocks)
+    found = cross_entropy_by_sequence(output.logits, blocks)
     return found + BALANCE * output.aux_loss if model.training else found
 
 
-def coupled_router(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizers:
-    """Coupled Adam for the embeddings and for each router's matrix, which decays as ever."""
+def coupled_router(model: PreTrainedModel, recipe: Recipe, _: str) -> CoupledAdamW:
+    """Coupled Adam for the embeddings and for each router's matrix, with the usual decay."""
     options = recipe.training
     routers = {id(p) for p in router_matrices(model)}
     groups = list(param_groups(model, weight_decay=options.weight_decay))
-    moved = [p for group in groups for p in group["params"] if id(p) in routers]
+    coupled = [p for group in groups for p in group["params"] if id(p) in routers]
     for group in groups:
         del group["param_names"]
         group["params"] = [p for p in group["params"] if id(p) not in routers]
-    groups.append({"params": moved, "weight_decay": options.weight_decay, "coupled": True})
-    return [CoupledAdamW(groups, options.lr, options.betas, options.eps)]
+    groups.append({"params": coupled, "weight_decay": options.weight_decay, "coupled": True})
+    return CoupledAdamW(groups, options.lr, options.betas, options.eps)
 
 
 def router_matrices(model: PreTrainedModel) -> list[Tensor]:
@@ -64,15 +63,13 @@ def router_matrices(model: PreTrainedModel) -> list[Tensor]:
 
 
 def balance(model: PreTrainedModel, blocks: Tensor) -> dict[str, float]:
-    """How the tokens spread over the experts, and the routers' mean rows.
+    """How evenly the tokens are distributed over the experts, and the routers' mean rows.
 
-    ``load_entropy`` is 1 where all experts compute as many tokens, averaged over layers;
-    ``router_mean_norm_ratio`` is the norm of the mean row over the mean norm.
+    ``load_entropy``, averaged over layers, is 1 where each expert computes the same number of
+    tokens; ``router_mean_norm_ratio`` is the norm of the mean row divided by the mean norm.
     """
-    model.train(False)
     with torch.inference_mode():
         routed = model(input_ids=blocks[:, :-1], use_cache=False).router_logits
-    model.train()
     entropies = []
     for logits in routed:
         chosen = logits.topk(2).indices.flatten()
@@ -85,5 +82,10 @@ def balance(model: PreTrainedModel, blocks: Tensor) -> dict[str, float]:
     }
 
 
-EXPERTS = Variant(build=build, losses=losses, also=balance)
-EXPERTS_AND_ROUTER = Variant(build=build, losses=losses, also=balance, optimizers=coupled_router)
+EXPERTS = Variant("experts", build_model=build, sequence_losses=losses)
+EXPERTS_AND_ROUTER = Variant(
+    "experts_and_router",
+    build_model=build,
+    sequence_losses=losses,
+    build_optimizer=coupled_router,
+)

@@ -35,7 +35,7 @@ COLORS = {"adamw": ORANGE, "coupled": BLUE}
 
 
 def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
-    """Mean and sample standard deviation over seeds, where all seeds have a value."""
+    """Plot mean and sample standard deviation over seeds, where the values of all are finite."""
     shown = {x: found for x, line in points.items() if (found := values(line, measure))}
     shown = {x: found for x, found in shown.items() if all(map(math.isfinite, found))}
     means = [float(np.mean(found)) for found in shown.values()]
@@ -44,7 +44,7 @@ def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object
 
 
 def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
-    """A measure over training, all seeds."""
+    """Plot a measure against the step, a curve for each seed."""
     for number, line in enumerate(lines):
         for seed, run in enumerate(runs(line)):
             steps = [point["step"] for point in run["curve"]]
@@ -57,7 +57,7 @@ def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
 
 
 def scale() -> Figure:
-    """The loss that coupling saves, against D and N."""
+    """How much lower the loss is with Coupled Adam, against D and N."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for (tokens, size), (question, name) in SCALE.items():
@@ -66,7 +66,7 @@ def scale() -> Figure:
             if shown:
                 ax.scatter([x] * len(adamw), adamw - coupled, color="0.6", s=12)
                 ax.scatter([x], [(adamw - coupled).mean()], color=BLUE)
-    left.set(xlabel="tokens D, at N = 0.4M", ylabel="AdamW's test loss less Coupled Adam's")
+    left.set(xlabel="tokens D, at N = 0.4M", ylabel="test loss: AdamW - Coupled Adam")
     right.set(xlabel="parameters N, at D = 1.2M")
     for ax in (left, right):
         ax.axhline(0, color="black", linewidth=0.8)
@@ -74,7 +74,7 @@ def scale() -> Figure:
 
 
 def scaled() -> Figure:
-    """Loss and mean norm against n, AdamW's embeddings at the same learning rate."""
+    """Loss and mean norm against n, with AdamW's embeddings at the same learning rate."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)
     for column, (question, title) in enumerate(
@@ -95,7 +95,7 @@ def scaled() -> Figure:
 
 
 def sgd() -> Figure:
-    """Loss against the factor."""
+    """Loss against the factor of SGD's learning rate."""
     figure = Figure(figsize=(5.5, 4), layout="constrained")
     ax = figure.subplots()
     factors = [float(name.removeprefix("f=")) for name in QUESTIONS["sgd"]]
@@ -190,7 +190,7 @@ FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching)
 
 
 def main() -> None:
-    """Draw all."""
+    """Draw all pictures."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     for draw in FIGURES:
         draw().savefig(IMAGES / f"{draw.__name__}.png", dpi=100)

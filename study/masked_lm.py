@@ -5,12 +5,11 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, PreTrainedModel
 
 from coupled_adam.lab.recipe import Recipe
-
-from .loop import Variant
+from coupled_adam.lab.training.variant import Variant
 
 
 def build(recipe: Recipe) -> PreTrainedModel:
-    """The recipe's size; the last row of the embeddings is the mask."""
+    """A BERT of the recipe's size; the last row of the embeddings is the mask's."""
     options = recipe.model
     return BertForMaskedLM(
         BertConfig(
@@ -29,13 +28,13 @@ def build(recipe: Recipe) -> PreTrainedModel:
 def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     """Mean cross-entropy of the chosen tokens of each sequence, [batch].
 
-    Of the chosen, 80 % are masked, 10 % are another token, 10 % stay. The choice follows from the
-    blocks, so that every model fills in the same.
+    80 % of the chosen tokens are masked, 10 % are replaced by another token, 10 % are kept. The
+    choice is a function of the blocks, so that all models predict the same tokens.
     """
     ids = blocks[:, :-1]
     mask = model.config.vocab_size - 1
     generator = torch.Generator().manual_seed(int(ids.sum()))
-    # The same number in each sequence, so that all count alike.
+    # The same number in each sequence, so that all sequences have the same weight.
     order = torch.rand(ids.shape, generator=generator).argsort(1)
     chosen = order < round(0.15 * ids.shape[1])
     what = torch.rand(ids.shape, generator=generator)
@@ -47,4 +46,4 @@ def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     return found.view(len(ids), -1).mean(1)
 
 
-MASKED_LM = Variant(build=build, losses=losses)
+MASKED_LM = Variant("masked_lm", build_model=build, sequence_losses=losses)

@@ -1,22 +1,61 @@
 """Muon for the hidden matrices, the arm's optimizer for all others."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.training.variant import Variant
 
-from .loop import Optimizers, Variant
+
+class ChainedOptimizer(Optimizer):
+    """Optimizers of different parameters as one, so that one schedule and one checkpoint serve all.
+
+    It shares its param groups and its state with them.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([group for o in optimizers for group in o.param_groups], {})
+        self._share()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of each."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all, as saved by :meth:`state_dict`."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        first = 0
+        for optimizer in self.optimizers:
+            last = first + len(optimizer.param_groups)
+            optimizer.param_groups = self.param_groups[first:last]
+            optimizer.state = self.state
+            first = last
 
 
-def optimizers(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizers:
-    """Two; Muon's updates are scaled to the size of AdamW's, so that they share the rate."""
+def optimizers(model: PreTrainedModel, recipe: Recipe, arm: str) -> list[Optimizer]:
+    """Muon and the other; Muon's updates are scaled to the size of AdamW's, to share the rate."""
     options = recipe.training
     others = recipe.arm(arm).optimizer(model, options)
-    hidden = []
+    hidden: list[tuple[str, Tensor]] = []
     for group in others.param_groups:
-        # What decays are the hidden matrices: neither embeddings, nor norms, nor biases.
+        # Only the hidden matrices decay: not embeddings, norms or biases.
         if group["weight_decay"] > 0:
-            hidden += group["params"]
+            hidden += zip(group["param_names"], group["params"])
     others.param_groups = [g for g in others.param_groups if g["weight_decay"] == 0]
     muon = torch.optim.Muon(
         hidden,
@@ -27,4 +66,9 @@ def optimizers(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizers:
     return [muon, others]
 
 
-MUON = Variant(optimizers=optimizers)
+def chained(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
+    """Both as one."""
+    return ChainedOptimizer(optimizers(model, recipe, arm))
+
+
+MUON = Variant("muon", build_optimizer=chained)

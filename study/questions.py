@@ -1,12 +1,14 @@
-"""What is run for each question: runs by name, each with three seeds."""
+"""The runs of each question by name, each made with three seeds."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coupled_adam.lab.training.variant import Variant
+
 from .alternatives import ALTERNATIVES
-from .experts import EXPERTS, EXPERTS_AND_ROUTER
-from .loop import Variant
+from .evaluation import Extra
+from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
 from .masked_lm import MASKED_LM
 from .muon import MUON
 from .switching import SWITCHING
@@ -18,17 +20,22 @@ ARMS = {"adamw": ADAMW, "coupled": COUPLED}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The arm, as a recipe has it; what differs from ``english.yaml``; without a variant the run is
-    the laboratory's.
+    """One kind of run.
+
+    arm: its options, as in a recipe.
+    overrides: what differs from ``english.yaml``.
+    variant: what differs from the recipe.
+    extra: what else is measured.
     """
 
     arm: Mapping[str, Any]
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    variant: Variant | None = None
+    variant: Variant = dataclasses.field(default_factory=Variant)
+    extra: Extra | None = None
 
 
 def _scale() -> dict[str, Entry]:
-    """More data for the base, larger models; the base itself is in another question."""
+    """More data for the base, and larger models; the base itself is in another question."""
     sizes = {
         "0.4M": _size(n_embd=64, n_layer=2, n_head=2, lr=5e-3),
         "1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3),
@@ -51,7 +58,7 @@ def _steps(steps: int) -> dict[str, Any]:
 
 
 def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> dict[str, Entry]:
-    """nu times 2^-n is a learning rate times 2^(n/2): AdamW's embeddings get the same."""
+    """Scale nu by 2^-n, or AdamW's learning rate of the embeddings by the same 2^(n/2)."""
     scaled = {n: {**COUPLED, "second_moment_scale": 2.0**-n} for n in coupled}
     faster = {n: {**ADAMW, "lr_factor": 2 ** (n / 2)} for n in adamw}
     return {
@@ -62,11 +69,11 @@ def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> d
 
 
 RATES = (5e-3, 2e-2)
-"""Learning rates of question 9."""
+"""The learning rates of question 9."""
 
 
 def _alternatives() -> dict[str, Entry]:
-    """Without what other questions have: the two arms, the embeddings' rate times 0.25 at 5e-3."""
+    """All that other questions do not have: these have both arms, and lr_factor 0.25 at 5e-3."""
     # Weak penalties change nothing, and what is done at the end is after AdamW's training.
     strong = ("centered_each_step", "mean_loss_1", "z_loss", "soft_cap")
     decay = {**ADAMW, "embedding_weight_decay": 0.1}
@@ -111,8 +118,8 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "masked_lm": {arm: Entry(options, _steps(1200), MASKED_LM) for arm, options in ARMS.items()},
     "experts": {
-        **{arm: Entry(options, variant=EXPERTS) for arm, options in ARMS.items()},
-        "coupled and router": Entry(COUPLED, variant=EXPERTS_AND_ROUTER),
+        **{arm: Entry(options, {}, EXPERTS, balance) for arm, options in ARMS.items()},
+        "coupled and router": Entry(COUPLED, {}, EXPERTS_AND_ROUTER, balance),
     },
     "muon": {
         f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr}, MUON)
@@ -122,4 +129,4 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "alternatives": _alternatives(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
-"""AdamW and Coupled Adam on the base itself are those of ``learning_rate`` at 0.005."""
+"""By question. The two arms on the base itself are in ``learning_rate``, at 0.005."""

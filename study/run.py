@@ -1,8 +1,9 @@
-"""Run the study, or some of its questions; go on where it was cut off.
+"""Run the study, or some of its questions.
 
     python -m study.run --text english/train.txt.xz --word-similarity word-similarity/ QUESTION ...
 
-Results go to ``results/``, a file for each question. Runs share the machine, one thread each.
+Results go to ``results/``, a file for each question; a run that has a result is skipped, one that
+was interrupted is resumed. Several runs go at the same time, with one thread each.
 """
 
 import argparse
@@ -15,28 +16,27 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from coupled_adam.embeddings.analysis import word_similarity_sets
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
-from coupled_adam.lab.evaluation.evaluate import Sets, evaluate_run, word_similarity_sets
+from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
-from coupled_adam.lab.reporting.figures import fit_proportional
-from coupled_adam.lab.reporting.runs import read_runs
+from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.run import Machine, keep_freed_memory
-from coupled_adam.lab.training.run import train as train_in_the_laboratory
+from coupled_adam.lab.training.errors import DivergedError
+from coupled_adam.lab.training.run import train
 
-from .loop import MEASURES, train
+from .evaluation import Extra, evaluate
 from .questions import QUESTIONS, Entry
 
 HERE = Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Where the data is, and where runs go."""
+class Paths:
+    """Where the text and the word-similarity sets are, and the folder for run folders."""
 
     text: str
     word_similarity: Path
@@ -51,77 +51,44 @@ def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
     return override(load_recipe(str(HERE / "english.yaml")), values)
 
 
-def run(question: str, name: str, seed: int, places: Places) -> dict[str, Any]:
-    """One run; what it found, and what it ran on."""
+def run(question: str, name: str, seed: int, paths: Paths) -> dict[str, Any]:
+    """Train and evaluate one run, in a run folder of the laboratory.
+
+    Returns:
+        Its results and what it ran on; a run whose loss or gradient is not finite has
+        ``diverged_at``, the step, instead of results.
+    """
     torch.set_num_threads(1)
-    keep_freed_memory()
+    began = time.perf_counter()
     entry = QUESTIONS[question][name]
-    recipe = recipe_of(entry, places.text)
-    corpus = prepare_corpus(recipe, default_cache())
-    sets = word_similarity_sets(places.word_similarity)
-    if entry.variant is None:
-        folder = places.out / question / f"{name}-seed-{seed}"
-        found = of_the_laboratory(recipe, seed, corpus, sets, folder)
-    else:
-        (arm,) = recipe.arms
-        found = train(recipe, arm, entry.variant, seed, corpus, sets)
+    recipe = recipe_of(entry, paths.text)
+    (arm,) = recipe.arms
+    folder = paths.out / question / f"{name}-seed-{seed}"
     here = {key: value for key, value in environment().items() if key != "command"}
+    found = train_and_evaluate(
+        TrainingRun(recipe, arm, seed, folder, entry.variant),
+        prepare_corpus(recipe, default_cache()),
+        word_similarity_sets(paths.word_similarity),
+        entry.extra,
+    )
+    if "diverged_at" not in found:
+        found["seconds"] = time.perf_counter() - began
     return {"tokens": recipe.tokens, **found, "environment": here}
 
 
-def of_the_laboratory(
-    recipe: Recipe, seed: int, corpus: Corpus, sets: Sets, folder: Path
+def train_and_evaluate(
+    run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None
 ) -> dict[str, Any]:
-    """Train and evaluate into a run folder, and condense it."""
-    (arm,) = recipe.arms
-    began = time.perf_counter()
-    train_in_the_laboratory(recipe, arm, seed, corpus, folder, Machine(log=()))
-    evaluation = evaluate_run(folder, corpus, sets=sets)
-    ((trained,), _) = read_runs([folder])
-    curve = [
-        {key: line[key] for key in ("step", "valid_loss", "mean_norm", "mean_norm_ratio")}
-        for line in trained.metrics
-        if "valid_loss" in line
-    ]
-    probability = trained.probabilities()
-    fits = [
-        {"tokens": tokens, **second_moment_fit(probability, moment)}
-        for tokens, moment in trained.second_moments().items()
-    ]
-    inputs = evaluation["input_embeddings"]
-    return {
-        "parameters": evaluation["parameters"],
-        "initial_mean_norm": trained.metrics[0]["mean_norm"],
-        "valid_loss": curve[-1]["valid_loss"],
-        "test_loss": evaluation["test_loss"],
-        **{name: evaluation["embeddings"][name] for name in MEASURES},
-        **({} if inputs is None else {f"input_{name}": inputs[name] for name in MEASURES}),
-        "word_similarity": {
-            name: {"r": found["r"], "pairs": found["pairs"]}
-            for name, found in evaluation["word_similarity"]["sets"].items()
-        },
-        **({"second_moment": fits} if fits else {}),
-        "curve": curve,
-        "seconds": time.perf_counter() - began,
-    }
-
-
-def second_moment_fit(probability: np.ndarray, moment: np.ndarray) -> dict[str, float]:
-    """E[v] = A p for the tokens that occur, and the exponent of p where it is free.
-
-    The exponent is fitted to the means of twenty groups of like frequency: a token's own moment
-    scatters, the rarer the more, and the mean of logarithms lies below the logarithm of the mean.
-    """
-    order = probability.argsort()[(probability == 0).sum() :]
-    p, v = probability[order], moment[order].astype(float)
-    a, r_squared = fit_proportional(p, v)
-    groups = [[part.mean() for part in np.array_split(values, 20)] for values in (p, v)]
-    exponent, _ = np.polyfit(np.log(groups[0]), np.log(groups[1]), 1)
-    return {"A": a, "r_squared": r_squared, "exponent": float(exponent)}
+    """The results of a run, or the step at which it diverged."""
+    try:
+        train(run, corpus, Execution(log=()))
+    except DivergedError as error:
+        return {"diverged_at": error.step}
+    return evaluate(run, corpus, sets, extra)
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
-    """By name of the run and, in ``seeds``, by seed; empty where nothing was run."""
+    """By the name of the run and, in ``seeds``, by seed; empty if there are none."""
     path = folder / f"{question}.json"
     if not path.exists():
         return {}
@@ -130,7 +97,7 @@ def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[st
 
 
 def main() -> None:
-    """Run what has no result yet."""
+    """Run everything that has no result yet."""
     parser = argparse.ArgumentParser(prog="python -m study.run", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--text", required=True, help="documents, with blank lines between")
@@ -143,7 +110,7 @@ def main() -> None:
     unknown = {*options.questions} - {*QUESTIONS}
     if unknown:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(QUESTIONS)}")
-    places = Places(options.text, options.word_similarity, options.out)
+    paths = Paths(options.text, options.word_similarity, options.out)
     jobs = [
         (question, name, seed)
         for question in options.questions or QUESTIONS
@@ -158,7 +125,7 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(
         options.processes, multiprocessing.get_context("spawn")
     ) as pool:
-        waiting = {pool.submit(run, *job, places): job for job in jobs}
+        waiting = {pool.submit(run, *job, paths): job for job in jobs}
         for done in concurrent.futures.as_completed(waiting):
             question, name, seed = waiting[done]
             error = done.exception()

@@ -1,44 +1,52 @@
 """A run that changes its optimizer half-way, with and without moving the mean to the origin."""
 
-import functools
-
-from torch.optim import AdamW
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.training.variant import Variant
 
 from .alternatives import recenter
-from .loop import Optimizers, Variant
 
 
-def couple(
-    model: PreTrainedModel, optimizers: Optimizers, recipe: Recipe, centered: bool
-) -> Optimizers:
-    """AdamW's state handed over to Coupled Adam, as docs/switching.md has it."""
-    if centered:
-        recenter(model)
-    (adamw,) = optimizers
+def not_yet_coupled(model: PreTrainedModel, recipe: Recipe, _: str) -> Optimizer:
+    """AdamW, as what :func:`couple` can switch: Coupled Adam without a coupled group is AdamW."""
     options = recipe.training
     groups = param_groups(model, weight_decay=options.weight_decay)
-    coupled = CoupledAdamW(groups, options.lr, options.betas, options.eps)
-    params = [p for group in coupled.param_groups for p in group["params"]]
-    state = {i: adamw.state[p] for i, p in enumerate(params) if p in adamw.state}
-    own = coupled.state_dict()["param_groups"]
-    coupled.load_state_dict({"state": state, "param_groups": own})
-    return [coupled]
+    optimizer = CoupledAdamW(groups, options.lr, options.betas, options.eps)
+    for group in optimizer.param_groups:
+        group["coupled"] = False
+    return optimizer
 
 
-def only_recenter(model: PreTrainedModel, optimizers: Optimizers, _: Recipe) -> Optimizers:
-    """On with AdamW, from the origin."""
-    assert isinstance(optimizers[0], AdamW)
+def couple(model: PreTrainedModel, optimizer: Optimizer) -> None:
+    """Switch the embeddings to Coupled Adam, with the state as docs/switching.md hands it over.
+
+    ``coupled`` is saved with the groups, so that a checkpoint is resumed on the side it is on.
+    """
+    coupled = {id(p) for g in param_groups(model) if g["coupled"] for p in g["params"]}
+    for group in optimizer.param_groups:
+        group["coupled"] = id(group["params"][0]) in coupled
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def recenter_and_couple(model: PreTrainedModel, optimizer: Optimizer) -> None:
+    """Move the mean to the origin, then switch."""
     recenter(model)
-    return optimizers
+    couple(model, optimizer)
+
+
+def only_recenter(model: PreTrainedModel, _: Optimizer) -> None:
+    """Continue with AdamW, from the origin."""
+    recenter(model)
 
 
 SWITCHING = {
-    "switched": Variant(half_way=functools.partial(couple, centered=False)),
-    "recentered_and_switched": Variant(half_way=functools.partial(couple, centered=True)),
-    "recentered": Variant(half_way=only_recenter),
+    "switched": Variant("switched", build_optimizer=not_yet_coupled, half_way=couple),
+    "recentered_and_switched": Variant(
+        "recentered_and_switched", build_optimizer=not_yet_coupled, half_way=recenter_and_couple
+    ),
+    "recentered": Variant("recentered", half_way=only_recenter),
 }
-"""Begun with AdamW."""
+"""By name, all started with AdamW."""

@@ -1,4 +1,4 @@
-"""Results -> the tables in ``docs/study/``, each between two comments that name it.
+"""Results -> the tables in ``docs/study/``; comments in the pages mark where each begins and ends.
 
     python -m study.tables
 
@@ -34,7 +34,7 @@ Arm = Literal["adamw", "coupled"]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A column: a number of a run, how it is shown, and what is better."""
+    """A column: a number of a run, the digits that are shown, and what is better."""
 
     header: str
     of: Callable[[Run], float | None]
@@ -47,13 +47,13 @@ def _named(name: str) -> Callable[[Run], float | None]:
 
 
 def mean_word_similarity(run: Run) -> float | None:
-    """The mean over the sets that have at least 20 usable pairs."""
+    """The mean over the word-similarity sets with at least 20 usable pairs."""
     found = [one["r"] for one in run.get("word_similarity", {}).values() if one["pairs"] >= 20]
     return float(np.mean(found)) if found else None
 
 
 def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
-    """Of the last fit of the second moment."""
+    """A number of the last fit of the second moment."""
     return lambda run: times * run["second_moment"][-1][key]
 
 
@@ -88,7 +88,7 @@ MORE = ("valid_loss", *ALL, "men")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A row: its label, and where its runs are."""
+    """A row: its label, and the question and name of its runs."""
 
     label: str
     question: str
@@ -96,11 +96,11 @@ class Line:
 
 
 Group = Sequence[Line]
-"""Rows that are compared with the first."""
+"""Rows that are compared with the first one."""
 
 
 def values(line: Line, measure: str) -> list[float]:
-    """Of each seed; infinite for a loss of a run that diverged."""
+    """A measure of each seed's run; the loss of a run that diverged is infinite."""
     found = []
     for run in runs(line):
         value = MEASURES[measure].of(run)
@@ -112,13 +112,13 @@ def values(line: Line, measure: str) -> list[float]:
 
 
 def runs(line: Line) -> list[Run]:
-    """Of each seed, as far as they were made."""
+    """The runs of all seeds that have a result, in order."""
     found = results(line.question).get(line.name, {}).get("seeds", {})
     return [found[seed] for seed in sorted(found, key=int)]
 
 
 def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") -> str:
-    """A table, a line between two groups as between any two rows."""
+    """A Markdown table of all groups, one below the other."""
     header = [first, *(MEASURES[name].header for name in measures), "p", "seeds"]
     tested = "test_loss" if "test_loss" in measures else measures[0]
     lines = [header, ["---", *("---:" for _ in header[1:])]]
@@ -168,11 +168,11 @@ SCALE = {
     ("1.2M", "1.1M"): ("scale", "N=1.1M steps=600"),
     ("1.2M", "2.6M"): ("scale", "N=2.6M steps=600"),
 }
-"""Of each D and N: the question that has it, and the name that its two runs share."""
+"""By D and N: the question with these runs, and what their two names have in common."""
 
 
 def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
-    """The run of question 2 with that n; of n = 0, another question has it."""
+    """The run of question 2 with this n; the one with n = 0 is in another question."""
     if n != 0:
         return Line(label, question, f"{arm} n={n}")
     where, name = SCALE["1.2M" if question == "scaled" else "4.9M", "0.4M"]
@@ -180,7 +180,7 @@ def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
 
 
 def exponents(question: str, arm: Arm) -> dict[float, Line]:
-    """Of the runs of question 2."""
+    """The runs of question 2 by their n."""
     pattern = re.compile(rf"{arm} n=(-?\d+)")
     found = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
     return {
@@ -212,7 +212,7 @@ def _learning_rate() -> str:
 
 
 def _scaled(question: str) -> str:
-    """Each arm's, against its n = 0; then its best on the validation documents."""
+    """The runs of each arm, compared with its n = 0; then each arm's best by validation loss."""
     groups, best = [], []
     for arm in LABELS:
         lines = exponents(question, arm)
@@ -288,7 +288,7 @@ ALTERNATIVES = {
 
 
 def alternative(lr: float, name: str) -> Line | None:
-    """The run of question 9; of some, another question has it; None if there is none."""
+    """The run of question 9, which may be listed in another question; None if there is none."""
     line = Line(ALTERNATIVES[name], "alternatives", f"lr={lr:g} {name}")
     if name in LABELS:
         line = dataclasses.replace(line, question="learning_rate")
@@ -329,7 +329,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables updated."""
 
     def made(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]()}{found[3]}"

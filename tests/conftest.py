@@ -1,19 +1,55 @@
-"""A recipe of seconds, and real text to train it on."""
+"""A recipe of seconds, and real text to train it on; what all tests share."""
 
+import os
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Nothing is asserted of how long something takes, on whatever machine.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
+# For this process, before torch is loaded, and for those that tests start: several share the cores,
+# where threads that wait for each other busily would keep each other from running.
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+# Nothing is asserted of how long something takes, on whatever machine. `make test-slow` chooses the
+# wide profile with --hypothesis-profile.
+for profile, examples in (("quick", 100), ("wide", 1000)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile("quick")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The file with the longest test first, or one of two processes would wait for the other."""
-    items.sort(key=lambda item: item.path.name != "test_cli.py")
+@pytest.fixture(scope="session", autouse=True)
+def corpus_cache(tmp_path_factory):
+    """Corpora are prepared once for all tests, and not in the user's cache."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COUPLED_ADAM_CACHE", str(folder / "cache"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def blank_pictures(request, monkeypatch):
+    """Pictures are composed, but saved without their pixels, which take most of a report's time.
+
+    The mark ``pixels`` is for tests that need them.
+    """
+    if not request.node.get_closest_marker("pixels"):
+        monkeypatch.setattr(
+            "matplotlib.figure.Figure.savefig", lambda _, file, **__: file.write(BLANK)
+        )
+
+
+BLANK = (  # a PNG of one pixel
+    b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0:~\x9bU\0\0\0\nIDATx\x9cc`\0\0\0\2\0\1"
+    b"H\xaf\xa4q\0\0\0\0IEND\xaeB`\x82"
+)
 
 
 SMALL = """
@@ -27,6 +63,7 @@ training:
   lr: 1.0e-2
   warmup: 4
   evaluate_every: 5
+  evaluation_batches: 5
 arms:
   adamw: {optimizer: adamw}
   coupled_adam: {optimizer: coupled_adam}

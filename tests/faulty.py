@@ -1,9 +1,10 @@
 """``python faulty.py FAULT NUMBER ...``: the command, with a fault at the n-th call of a function.
 
-Run by :class:`laboratory.Laboratory` as a process of its own.
+Run by :class:`laboratory.Laboratory` in a process of its own.
 """
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -15,20 +16,21 @@ from coupled_adam.lab.evaluation import evaluate as evaluation
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.training import distributed
 from coupled_adam.lab.training import run as training
+from coupled_adam.lab.training.module import LanguageModel
 
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def at(number, module, name, fault):
-    """Call ``fault`` instead of a function at its n-th call."""
+def at(number, module, name, fault, counts=lambda *_: True):
+    """Call ``fault`` instead of a function at its n-th call, of those that count."""
     function = getattr(module, name)
     calls = 0
 
     def counted(*arguments, **options):
         nonlocal calls
-        calls += 1
+        calls += counts(*arguments)
         return (fault if calls == number else function)(*arguments, **options)
 
     setattr(module, name, counted)
@@ -42,7 +44,7 @@ def write_half(content, file, save=torch.save):
     kill()
 
 
-def not_finite(*arguments, loss=training.next_token_loss):
+def not_finite(*arguments, loss=LanguageModel.loss):
     return loss(*arguments) * float("nan")
 
 
@@ -53,17 +55,25 @@ def on_rank_one(fault, function):
     return chosen
 
 
+def of_a_checkpoint(path, *_):
+    return path.parent.name == "checkpoints"
+
+
 def build_in(fault, number):
-    loss = training.next_token_loss
+    if fault == "limit":  # a disk that has no room for larger files
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
+        return
+    loss = LanguageModel.loss
     places = {
         "checkpoint": (torch, "save", write_half),
-        "rename": (Path, "rename", kill),
-        "model": (training, "_save_model", kill),
+        "rename": (Path, "rename", kill, of_a_checkpoint),
+        "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
         "figures": (reporting, "draw_all", kill),
         "page": (reporting, "render", kill),
-        "nan": (training, "next_token_loss", on_rank_one(not_finite, loss)),
-        "death": (training, "next_token_loss", on_rank_one(kill, loss)),
+        "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),
+        "death": (LanguageModel, "loss", on_rank_one(kill, loss)),
     }
     at(number, *places[fault])
 

@@ -1,11 +1,9 @@
-"""The command on a small recipe and text, as real processes that are stopped and killed."""
+"""The command on a small recipe and text, also as processes that are stopped and killed."""
 
 import contextlib
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -16,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from coupled_adam import cli
+from processes import Process, start_ranks
 
 FAULTY = Path(__file__).with_name("faulty.py")
 
@@ -27,13 +26,8 @@ LONG = ["--steps", 200, "training.evaluate_every=10"]  # so long that it is stop
 EXACT = ["training.precision=64-true", "training.lr=1e-3"]
 
 
-def take_interrupts():
-    """In a process: Ctrl-C works also where these tests run in the background, which ignores it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Laboratory:
-    """The command on a small recipe and text, as processes."""
+    """The command on a small recipe and text, in this process or in others."""
 
     references: ClassVar = {}
 
@@ -41,85 +35,69 @@ class Laboratory:
         self.folder = folder
         self.common = ["--recipe", str(recipe), "--device", "cpu"]
         self.common += [] if text is None else ["--text", str(text)]
-        self.common += ["--cache", str(folder / "cache")]
 
-    def command(self, out, *more, processes=1, fault=None):
+    def command(self, out, *more, fault=None):
         """The training of a run; with a fault that tests/faulty.py builds in."""
-        python = [sys.executable]
-        if processes > 1:
-            python += ["-m", "torch.distributed.run", "--standalone"]
-            python += ["--nproc-per-node", str(processes)]
         program = ["-m", "coupled_adam.cli"] if fault is None else [FAULTY, *fault.split()]
-        train = [*program, "train", "--out", self.folder / out, *self.common]
-        return [*python, *map(str, train), *map(str, more)]
+        train = [*program, "train", "--out", self.folder / out, *self.common, *more]
+        return [sys.executable, *map(str, train)]
 
-    def start(self, out, *more, preexec_fn=take_interrupts, **options):
-        return subprocess.Popen(
-            self.command(out, *more, **options),
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-            preexec_fn=preexec_fn,
-        )
+    def start(self, out, *more, processes=1, **options):
+        """The training in processes of their own, which form one group; returns them all."""
+        command = self.command(out, *more, **options)
+        return [Process(command)] if processes == 1 else start_ranks(processes, command)
 
     def run(self, out, *more, code=0, **options):
-        """To its end; in this process, which saves the imports, if nothing is said against it."""
+        """To its end; in this process, if nothing is said against it. Returns what was said."""
         if options:
-            process = self.start(out, *more, **options)
-            _, stderr = process.communicate(timeout=300)
-            returned = process.returncode
+            started = self.start(out, *more, **options)
+            stderr = "".join(process.communicate()[1] for process in started)
+            returned = next((p.returncode for p in started if p.returncode), 0)
         else:
             arguments = self.command(out, *more)[3:]
-            said, threads = io.StringIO(), torch.get_num_threads()
-            torch.set_num_threads(1)  # as the processes have
-            try:
-                with warnings.catch_warnings(), contextlib.redirect_stderr(said):
-                    warnings.simplefilter("default")
-                    returned = cli.main(arguments)
-            finally:
-                torch.set_num_threads(threads)
+            said = io.StringIO()
+            with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+                warnings.simplefilter("default")
+                returned = cli.main(arguments)
             stderr = said.getvalue()
         assert returned == code, stderr
         return stderr
 
     def command_line(self, *arguments, fault, code=0):
         """Any command, with a fault that tests/faulty.py builds in."""
-        command = [sys.executable, str(FAULTY), *fault.split(), *arguments]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert result.returncode == code, result.stderr
+        process = Process([sys.executable, str(FAULTY), *fault.split(), *arguments])
+        _, stderr = process.communicate()
+        assert process.returncode == code, stderr
 
     def stop(self, out, *more, step, number, code, **options):
         """Send a signal to all its processes once this run has logged that step."""
         metrics = self.folder / out / "metrics.jsonl"
         before = metrics.stat().st_ino if metrics.exists() else None
-        process = self.start(out, *more, **options)
+        processes = self.start(out, *more, **options)
         deadline = time.monotonic() + 200
-        while time.monotonic() < deadline and process.poll() is None:
+        while time.monotonic() < deadline and all(p.poll() is None for p in processes):
             if metrics.exists() and metrics.stat().st_ino != before:  # a resumed run writes it anew
                 last = metrics.read_text().rpartition('{"step": ')[2].partition(",")[0]
                 if last and int(last) >= step:
-                    os.killpg(process.pid, number)
-                    _, stderr = process.communicate(timeout=100)
-                    assert code is None or process.returncode == code, stderr
+                    os.killpg(processes[0].pid, number)
+                    stderr = "".join(process.communicate()[1] for process in processes)
+                    assert all(process.returncode == code for process in processes), stderr
                     return stderr
             time.sleep(0.01)
-        process.kill()
-        raise AssertionError(f"step {step} was not reached: {process.communicate()[1]}")
+        for process in processes:
+            process.kill()
+        said = [process.communicate()[1] for process in processes]
+        raise AssertionError(f"step {step} was not reached: {said}")
 
     def srun(self, *arguments, **options):
         """Two processes as SLURM starts them, with what it tells them."""
         told = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
         told |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0"}
         told |= {"SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
-        told |= {"OMP_NUM_THREADS": "1"}
         return [
-            subprocess.Popen(
+            Process(
                 self.command(*arguments, **options),
-                env={**os.environ, **told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
+                {**os.environ, **told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             )
             for rank in range(2)
         ]

@@ -1,8 +1,10 @@
 """The command as a user runs it: real processes, real folders."""
 
+import dataclasses
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +14,26 @@ import torch
 import yaml
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from coupled_adam import cli
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze
 from coupled_adam.lab.recipe import load_recipe
+from processes import Process
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory, monkeypatch):
-    """Corpora are prepared once for the tests of this file, and not in the user's cache."""
-    folder = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("COUPLED_ADAM_CACHE", str(folder))
+def run(*arguments, start=Process, **options):
+    """The command's exit code, standard output and standard error."""
+    command = [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)]
+    process = start(command, env={**os.environ, "COLUMNS": "120"}, **options)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def run(*arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, "-m", "coupled_adam.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "2"},  # the longest test
+def fresh(command, env, cwd):
+    """A process that imports by itself, and has two threads for the longest test."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        command, env={**env, "OMP_NUM_THREADS": "2"}, cwd=cwd, text=True, **pipes
     )
 
 
@@ -38,15 +41,14 @@ def snapshot(folder: Path):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.slow
 def test_compare(small_recipe, text_file, tmp_path):
     """Two seeds on a user's text: folder, table, pictures; then --resume adds a seed."""
     out = tmp_path / "new" / "out"
     common = ("compare", "--recipe", small_recipe, "--text", text_file, "--out", out)
     result = run(*common, "--seeds", 2, "--steps", 10)
     assert result.returncode == 0, result.stderr
-    assert "Standard" in result.stdout
-    assert "Coupled" in result.stdout
+    assert "AdamW" in result.stdout
+    assert "Coupled Adam" in result.stdout
     runs = [f"{arm}-seed-{seed}" for arm in ("adamw", "coupled_adam") for seed in (1, 2)]
     assert sorted(path.name for path in out.iterdir()) == sorted(
         [*runs, "comparison.yaml", "report", ".lock"]
@@ -54,8 +56,15 @@ def test_compare(small_recipe, text_file, tmp_path):
     for name in runs:
         folder = out / name
         assert {path.name for path in folder.iterdir()} == {
-            *("config.yaml", "environment.json", "metrics.jsonl", "evaluation.json"),
-            *("checkpoints", "model", "tensorboard", "unigram_counts.npy", ".lock"),
+            "config.yaml",
+            "environment.json",
+            "metrics.jsonl",
+            "evaluation.json",
+            "checkpoints",
+            "model",
+            "tensorboard",
+            "unigram_counts.npy",
+            ".lock",
             *(["second_moments"] if name.startswith("adamw") else []),
         }
         environment = json.loads((folder / "environment.json").read_text())
@@ -150,7 +159,7 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
 def test_error_in_a_process(small_recipe, tmp_path):
     """The same from outside: nothing but the line on standard error, not even from libraries."""
     arguments = ("--recipe", small_recipe, "--text", tmp_path / "missing.txt")
-    result = run("compare", *arguments, cwd=tmp_path)
+    result = run("compare", *arguments, start=fresh, cwd=tmp_path)
     assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
 
@@ -173,6 +182,17 @@ def test_help_and_version():
         assert option in result.stdout
 
 
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_options_are_the_arguments(name):
+    """Each argument has a field, and none is explained by what only Python calls it."""
+    parser = cli._command_parser(name)
+    arguments = {action.dest for action in parser._actions} - {"help"}
+    assert {field.name for field in dataclasses.fields(cli._COMMANDS[name].Options)} == arguments
+    shown = parser.format_help()
+    assert not re.search(r"type: |null|None|Literal", shown), shown
+    assert all(action.help for action in parser._actions)
+
+
 def test_recipes(capsys):
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
@@ -191,7 +211,8 @@ def test_import_needs_torch_alone():
 import sys, torch
 from torch.optim import adam  # what any use of torch.optim loads
 before = set(sys.modules)
-import coupled_adam
+from coupled_adam import *
+assert CoupledAdamW.__module__ == "coupled_adam.optim.coupled_adam"
 more = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
 """
@@ -201,7 +222,7 @@ assert not more - {"coupled_adam", "torch", "difflib", "fnmatch"}, more
 @pytest.mark.slow
 def test_the_main_job_shows_the_effect(tmp_path):
     """`coupled-adam compare` without arguments, as the README claims it."""
-    result = run("compare", cwd=tmp_path)
+    result = run("compare", start=fresh, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     results = json.loads((tmp_path / "runs" / "tiny" / "report" / "results.json").read_text())
     standard, coupled = results

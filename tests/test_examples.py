@@ -3,29 +3,25 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
+from processes import Process, start_ranks
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
-pytestmark = pytest.mark.slow
 
 
-def run(example, *arguments, launcher=()):
+def run(example, *arguments, ranks=1):
     """Its last line: the step, the loss where it prints one, the relative mean norm."""
-    result = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / example), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )
-    assert result.returncode == 0, result.stderr
-    line = [line for line in result.stdout.splitlines() if "relative mean norm" in line][-1]
+    command = [sys.executable, str(EXAMPLES / example), *arguments]
+    env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
+    processes = [Process(command, env)] if ranks == 1 else start_ranks(ranks, command, env)
+    said = [process.communicate() for process in processes]
+    assert all(process.returncode == 0 for process in processes), said
+    line = [line for line in said[0][0].splitlines() if "relative mean norm" in line][-1]
     step, loss, ratio = re.fullmatch(
         r"step (\d+): (?:loss ([\d.]+), )?relative mean norm ([\d.]+)", line
     ).groups()
@@ -82,8 +78,7 @@ def test_accelerate_loop(tmp_path):
     assert run(*arguments, "--out", tmp_path / "cut", "--stop-after", 12)[0] == 12
     assert run(*arguments, "--out", tmp_path / "cut")[0] == 30
     assert equal(tmp_path / "whole" / "model", tmp_path / "cut" / "model")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    run(*arguments, "--out", tmp_path / "two", launcher=torchrun)
+    run(*arguments, "--out", tmp_path / "two", ranks=2)
     one, two = (
         load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "two")
     )

@@ -1,22 +1,31 @@
 """The study's runs, in small: they are what they say, and differ in nothing else."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from study import experts, figures, masked_lm, muon, tables
-from study.alternatives import ALTERNATIVES, recenter, soft_capped
-from study.loop import Variant, train
+from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
+from study.evaluation import MEASURES, second_moment_fit
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, Entry
-from study.run import of_the_laboratory, recipe_of, results, second_moment_fit
-from study.switching import couple
+from study.run import recipe_of, results, train_and_evaluate
+from study.switching import SWITCHING, couple, not_yet_coupled
 
 from coupled_adam import CoupledAdamW
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.models import build_model
+from coupled_adam.lab.evaluation.evaluate import evaluate_run
+from coupled_adam.lab.models import build_model, output_embeddings
 from coupled_adam.lab.recipe import override
-from coupled_adam.lab.training.run import output_embeddings, sequence_losses
+from coupled_adam.lab.training.checkpoints import Checkpoints
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.errors import PreemptedError
+from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.variant import Variant
 
 SMALL = {
     "model.vocab_size": 300,
@@ -45,19 +54,21 @@ def base(text_file):
 
 
 @pytest.mark.parametrize("arm", [ADAMW, COUPLED], ids=lambda arm: arm["optimizer"])
-def test_the_loop_is_the_laboratorys(text_file, tmp_path, arm):
+def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
     recipe = small(Entry(arm), text_file)
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    found = train(recipe, arm["optimizer"], Variant(), 3, corpus, {})
-    expected = of_the_laboratory(recipe, 3, corpus, {}, tmp_path / "run")
+    run = TrainingRun(recipe, arm["optimizer"], 3, tmp_path / "run")
+    found = train_and_evaluate(run, corpus, {})
     assert [line["step"] for line in found["curve"]] == [2, 4]
-    # The laboratory averages the averages of batches, and takes the training's numbers for isotropy
-    # as they come: other orders of summation, and nothing else.
-    assert found["initial_mean_norm"] == expected["initial_mean_norm"]
-    for name in ("valid_loss", "test_loss", "mean_norm", "isotropy", "norm_frequency_correlation"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    # Averages of averages, in training and in the laboratory: another order of summation.
+    assert found["valid_loss"] == pytest.approx(found["curve"][-1]["valid_loss"], rel=1e-5)
+    expected = evaluate_run(run.folder, corpus)
+    assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
     assert found["parameters"] == expected["parameters"]
-    assert ("second_moment" in expected) == (arm is ADAMW)
+    for name in MEASURES:
+        assert found[name] == expected["embeddings"][name]
+    assert ("second_moment" in found) == (arm is ADAMW)
+    assert found["initial_mean_norm"] != found["curve"][0]["mean_norm"]
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -66,12 +77,13 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
     recipes = {name: small(entry, text_file) for name, entry in QUESTIONS[question].items()}
     variants = {}
     for name, entry in QUESTIONS[question].items():
-        if entry.variant is not None:
+        if entry.variant.name is not None:
             variants.setdefault(entry.variant, name)
     for variant, name in variants.items():
         corpus = prepare_corpus(recipes[name], tmp_path / "cache")
         (arm,) = recipes[name].arms
-        found = train(recipes[name], arm, variant, 1, corpus, {})
+        run = TrainingRun(recipes[name], arm, 1, tmp_path / variant.name, variant)
+        found = train_and_evaluate(run, corpus, {}, QUESTIONS[question][name].extra)
         assert "diverged_at" not in found
         json.dumps(found, allow_nan=False)
         assert 0 <= found["isotropy"] <= 1
@@ -80,9 +92,8 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
 def test_divergence_is_a_result(text_file, tmp_path):
     recipe = override(small(Entry(ADAMW), text_file), {"training.lr": 1e30})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    assert train(recipe, "adamw", Variant(), 1, corpus, {}) == {
-        "diverged_at": 3  # the warmup begins at zero
-    }
+    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run")
+    assert train_and_evaluate(run, corpus, {}) == {"diverged_at": 3}  # the warmup begins at zero
 
 
 def test_recentering_preserves_the_function(base):
@@ -98,35 +109,87 @@ def test_recentering_preserves_the_function(base):
 
 
 def test_switching_keeps_the_optimizers_state(base):
-    torch.manual_seed(0)
-    model = build_model(base)
-    adamw = base.arm("adamw").optimizer(model, base.training)
-    for _ in range(3):
-        sequence_losses(model, torch.randint(300, (3, 17))).mean().backward()
-        adamw.step()
-    (coupled,) = couple(model, [adamw], base, centered=False)
-    assert isinstance(coupled, CoupledAdamW)
-    for p in model.parameters():
-        theirs, ours = adamw.state[p], coupled.state[p]
-        assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+    """AdamW bit for bit before, with its state afterwards."""
+
+    def trained(build):
+        torch.manual_seed(0)
+        model = build_model(base)
+        optimizer = build(model)
+        for _ in range(3):
+            sequence_losses(model, torch.randint(300, (3, 17))).mean().backward()
+            optimizer.step()
+        return model, optimizer
+
+    expected, adamw = trained(lambda model: base.arm("adamw").optimizer(model, base.training))
+    model, switched = trained(lambda model: not_yet_coupled(model, base, "adamw"))
+    couple(model, switched)
+    assert isinstance(switched, CoupledAdamW)
+    for p, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, theirs)
+        ours, before = switched.state[p], adamw.state[theirs]
+        assert torch.equal(ours["exp_avg"], before["exp_avg"])
         assert ours["step"] == 3
-        moment = theirs["exp_avg_sq"]
+        moment = before["exp_avg_sq"]
         if p is output_embeddings(model):
             moment = moment.mean(0)
         torch.testing.assert_close(ours["exp_avg_sq"], moment)
+    flags = {n: g["coupled"] for g in switched.param_groups for n in g["param_names"]}
+    assert [name for name, coupled in flags.items() if coupled] == ["transformer.wte.weight"]
+    couple(model, switched)  # on a resumed run: nothing more to do
+    assert switched.state[output_embeddings(model)]["exp_avg_sq"].shape == (8,)
 
 
-def test_alternatives_are_what_their_papers_say(base):
+@pytest.mark.filterwarnings("ignore:.*was constructed with coupled=False:UserWarning")
+@pytest.mark.parametrize("name", ["recentered_and_switched", "muon", "recentered_at_the_end"])
+def test_variants_are_resumed(text_file, tmp_path, monkeypatch, name):
+    """From each checkpoint, with the same result: the optimizers' state and options are saved."""
+    variant = {**SWITCHING, **ALTERNATIVES, "muon": muon.MUON}[name]
+    recipe = override(small(Entry(ADAMW), text_file), {"training.evaluate_every": 1})
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    runs = [TrainingRun(recipe, "adamw", 1, tmp_path / name, variant) for name in ("whole", "cut")]
+    train(runs[0], corpus, Execution(log=()))
+    told = iter([False, True, True, False])  # after steps 1, 2; 3; at the end
+    monkeypatch.setattr(Checkpoints, "any_asked_to_stop", lambda _: next(told))
+    for step in (2, 3):
+        with pytest.raises(PreemptedError, match=f"after step {step}"):
+            train(runs[1], corpus, Execution(log=()))
+    train(runs[1], corpus, Execution(log=()))
+    weights = [load_file(run.folder / "model" / "model.safetensors") for run in runs]
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+
+
+def test_a_variant_is_told_from_others(text_file, tmp_path):
+    """A run is not resumed with another variant; one that differs must have a name."""
+    recipe = small(Entry(ADAMW), text_file)
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run", ALTERNATIVES["z_loss"])
+    train(run, corpus, Execution(log=()))
+    for other in (Variant(), ALTERNATIVES["soft_cap"]):
+        with pytest.raises(UsageError, match="holds another run"):
+            train(dataclasses.replace(run, variant=other), corpus, Execution(log=()))
+    with pytest.raises(UsageError, match="was trained with the variant 'z_loss'"):
+        evaluate_run(run.folder, corpus)
+    with pytest.raises(ValueError, match="with its own after_step needs a name"):
+        Variant(after_step=recenter)
+
+
+def test_alternatives_are_what_their_papers_say(base, tmp_path):
     torch.manual_seed(0)
     model = build_model(base)
     logits = torch.randn(2, 3, 300, dtype=torch.float64)
     z = logits.exp().sum(-1)
-    penalty = ALTERNATIVES["z_loss"].penalty(model, logits)
+    penalty = z_loss(1e-4)(model, logits)
     assert penalty.item() == pytest.approx(1e-4 * (z.log() ** 2).mean().item())
     matrix = output_embeddings(model).detach().double()
-    penalty = ALTERNATIVES["mean_loss_0.01"].penalty(model, logits)
+    penalty = mean_penalty(1e-2)(model, logits)
     mean = matrix.sum(0) / 300
     assert penalty.item() == pytest.approx(1e-2 * (mean @ mean).item(), rel=1e-5)
+    blocks = torch.randint(300, (3, 17))
+    losses, expected = penalized(mean_penalty(1.0)), sequence_losses(model, blocks)
+    difference = losses(model, blocks) - expected
+    torch.testing.assert_close(difference, 100 * penalty.expand(3), rtol=1e-4, atol=1e-6)
+    model.train(False)  # what is reported has no penalty
+    assert torch.equal(losses(model, blocks), expected)
     torch.manual_seed(0)
     capped = soft_capped(2.0)(base)
     ids = torch.randint(300, (2, 16))
@@ -136,6 +199,9 @@ def test_alternatives_are_what_their_papers_say(base):
     assert plain.abs().max() > 4
     torch.testing.assert_close(capped(input_ids=ids).logits, 2 * torch.tanh(plain / 2))
     assert output_embeddings(capped) is capped.transformer.wte.weight
+    capped.save_pretrained(tmp_path)
+    loaded = type(capped).from_pretrained(tmp_path)
+    assert torch.equal(loaded(input_ids=ids).logits, capped(input_ids=ids).logits)
 
 
 def test_muon_has_the_hidden_matrices(base):
@@ -156,7 +222,7 @@ def test_coupled_router_keeps_its_mean(base):
     recipe = override(base, {"arms": {"coupled_adam": COUPLED}, "training.weight_decay": 0.0})
     model = experts.build(recipe)
     model.train(False)  # without the load-balancing loss, which is not a function of the softmax
-    (optimizer,) = experts.coupled_router(model, recipe, "coupled_adam")
+    optimizer = experts.coupled_router(model, recipe, "coupled_adam")
     (router,) = experts.router_matrices(model)
     (plain,) = (recipe.arm("coupled_adam").optimizer(model, recipe.training),)
     means = []

@@ -5,10 +5,14 @@ This module needs torch only; :mod:`coupled_adam.embeddings` measures embedding 
 ``coupled-adam`` command runs comparisons.
 """
 
-from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim.param_groups import param_groups
-from coupled_adam.optim.state import to_adam_state_dict
-from coupled_adam.optim.token_embeddings import embedding_parameters
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
+    from coupled_adam.optim.param_groups import param_groups
+    from coupled_adam.optim.state import to_adam_state_dict
+    from coupled_adam.optim.token_embeddings import embedding_parameters
 
 __version__ = "0.1.0"
 
@@ -19,3 +23,25 @@ __all__ = [
     "param_groups",
     "to_adam_state_dict",
 ]
+
+
+_MODULES = {
+    "CoupledAdam": "coupled_adam",
+    "CoupledAdamW": "coupled_adam",
+    "embedding_parameters": "token_embeddings",
+    "param_groups": "param_groups",
+    "to_adam_state_dict": "state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the optimizer when it is asked for: the command's help need not wait for torch."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"coupled_adam.optim.{_MODULES[name]}")
+    globals()[name] = value = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, folders that one process writes."""
+"""Files that are written completely or not at all, and folders that one process writes to."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name beside it, then rename it.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written; a file that was there is intact.
+        OSError: the disk is full, or the folder cannot be written to; an existing file is intact.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
@@ -30,11 +30,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold a folder against other processes that would write into it; a killed one lets it go.
+    """Lock a folder against other processes that write to it; being killed releases the lock.
 
     Raises:
-        UsageError: another process holds it.
-        OSError: the folder is not there, or cannot be written.
+        UsageError: another process has locked it.
+        OSError: the folder does not exist, or cannot be written to.
     """
     lock = FileLock(folder / ".lock", 0)
     try:

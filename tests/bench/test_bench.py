@@ -32,6 +32,7 @@ from coupled_adam.bench.timing import Quartiles, sample_in_turn, step_sampler
 from coupled_adam.bench.training import TrainingSpeed, training_speed
 from coupled_adam.cli import main
 from coupled_adam.lab.recipe import load_recipe, override
+from processes import Process
 
 STEADY = [(2.0, 1.0, 1.0), (3.0, 1.0, 1.0), (8.0, 2.0, 2.0)]
 
@@ -196,9 +197,10 @@ def test_command_prints_json_alone(tmp_path):
     picture = tmp_path / "bench.png"
     command = [sys.executable, "-m", "coupled_adam.cli", "bench", "--shapes", "64x8", "128x4"]
     options = ["--seconds", "0.01", "--picture", str(picture), "--json"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+    process = Process([*command, *options])
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stderr) == (0, "")
+    found = json.loads(stdout)
     assert found["environment"]["packages"]["torch"] == torch.__version__
     assert found["machine"]["threads"] == torch.get_num_threads()
     names = [(r["case"]["rows"], r["optimizer"]) for r in found["results"]]
@@ -232,7 +234,7 @@ def test_a_busy_machine_is_named(load, busy):
 
 
 def test_kernels_that_are_missing_are_named(monkeypatch):
-    monkeypatch.setattr(machine.native, "_library", lambda: None)
+    monkeypatch.setattr(machine.native, "library", lambda: None)
     kernels = machine.describe_machine("cpu").kernels
     assert "without a C compiler" in kernels["C"]
     if not torch.cuda.is_available():
@@ -306,7 +308,7 @@ def test_training_speed(capsys):
         (["--shapes", "12y3"], "--shapes 12y3: write the number of tokens, x and"),
         (["--shapes", "999999999x99999"], "leave it out of --shapes"),
         (["--picture", "bench.jpgg"], "end its name with .png"),
-        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; there are CoupledAdamW"),
+        (["--optimizers", "AdamX"], "--optimizers: no 'AdamX'; available: CoupledAdamW"),
         (["--growth", "--clip"], "--growth has its own shapes"),
         (["--recipe", "tiny", "--growth"], "leave out --growth"),
         (["--recipe", "tiny", "--steps", "1"], "--steps 1: quartiles need 2 steps at least"),

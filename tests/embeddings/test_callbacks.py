@@ -5,8 +5,6 @@ The same file is the program of each rank.
 
 import copy
 import csv
-import subprocess
-import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -23,6 +21,7 @@ from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
 from coupled_adam.embeddings.monitor import LOGGED, Monitor, model_embeddings
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
+from processes import run_on_ranks
 
 V = 50
 
@@ -156,15 +155,13 @@ def sharded():
         assert bool(found) == (dist.get_rank() == 0)
 
 
-@pytest.mark.slow
 def test_sharded():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", __file__]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-3000:]
+    run_on_ranks(2, __file__, ["sharded"])
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     sharded()
+    print("<sharded: passed>")
     dist.destroy_process_group()

@@ -323,7 +323,10 @@ def test_damaged_arrays(tmp_path):
     whole = path.read_bytes()
     np.savez(tmp_path / "many.npz", a=np.ones((3, 2)))
     for damaged in (
-        *(b"", whole[:20], whole[:-1], (tmp_path / "many.npz").read_bytes()),
+        b"",
+        whole[:20],
+        whole[:-1],
+        (tmp_path / "many.npz").read_bytes(),
         whole.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}"),
         whole.replace(b"(3, 2), } ", b"(((3, 2), "),
         whole.replace(b"<f8", b"<c8"),
@@ -367,7 +370,11 @@ def test_damaged_safetensors(gpt2):
     whole = path.read_bytes()
     header = int.from_bytes(whole[:8], "little")
     for damaged in (
-        *(b"", whole[:4], whole[: header // 2], whole[: header + 8], whole[:-1]),
+        b"",
+        whole[:4],
+        whole[: header // 2],
+        whole[: header + 8],
+        whole[:-1],
         (2**63).to_bytes(8, "little") + whole[8:],
         whole[:8] + b"x" * header + whole[8 + header :],
     ):

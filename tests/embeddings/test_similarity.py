@@ -70,7 +70,7 @@ def test_files_in_the_folders_they_were_published_in(tmp_path):
     (tmp_path / "SimLex-999" / "SimLex-999.txt").write_text(FILES["SimLex-999.txt"])
     assert list(read_word_similarity(tmp_path)) == ["SimLex-999"]
     (tmp_path / "SimLex-999.txt").write_text(FILES["SimLex-999.txt"])
-    with pytest.raises(ValueError, match="SimLex-999 is there twice"):
+    with pytest.raises(ValueError, match="SimLex-999 exists twice"):
         read_word_similarity(tmp_path)
 
 

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.run import Machine, train
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.run import train
 from laboratory import Laboratory
 
 
@@ -32,7 +33,7 @@ seeds: [1]
 """)
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
-    train(recipe, "adamw", 1, corpus, folder / "run", Machine(log=()))
+    train(TrainingRun(recipe, "adamw", 1, folder / "run"), corpus, Execution(log=()))
     return folder / "run", corpus
 
 

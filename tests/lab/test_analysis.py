@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze, single_tokens, unigram_counts
-from coupled_adam.lab.evaluation.evaluate import text_tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
 PAIRS = "the\ta\t5.0\nthe\tof\t1.0\nin\tof\t7.5\nto\tunfathomable\t3.0\nis\tto\t2.5\nif\tto\t4.5\n"
@@ -106,7 +106,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
     (tmp_path / "text.npy").write_text("no")
     for arguments, message in {
-        ("--counts", "long.npy"): "has shape [449]: a number for each of 448 rows",
+        ("--counts", "long.npy"): "has shape [449]: a number for each of 448 rows is needed",
         ("--counts", "negative.npy"): "counts: negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): "No such file",
@@ -140,6 +140,7 @@ def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
         assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
 
 
+@pytest.mark.pixels
 def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     """In the terminal, in CSV, and in a page that escapes the names it is given."""
     odd = tmp_path / "<b>odd"
@@ -152,7 +153,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "less the mean and the top 1" in shown
+    assert "with the mean and the top principal direction removed" in shown
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
     found = as_json(capsys, *models, "--word-similarity", sets)
@@ -169,6 +170,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert "30 x 4" in shown
 
 
+@pytest.mark.pixels
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):
@@ -187,8 +189,13 @@ def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):
     for size in ("1200,900", "400,800"):
         dump = subprocess.run(
             [
-                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-                *(f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"),
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--dump-dom",
+                f"--window-size={size}",
+                f"--user-data-dir={tmp_path / 'profile'}",
                 page.as_uri(),
             ],
             capture_output=True,

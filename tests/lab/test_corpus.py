@@ -5,7 +5,6 @@ import lzma
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,13 +18,14 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.corpus import (
+    corpus_tokenizer,
     default_cache,
     held_out_split,
-    load_tokenizer,
     prepare_corpus,
 )
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
+from processes import Process
 
 SPLITS = ("train", "valid", "test")
 
@@ -90,7 +90,6 @@ def test_token_files(recipe, text_file, tmp_path):
     assert corpus.folder.parent == tmp_path
 
 
-@pytest.mark.slow
 def test_packing_is_a_round_trip(recipe, tmp_path_factory):
     """Any documents come back as they were, with odd characters and what looks like a token."""
     folder = tmp_path_factory.mktemp("round-trip")
@@ -230,7 +229,7 @@ def announced(*arguments, count=corpus._count):
     return count(*arguments)
 def waited(*arguments, count=corpus._count):
     print("making", flush=True)
-    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGSTOP)
     return count(*arguments)
 if sys.argv[4] in ("killed", "announced", "waited"):
     corpus._count = globals()[sys.argv[4]]
@@ -246,24 +245,11 @@ except UsageError as error:
 
 @pytest.fixture
 def process(small_recipe, text_file, tmp_path):
-    started = []
-
     def start(how):
         arguments = (small_recipe, text_file, tmp_path / "cache", how)
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", PREPARE, *map(str, arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        return started[-1]
+        return Process([sys.executable, "-c", PREPARE, *arguments])
 
-    yield start
-    for one in started:
-        one.kill()
-        one.communicate()
+    return start
 
 
 def test_a_corpus_leads_nowhere_else(recipe, tmp_path):
@@ -304,21 +290,20 @@ def test_only_our_leftovers_are_removed(recipe, tmp_path):
     assert not ours.exists()
 
 
-@pytest.mark.slow
 def test_two_processes_at_once(process, recipe, tmp_path):
     """One makes the corpus, and the other, which comes while it does, waits and takes it."""
     first = process("waited")
-    assert first.stdout.readline() == "making\n"
+    first.until("making")
     second = process("announced")
-    said, _ = first.communicate("", timeout=120)
-    folder = said.strip()
+    first.send_signal(signal.SIGCONT)
+    said, _ = first.communicate(timeout=120)
+    _, folder = said.split()
     said, _ = second.communicate(timeout=120)
     assert said.split() == [folder]
     assert [str(path) for path in entries(tmp_path / "cache")] == [folder]
     assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
 
 
-@pytest.mark.slow
 def test_kill_in_the_middle(process, recipe, tmp_path):
     """What a killed process leaves is no corpus, and the next one clears it away."""
     cache = tmp_path / "cache"
@@ -336,7 +321,6 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
     assert prepare_corpus(recipe, cache).facts["tokens"] == corpus.facts["tokens"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])
 def test_full_disk(process, recipe, tmp_path, room):
     """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""
@@ -440,18 +424,18 @@ def test_unusable_tokenizers(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     for folder, message in (
         (word_tokenizer(tmp_path / "no-end"), "has neither eos_token nor bos_token"),
-        (tmp_path / "broken", "cannot be read"),
-        (tmp_path / "empty", "cannot be read"),
+        (tmp_path / "broken", "has no tokenizer that can be read"),
+        (tmp_path / "empty", "has no tokenizer that can be read"),
         ("nobody/nothing", "give a tokenizer's folder or its id"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
-            load_tokenizer(str(folder), 300)
+            corpus_tokenizer(str(folder), 300)
         assert "\n" not in str(caught.value)
         assert str(folder) in str(caught.value)
     folder = word_tokenizer(tmp_path / "words", eos_token="<end>")
-    load_tokenizer(str(folder), 103)
+    corpus_tokenizer(str(folder), 103)
     with pytest.raises(UsageError, match=r"has 103 tokens: set model\.vocab_size=102 to as many"):
-        load_tokenizer(str(folder), 102)
+        corpus_tokenizer(str(folder), 102)
 
 
 def test_existing_token_files(recipe, tmp_path):

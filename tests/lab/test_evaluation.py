@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
+from coupled_adam.embeddings.analysis import word_similarity_sets
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
-    is_run,
-    load_tokenizer,
-    word_similarity_sets,
 )
+from coupled_adam.lab.evaluation.loading import is_run
+from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 needs_data = pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs real data")
@@ -204,7 +204,7 @@ def broken_models(folder, gpt2, gpt2_options):
     GPT2Model(GPT2Config(**gpt2_options, tie_word_embeddings=False)).save_pretrained(
         folder / "headless"
     )
-    yield folder / "headless", "weights are missing, so that they would be random: lm_head.weight"
+    yield folder / "headless", "weights are missing and would be random: lm_head.weight"
     with torch.no_grad():
         model.transformer.wte.weight[5, 1] = math.nan
     model.save_pretrained(folder / "diverged")
@@ -285,8 +285,11 @@ def test_the_token_that_is_a_word():
     )
     token_id = single_tokens(wordpiece)
     assert [token_id(w) for w in ("sea", "Jerusalem", "seaside", "s", "lake")] == [
-        *(2, 4),
-        *(None, None, None),
+        2,
+        4,
+        None,
+        None,
+        None,
     ]
     token_id = single_tokens(sentencepiece)
     assert [token_id(w) for w in ("sea", "seaside", "lake")] == [2, None, None]

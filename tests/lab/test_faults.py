@@ -19,7 +19,8 @@ from coupled_adam.files import sole_writer
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.run import Machine, train
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.run import train
 from laboratory import EXACT, LONG, SHORT, close
 
 ARM = ["--arm", "coupled_adam"]
@@ -52,7 +53,8 @@ seeds: [1]
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
     for seed in (1, 2):
-        train(recipe, "coupled_adam", seed, corpus, folder / str(seed), Machine(log=()))
+        run = TrainingRun(recipe, "coupled_adam", seed, folder / str(seed))
+        train(run, corpus, Execution(log=()))
     return folder, recipe, corpus
 
 
@@ -64,7 +66,8 @@ def unfinished(finished, tmp_path):
     shutil.rmtree(run / "model")
 
     def go_on(**options):
-        train(recipe, "coupled_adam", 1, corpus, run, Machine(log=(), **options))
+        execution = Execution(log=(), **options)
+        train(TrainingRun(recipe, "coupled_adam", 1, run), corpus, execution)
         return load_file(run / "model" / "model.safetensors")
 
     return run, go_on
@@ -189,7 +192,7 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
             changed = prepare_corpus(recipe, tmp_path / "cache")
             text.write_text(before)
         with pytest.raises(UsageError, match=r"was begun with another text than data.text=.* now"):
-            train(recipe, "coupled_adam", 1, changed, run, Machine(log=()))
+            train(TrainingRun(recipe, "coupled_adam", 1, run), changed, Execution(log=()))
     assert not (run / "model").exists()
     flip_a_bit(counts, 1)
     go_on()
@@ -198,10 +201,9 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
 # --- several processes want the same ---
 
 
-@pytest.mark.slow
 def test_two_runs_of_one_folder(lab):
     """The second refuses while the first is there, and may when that has been killed."""
-    first = lab.start("cut", *ARM, *SHORT)
+    (first,) = lab.start("cut", *ARM, *SHORT)
     metrics = lab.folder / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and first.poll() is None:
@@ -220,19 +222,18 @@ def test_two_comparisons_in_one_folder(finished, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with sole_writer(out), pytest.raises(UsageError, match="is in use by another process"):
-        comparison.compare(recipe, out, machine=Machine(log=()), cache=tmp_path / "cache")
+        comparison.compare(recipe, out, execution=Execution(log=()), cache=tmp_path / "cache")
     assert [path.name for path in out.iterdir()] == [".lock"]
 
 
 # --- processes that end ---
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "checkpoints"),
     [
         ("checkpoint 2", ["step-10"]),  # half of it is written
-        ("rename 3", ["step-10"]),  # it has no name yet; the corpus got its own before
+        ("rename 2", ["step-10"]),  # it has no name yet
         ("model 1", ["step-30", "step-40"]),
         ("evaluation 1", ["step-30", "step-40"]),
     ],
@@ -247,13 +248,12 @@ def test_killed_while_it_writes(lab, fault, checkpoints):
     lab.assert_equal("cut", *ARM, *SHORT)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [(signal.SIGTERM, 75, "stopped by SIGTERM after step"), (signal.SIGINT, 130, "interrupted")],
 )
 def test_signals_that_come_again_and_again(lab, number, code, said):
-    process = lab.start("cut", *ARM, *LONG)
+    (process,) = lab.start("cut", *ARM, *LONG)
     metrics = lab.folder / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and process.poll() is None:
@@ -267,12 +267,13 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
     assert sent > 2
     assert process.returncode == code, stderr
     assert said in error(stderr)
-    assert "Traceback" not in stderr
+    # What interrupts a weak reference's callback is not passed on: Python prints it, and goes on.
+    ignored = r"Exception ignored in: .*\nTraceback .*\n( .*\n|\n)+KeyboardInterrupt:? ?\n"
+    assert "Traceback" not in re.sub(ignored, "", stderr)
     lab.run("cut", *ARM, *LONG, "--resume")
     lab.assert_equal("cut", *ARM, *LONG)
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies(lab):
     """The other ends with an error, though nobody stops it; the run goes on with one process."""
     processes = lab.srun("cut", *ARM, *EXACT, fault="death 24")
@@ -284,7 +285,6 @@ def test_a_rank_that_dies(lab):
     close(lab.reference(*ARM, *EXACT)[0], lab.weights("cut"), 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_not_finite_on_one_rank(lab, strategy):
     """All end at the same step with the same error, and nobody waits for another."""
@@ -297,7 +297,6 @@ def test_not_finite_on_one_rank(lab, strategy):
     assert not (lab.folder / "run" / "model").exists()
 
 
-@pytest.mark.slow
 def test_killed_while_it_makes_a_report(lab):
     """The report that was there is as it was; and can be made anew."""
     lab.run("run", *ARM)

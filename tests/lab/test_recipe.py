@@ -18,7 +18,7 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
-from coupled_adam.lab.training.run import schedule
+from coupled_adam.lab.training.schedules import lr_scheduler
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
     "124M": (6.0e-4, 12, 12, 768, {"5B": 50_000, "10B": 100_000, "20B": 200_000}),
@@ -68,10 +68,24 @@ def test_a_recipe_builds_the_model_it_claims(name):
     claimed = re.match(r"[\d.]+[MB]", name)
     size = number(claimed[0]) if claimed else 0.37e6
     assert count_parameters(model) == pytest.approx(size, rel=0.07 if size < 50e6 else 0.03)
+    assert recipe.parameters == count_parameters(model)
     assert model.config.max_position_embeddings == recipe.training.sequence_length
     for arm in recipe.arms:
         recipe.arm(arm).optimizer(model, recipe.training)
     assert parse_recipe(yaml.safe_dump(recipe.to_dict()), "again") == recipe
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "stablelm"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_counted_without_a_model(architecture, bias, tied):
+    """From the sizes alone: coupled-adam recipes builds no model."""
+    options = {"architecture": architecture, "bias": bias, "tied": tied, "n_layer": 3}
+    for more in ({}, {"intermediate_size": 100, "n_positions": 300}):
+        values = {f"model.{name}": value for name, value in (options | more).items()}
+        recipe = override(load_recipe("tiny"), values)
+        with torch.device("meta"):
+            assert recipe.parameters == count_parameters(build_model(recipe))
 
 
 def test_stablelm_is_layernorm_swiglu_and_whole_rotation():
@@ -104,8 +118,8 @@ def test_scaled_and_sgd_arms():
     scaled = load_recipe("124M-20B-scaled")
     scales = [scaled.arms[f"coupled_adam_n{n}"]["second_moment_scale"] for n in range(-5, 6)]
     assert scales == [2.0**-n for n in range(-5, 6)]
-    assert scaled.arm("coupled_adam_n3").label == "Coupled, n = 3"
-    assert scaled.arm("coupled_adam_n0").label == "Coupled"
+    assert scaled.arm("coupled_adam_n3").label == "Coupled Adam, n = 3"
+    assert scaled.arm("coupled_adam_n0").label == "Coupled Adam"
     sgd = load_recipe("124M-20B-sgd")
     factors = [arm["lr_factor"] for arm in sgd.arms.values() if arm["optimizer"] == "sgd"]
     assert factors == [100, 200, 300, 400, 500, 600]
@@ -128,7 +142,7 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     assert found[id(model.transformer.wpe.weight)] == (lr, 0.5)
     assert found[id(model.transformer.ln_f.weight)] == (lr, 0)
     assert found[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay)
-    scheduler = schedule(optimizer, recipe)
+    scheduler = lr_scheduler(optimizer, recipe)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     for _ in range(50):

@@ -19,10 +19,11 @@ from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.reporting import report as reporting
-from coupled_adam.lab.reporting.figures import TOY_EMBEDDINGS, fit_proportional, toy_updates
+from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.reporting.runs import read_runs, short
 from coupled_adam.lab.reporting.tables import table_rows
+from coupled_adam.lab.reporting.toy_example import TOY_EMBEDDINGS, toy_updates
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
 
@@ -78,6 +79,7 @@ def printed(table):
     return console.file.getvalue()
 
 
+@pytest.mark.pixels
 def test_report(comparison):
     """Table, statistics and files of a comparison of two arms."""
     table = printed(report([comparison], comparison / "report"))
@@ -86,19 +88,26 @@ def test_report(comparison):
     out = comparison / "report"
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {
-        *("index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"),
-        *("overview.png", "figures/toy_example.png", "figures/second_moment_fit.png"),
+        "index.html",
+        "table.md",
+        "table.tex",
+        "summary.csv",
+        "runs.csv",
+        "results.json",
+        "overview.png",
+        "figures/toy_example.png",
+        "figures/second_moment_fit.png",
         *(f"figures/small/{name}.png" for name in ("spectrum", "second_moment")),
         "figures/small/mean_norm_absolute.png",
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.rglob("*.png"))
     header, _, standard, coupled, *_ = (out / "table.md").read_text().splitlines()
-    assert header.startswith("| D | N | Adam | L ↓ | Iso ↑ |")
+    assert header.startswith("| D | N | Optimizer | L ↓ | Iso ↑ |")
     assert "Acc" not in header  # nothing has it
     assert "r̄" not in header
-    assert standard.startswith("| 2.56k | 3.42k | Standard | 3.1 (1) |")
-    assert coupled.startswith("| 2.56k | 3.42k | Coupled | **2.6 (1)** |")
-    assert r"Coupled & \textbf{2.6 (1)}" in (out / "table.tex").read_text()
+    assert standard.startswith("| 2.56k | 3.42k | AdamW | 3.1 (1) |")
+    assert coupled.startswith("| 2.56k | 3.42k | Coupled Adam | **2.6 (1)** |")
+    assert r"Coupled Adam & \textbf{2.6 (1)}" in (out / "table.tex").read_text()
 
     with (out / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -138,11 +147,11 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     (cut / "evaluation.json").unlink()
     report([tmp_path], tmp_path / "report")
     text = (tmp_path / "report" / "table.md").read_text()
-    assert "| Standard | 3.000 | – |" in text
-    assert "| Coupled | 2.500 | 0.400 |" in text
+    assert "| AdamW | 3.000 | – |" in text
+    assert "| Coupled Adam | 2.500 | 0.400 |" in text
     assert "| 57.3 |" in text
     assert "**" not in text  # with one seed there is no test
-    assert "One seed, so neither deviation nor test: small Standard, small Coupled." in text
+    assert "One seed, so neither deviation nor test: small AdamW, small Coupled Adam." in text
     page = (tmp_path / "report" / "index.html").read_text()
     assert f"{cut}: not finished" in page
 
@@ -152,13 +161,13 @@ def test_a_report_replaces_only_a_report(comparison):
     before = {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()}
     run = comparison / "small-adamw-seed-1"
     for out in (comparison, comparison.parent, run, run / "model", run / "config.yaml"):
-        with pytest.raises(UsageError, match="holds something else than a report"):
+        with pytest.raises(UsageError, match="holds something other than a report"):
             report([comparison], out)
     assert {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()} == before
     made = comparison / "report"
     report([comparison], made)
     (made / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds something else than a report"):
+    with pytest.raises(UsageError, match="holds something other than a report"):
         report([comparison], made)
     assert (made / "notes.txt").read_text() == "mine"
 
@@ -175,7 +184,10 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
     named = {f"small, training.lr={each.training.lr}" for each in (recipe, other)}
     assert {row.experiment for row in rows} == named
     assert sorted(row.cells["test_loss"].text for row in rows) == [
-        *("1.85 (7)", "2.15 (7)", "2.85 (7)", "3.15 (7)"),
+        "1.85 (7)",
+        "2.15 (7)",
+        "2.85 (7)",
+        "3.15 (7)",
     ]
     report([tmp_path], tmp_path / "report")
     assert len(list((tmp_path / "report" / "figures").glob("*/overview.png"))) == 2
@@ -223,6 +235,7 @@ def test_models_may_be_gone(comparison):
     assert (comparison / "report" / "overview.png").exists()
 
 
+@pytest.mark.pixels
 def test_several_recipes_and_sweeps(tmp_path, recipe):
     arms = {
         **recipe.arms,
@@ -244,9 +257,11 @@ def test_several_recipes_and_sweeps(tmp_path, recipe):
     report([tmp_path], tmp_path / "report")
     runs, _ = read_runs([tmp_path])
     assert [run.label for run in runs if run.recipe.name == "small"] == [
-        *("Standard", "Coupled"),
-        *(f"Coupled, n = {n}" for n in (-2, -1, 1, 2, 10)),
-        *("SGD, f = 50", "SGD, f = 100"),
+        "AdamW",
+        "Coupled Adam",
+        *(f"Coupled Adam, n = {n}" for n in (-2, -1, 1, 2, 10)),
+        "SGD, f = 50",
+        "SGD, f = 100",
     ]
     assert list(dict.fromkeys(run.recipe.name for run in runs)) == ["small", "longer", "larger"]
     figures = {path.stem for path in (tmp_path / "report" / "figures").rglob("*.png")}
@@ -292,6 +307,7 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.pixels
 def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     run = make_run(tmp_path, recipe, "adamw", 1, 3.0)
     environment = {"command": ["<script>alert(1)</script>"], "git_commit": "<b>"}
@@ -308,6 +324,7 @@ def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     assert all(source.startswith("data:image/png;base64,") for source in page.sources)
 
 
+@pytest.mark.pixels
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
 def test_page_in_a_browser(comparison, tmp_path):
@@ -329,8 +346,13 @@ def test_page_in_a_browser(comparison, tmp_path):
     for size in ("1200,900", "400,800"):
         dump = subprocess.run(
             [
-                *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"),
-                *(f"--window-size={size}", f"--user-data-dir={tmp_path / 'profile'}"),
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--dump-dom",
+                f"--window-size={size}",
+                f"--user-data-dir={tmp_path / 'profile'}",
                 probed.as_uri(),
             ],
             capture_output=True,
@@ -343,11 +365,11 @@ def test_page_in_a_browser(comparison, tmp_path):
 
 
 def test_toy_example():
-    """With the real optimizers: all but Adam's updates sum to zero."""
+    """With the real optimizers: all but AdamW's updates sum to zero."""
     updates = toy_updates()
     for name, update in updates.items():
         assert update.shape == (len(TOY_EMBEDDINGS), 2)
-        assert (np.abs(update.sum(0)).max() < 1e-6) == (name != "Adam"), name
+        assert (np.abs(update.sum(0)).max() < 1e-6) == (name != "AdamW"), name
     # Gradient descent moves along h, as -(delta - p) h does.
     np.testing.assert_allclose(updates["SGD"][:, 1], updates["SGD"][:, 0] / 2)
 

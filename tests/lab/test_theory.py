@@ -8,9 +8,9 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GPT2Con
 
 from coupled_adam.cli import main
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.evaluate import load_model
+from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.evaluation.theory import measure_theory
-from coupled_adam.lab.training.run import next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 
 
 def batches(number, vocab_size=448):

@@ -4,6 +4,7 @@ import json
 import platform
 import resource
 import signal
+import subprocess
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -11,26 +12,27 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.loggers import TensorBoardLogger
+from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
+from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.callbacks import MetricsFile
-from coupled_adam.lab.training.run import Batches, held_out_batches, held_out_share, schedule
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
 
 
 @pytest.fixture
 def recipe(small_recipe):
     return load_recipe(str(small_recipe))
-
-
-def as_rank(monkeypatch, rank, world_size):
-    monkeypatch.setattr(training, "rank", lambda: rank)
-    monkeypatch.setattr(training, "world_size", lambda: world_size)
 
 
 def test_batches_cover_each_epoch_once(recipe):
@@ -46,7 +48,7 @@ def test_batches_cover_each_epoch_once(recipe):
     assert starts[0] != starts[1] != starts[2]
 
 
-def test_batches_depend_on_the_seed_alone_and_resume(recipe, monkeypatch):
+def test_batches_depend_on_the_seed_alone_and_resume(recipe):
     tokens = np.random.default_rng(0).integers(0, 300, 1000).astype(np.uint16)
     whole = list(Batches(tokens, recipe, seed=1))
     assert all(torch.equal(a, b) for a, b in zip(whole, Batches(tokens, recipe, seed=1)))
@@ -58,8 +60,7 @@ def test_batches_depend_on_the_seed_alone_and_resume(recipe, monkeypatch):
     # Continued by two processes: each has its share of the same batches.
     shares = []
     for rank in range(2):
-        as_rank(monkeypatch, rank, 2)
-        resumed = Batches(tokens, recipe, seed=1)
+        resumed = Batches(tokens, recipe, seed=1, rank=rank, world_size=2)
         resumed.load_state_dict(started.state_dict())
         shares.append(list(resumed))
     together = [torch.cat(pair) for pair in zip(*shares, strict=True)]
@@ -74,19 +75,17 @@ def test_held_out_batches_are_all_whole_blocks_in_order():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_held_out_shares_are_all_blocks_once(recipe, monkeypatch, world_size):
+def test_held_out_shares_are_all_blocks_once(recipe, world_size):
     tokens = np.arange(16 * 7 + 5, dtype=np.uint16)
     counted, batches = [], set()
     for rank in range(world_size):
-        as_rank(monkeypatch, rank, world_size)
-        share = list(held_out_share(tokens, recipe))
+        share = list(held_out_loader(tokens, recipe, rank=rank, world_size=world_size))
         counted += [b[0].item() for ids, counts in share for b, c in zip(ids, counts) if c]
         batches.add(len(share))
     assert sorted(counted) == list(range(0, 112, 16))
     assert len(batches) == 1  # or a sharded model waits for the one that has no more
     limited = override(recipe, {"training.evaluation_batches": 1})
-    as_rank(monkeypatch, 0, 1)
-    assert sum(len(ids) for ids, _ in held_out_share(tokens, limited)) == 4
+    assert sum(len(ids) for ids, _ in held_out_loader(tokens, limited)) == 4
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_held_out_shares_are_all_blocks_once(recipe, monkeypatch, world_size):
 def test_schedules(recipe, values, expected):
     """The learning rate after so many steps, as a share of the highest."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
-    scheduler = schedule(optimizer, override(recipe, {"training.steps": 100, **values}))
+    scheduler = lr_scheduler(optimizer, override(recipe, {"training.steps": 100, **values}))
     rates = []
     for _ in range(101):
         rates.append(optimizer.param_groups[0]["lr"] / 2)
@@ -140,7 +139,6 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
         assert path.read_text() == damaged
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arm", ["adamw", "coupled_adam"])
 def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     """kill -9, Ctrl-C, SIGTERM, kill -9 again: the same bit for bit."""
@@ -187,9 +185,8 @@ def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
     assert lab.metrics("run")[-1]["step"] == told[-1] == 20
 
 
-@pytest.mark.slow
 def test_two_processes_equal_one(lab):
-    """DDP (by torchrun, by SLURM) and FSDP2 over gloo, and accumulation: the same batches."""
+    """DDP (as torchrun and as SLURM start it) and FSDP2 over gloo, and accumulation."""
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
     lab.run("ddp", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 1, processes=2)
     lab.run("fsdp2", "--arm", "coupled_adam", *EXACT, "--strategy", "fsdp2", processes=2)
@@ -206,6 +203,15 @@ def test_two_processes_equal_one(lab):
 
 
 @pytest.mark.slow
+def test_torchrun(lab):
+    """The launcher itself, and not what tests/processes.py puts in its place."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    interpreter, *train = lab.command("two", "--arm", "coupled_adam", *EXACT)
+    result = subprocess.run([interpreter, *launcher, *train], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    close(lab.reference("--arm", "coupled_adam", *EXACT)[0], lab.weights("two"), 1e-10)
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 def test_memory_is_kept_from_step_to_step(lab):
     """Logits of 40 MB are 10,000 pages; to get them anew at least twice in each step would show."""
@@ -219,18 +225,18 @@ def test_memory_is_kept_from_step_to_step(lab):
     assert faults[1] - faults[0] < 20 * 10_000
 
 
-@pytest.mark.slow
 def test_sharded_run_is_killed_and_resumed(lab):
     """FSDP2, whose checkpoint is a folder, on two ranks, then on four.
 
     AdamW's second moments are those of one process.
     """
-    sharded = ["--arm", "adamw", *EXACT, *LONG, "--strategy", "fsdp2"]
-    lab.run("one", "--arm", "adamw", *EXACT, *LONG)
-    lab.stop("cut", *sharded, step=50, number=signal.SIGKILL, code=-9, processes=2)
+    options = ["--arm", "adamw", *EXACT, "--steps", 100, "training.evaluate_every=10"]
+    sharded = [*options, "--strategy", "fsdp2"]
+    lab.run("one", *options)
+    lab.stop("cut", *sharded, step=30, number=signal.SIGKILL, code=-9, processes=2)
     lab.run("cut", *sharded, "--resume", processes=4)
     close(lab.weights("one"), lab.weights("cut"), 1e-10)
-    for step in range(10, 210, 10):
+    for step in range(10, 110, 10):
         moments = [
             np.load(lab.folder / run / "second_moments" / f"step-{step}.npy")
             for run in ("one", "cut")
@@ -239,18 +245,16 @@ def test_sharded_run_is_killed_and_resumed(lab):
         np.testing.assert_allclose(moments[0], moments[1], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_processes_and_accumulation_may_change_on_resume(lab):
     """Two processes stop at the same step when SIGTERM comes; one continues, in other portions."""
     first = ["cut", "--arm", "coupled_adam", *EXACT, *LONG]
-    stderr = lab.stop(*first, step=50, number=signal.SIGTERM, code=None, processes=2)
+    stderr = lab.stop(*first, step=50, number=signal.SIGTERM, code=75, processes=2)
     assert stderr.count("stopped by SIGTERM after step") == 1  # rank 0 speaks
     lab.run(*first, "--resume", "--micro-batch-size", 1)
     whole, *_ = lab.reference("--arm", "coupled_adam", *EXACT, *LONG)
     close(whole, lab.weights("cut"), 1e-10)
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(lab):
     stderr = lab.run("run", "--arm", "adamw", "training.lr=1e30", code=1)
     (line,) = [line for line in stderr.splitlines() if line.startswith("coupled-adam: error:")]
@@ -259,18 +263,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(lab):
     assert not (lab.folder / "run" / "model").exists()
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint(lab):
     """Here: files may not grow beyond a few kB."""
     first = ["cut", "--arm", "adamw", *LONG]
     lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
     before = lab.checkpoints("cut")
-
-    def full():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
-
-    stderr = lab.run(*first, "--resume", "--log", code=1, preexec_fn=full)
+    stderr = lab.run(*first, "--resume", "--log", code=1, fault="limit 8192")
     assert "error: File too large" in stderr
     assert "continue with --resume" in stderr
     assert lab.checkpoints("cut") == before
@@ -280,12 +278,12 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
 
 @pytest.mark.slow
 def test_compiled(lab):
-    lab.run("eager", "--arm", "coupled_adam", "--steps", 10, *EXACT)
-    lab.run(*("compiled", "--arm", "coupled_adam", "--steps", 10, "--compile", *EXACT), processes=1)
+    arguments = ["--arm", "coupled_adam", "--steps", 10, *EXACT]
+    lab.run("eager", *arguments)
+    lab.run("compiled", *arguments, "--compile", processes=1)
     close(lab.weights("eager"), lab.weights("compiled"), 1e-10)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -326,7 +324,6 @@ def hub(tmp_path):
     return [f"data.hub={folder}", f"data.tokenizer={tmp_path / 'tokenizer'}"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "arm"),
     [
@@ -358,7 +355,34 @@ def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
 
 
 def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
-    as_rank(monkeypatch, 0, 3)
+    monkeypatch.setattr(training, "world_size", lambda: 3)
     with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
-        training.train(recipe, "adamw", 1, None, tmp_path / "run", training.Machine())
+        training.train(TrainingRun(recipe, "adamw", 1, tmp_path / "run"), None, Execution())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
+    """After each step, after half of them, and before the model is saved."""
+    calls = []
+
+    def at_the_end(model):
+        calls.append("end")
+        with torch.no_grad():
+            output_embeddings(model).fill_(2.0)
+
+    variant = Variant(
+        "noted",
+        after_step=lambda _: calls.append("step"),
+        half_way=lambda _, optimizer: calls.append(type(optimizer).__name__),
+        at_the_end=at_the_end,
+    )
+    recipe = override(recipe, {"data.text": str(text_file), "training.steps": 5})
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run", variant)
+    training.train(run, corpus, Execution(log=()))
+    assert calls == ["step", "step", "AdamW", "step", "step", "step", "end"]
+    weights = load_file(run.folder / "model" / "model.safetensors")
+    assert (weights["transformer.wte.weight"] == 2).all()
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["variant"] == "noted"
+    training.train(run, corpus, Execution(log=()))  # it is finished
+    assert len(calls) == 7

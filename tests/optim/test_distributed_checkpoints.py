@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
-from ranks import run_on_ranks
+from processes import run_on_ranks
 
 RANKS = 4
 V, H = 5, 4  # of five rows the last of four ranks has none
@@ -308,7 +308,6 @@ CASES = (
 )
 
 
-@pytest.mark.slow
 def test_checkpoints(tmp_path):
     """Between 1, 2, 3, 4 and 2 x 2 ranks and DDP; then into this process, which is no rank."""
     run_on_ranks(RANKS, __file__, [case.__name__ for case in CASES], tmp_path)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import global_offset
-from ranks import run_on_ranks
+from processes import run_on_ranks
 
 RANKS = 4
 V, H, STEPS = 5, 8, 6
@@ -321,7 +321,6 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 def test_parallelism():
     """Of five rows the ranks have two, two, one and none; over tensor parallelism 2, 1, 1, 1."""
     run_on_ranks(RANKS, __file__, CASES)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import (
 )
 
 from coupled_adam import CoupledAdamW, param_groups
-from ranks import run_on_ranks
+from processes import run_on_ranks
 
 V, H, STEPS = 7, 6, 8
 
@@ -171,8 +171,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_sharded(ranks):
     """Heights 4 and 3 on two ranks; 2, 2, 2 and 1 on four; columns 2, 2, 2 and none on four.
 

@@ -38,7 +38,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MOST_REGISTERS = {"_sums": 72, "_finish": 48, "_update": 96}  # 5 blocks of 128 threads and more
+MOST_REGISTERS = {"_sums": 72, "_finish": 48, "_update": 128}  # for 4 blocks of threads and more
 MATRICES = {"_sums": 1, "_update": 3}  # that are read
 
 

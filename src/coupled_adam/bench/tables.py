@@ -23,15 +23,11 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
 
 def bench_table(results: Sequence[Timed]) -> "Table":
     """A row for each optimizer in each case."""
-    from rich import box
-    from rich.table import Table
+    from coupled_adam.rendering.tables import terminal_table
 
-    table = Table(
+    table = terminal_table(
         title=f"Time of a step, and its ratio to that of torch's {BASELINE}, in pairs",
         caption="Bandwidth: of the bytes that a step has to move, relative to a copy.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
     )
     for header, side in _HEADERS.items():
         table.add_column(header, justify=side, no_wrap=True)

@@ -14,7 +14,7 @@ from coupled_adam.bench.timing import Quartiles, now, sample_in_turn
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.run import next_token_loss
+from coupled_adam.lab.training.loss import next_token_loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Embeddings with their common part taken out: the mean, or the mean and the top directions."""
+"""Embeddings with their mean removed, or with their mean and their top principal directions."""
 
 import math
 
@@ -29,7 +29,8 @@ def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> to
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or an array.
-        directions: how many; None is one for each hundred of H, rounded up, as its authors suggest.
+        directions: how many to remove; None is one for each hundred of H, rounded up, as the
+            authors of the method suggest.
 
     Returns:
         As :func:`subtract_mean`.
@@ -56,7 +57,7 @@ def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> to
 
 
 def top_directions(hidden_size: int, directions: int | None) -> int:
-    """How many directions :func:`all_but_the_top` takes out."""
+    """How many principal directions :func:`all_but_the_top` removes."""
     if directions is None:
         return math.ceil(hidden_size / 100)
     if not 0 <= directions <= hidden_size:

@@ -1,4 +1,4 @@
-"""Embeddings against how often their tokens occur."""
+"""How embeddings depend on the frequency of their tokens."""
 
 from typing import Any
 
@@ -66,8 +66,9 @@ def mean_frequency_correlation(
 ) -> float:
     """The Pearson correlation of e_i . mu with log p_i: -1 to 1.
 
-    Below zero, the rarer a token the further it lies along the mean: the rare tokens are what the
-    mean has drifted with. Arguments, result and errors as of :func:`norm_frequency_correlation`.
+    If it is negative, rare tokens lie further along the mean than frequent ones: it is with them
+    that the mean has drifted. Arguments, result and errors are those of
+    :func:`norm_frequency_correlation`.
     """
     mean = torch.from_numpy(mean_embedding(embeddings))
     along = np.concatenate([as_array(rows @ mean.to(rows.device)) for rows in blocks(embeddings)])
@@ -90,7 +91,9 @@ def seen(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:
         counts = counts.detach().cpu().numpy()
     p = np.asarray(counts, dtype=np.float64)
     if p.shape != (rows,):
-        raise ValueError(f"counts of shape {list(p.shape)}: one for each of the {rows} embeddings")
+        raise ValueError(
+            f"counts of shape {list(p.shape)}: one for each of the {rows} embeddings is needed"
+        )
     if not (np.isfinite(p) & (p >= 0)).all():
         raise ValueError("counts: negative, NaN or infinite values")
     if (p > 0).sum() < 2:

@@ -98,7 +98,9 @@ def effective_rank(embeddings: Embeddings) -> float:
 
 
 def participation_ratio(embeddings: Embeddings) -> float:
-    """(sum_k sigma_k^2)^2 / sum_k sigma_k^4, as many directions share the variance: 1 to min(V, H).
+    """(sum_k sigma_k^2)^2 / sum_k sigma_k^4: the number of directions that share the variance.
+
+    It is between 1 and min(V, H).
 
     Raises:
         ValueError: also where every row is zero.
@@ -135,7 +137,7 @@ def mean_and_norms(
 def gram(
     embeddings: Embeddings, mean: Tensor | float = 0.0, keep: NDArray[np.bool_] | None = None
 ) -> Tensor:
-    """E^T E [H, H], of the rows (all, or those to keep) less a mean [H]."""
+    """E^T E [H, H], of all rows or those to keep, with a mean [H] removed from each."""
     centred = (block - mean for block in blocks(embeddings, keep))
     return functools.reduce(Tensor.add_, map(_square, centred))
 
@@ -164,7 +166,7 @@ class LogPartition:
         self._log_z: Tensor | None = None
 
     def add(self, projections: Tensor) -> None:
-        """Some more rows' c . e_i, [rows, n]."""
+        """Add c . e_i of some more rows, [rows, n]."""
         new = torch.stack([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])
         self._log_z = new if self._log_z is None else torch.logaddexp(self._log_z, new)
 
@@ -182,7 +184,7 @@ class Angles:
         self._rows = 0
 
     def add(self, vectors: Tensor, norms: Tensor, floor: float = 0.0) -> None:
-        """Some more rows [rows, H] and their norms; those not above the floor are left out."""
+        """Add some more rows [rows, H], with their norms; rows not above the floor are left out."""
         used = norms > floor
         weights = torch.where(used, 1 / norms, 0)
         self._total = self._total + weights @ vectors
@@ -225,7 +227,7 @@ def participation_ratio_of(values: Array) -> float:
 
 
 def check_not_zero(number: float) -> None:
-    """Raise ValueError where the norm of all is zero."""
+    """Raise ValueError where the mean norm is zero."""
     if number == 0:
         raise ValueError("embeddings: every row is zero; has the model been initialised?")
 

@@ -16,7 +16,7 @@ class EmbeddingMeasures(pl.Callback):
         every: optimizer steps between two measurements; there is one before the first step.
         counts: unigram counts [V], for the correlation of norms with frequency.
         embeddings: a function from the LightningModule to its matrices [V, H]: ``"output"`` and
-            perhaps ``"input"``. Without, they are those of the transformers model inside of it.
+            perhaps ``"input"``. By default, those of the transformers model inside it.
             Sharded matrices (FSDP2, tensor parallel) are gathered.
 
     Raises:
@@ -32,13 +32,13 @@ class EmbeddingMeasures(pl.Callback):
         self.monitor = Monitor(every, counts, embeddings)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Where the embeddings start from."""
+        """Measure the initial embeddings."""
         self._log(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Measure, if it is time."""
+        """Measure, if it is due."""
         self._log(trainer, pl_module)
 
     def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""The embeddings of a model in training, whole and up to date, and what to log of them."""
+"""Embeddings during training: found in the model, gathered from their shards, and measured."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -23,11 +23,11 @@ LOGGED = (
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The embeddings of a transformers model, or of one that is inside of another module.
+    """The embeddings of a transformers model, which may be inside another module.
 
     Returns:
         ``"output"``: [V, H], and ``"input"`` where that is another matrix; a model without a head
-        has only an input. The model's own parameters; see :func:`whole`.
+        has only an input. They are the model's own parameters; see :func:`full_tensor`.
 
     Raises:
         ValueError: there is no such model inside.
@@ -47,11 +47,11 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
     )
 
 
-def whole(matrix: Tensor) -> Tensor:
-    """A sharded matrix (DTensor) from all its parts: every process must call this."""
+def full_tensor(matrix: Tensor) -> Tensor:
+    """The whole of a sharded matrix (DTensor), detached: every process must call this."""
     matrix = matrix.detach()
-    full = getattr(matrix, "full_tensor", None)
-    return matrix if full is None else full()
+    gather = getattr(matrix, "full_tensor", None)
+    return matrix if gather is None else gather()
 
 
 class Monitor:
@@ -77,20 +77,20 @@ class Monitor:
         self._last = -1
 
     def is_due(self, step: int) -> bool:
-        """Whether to measure after so many steps, and not yet done."""
+        """Whether to measure after this step, and it has not been done yet."""
         due = step % self.every == 0 and step != self._last
         if due:
             self._last = step
         return due
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
-        """The numbers by name; every process must call this, those that are not ``here`` get none.
+        """The numbers by name. Every process must call this; only those that are ``here`` get them.
 
         The names are those of :class:`Measures`, after ``embeddings/`` for the output embeddings
         and ``input_embeddings/`` for those of the input, where that is another matrix.
         """
         _reshard(model)
-        matrices = {role: whole(matrix) for role, matrix in self.find(model).items()}
+        matrices = {role: full_tensor(matrix) for role, matrix in self.find(model).items()}
         if not here:
             return {}
         logged = {}

@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, mean_embedding
+from coupled_adam.rendering.pictures import legend, scatter
 
 _POINTS = 10_000  # of a cloud; more of them cover each other
 _ROWS = 20_000  # that the axis of a projection is taken from
@@ -25,7 +26,7 @@ def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None =
     across = sample - np.outer(sample @ along, along)
     _, vectors = np.linalg.eigh(across.T @ across)
     points = sample[:_POINTS] @ np.stack([along, vectors[:, -1]], axis=1)
-    _scatter(ax, points[:, 0], points[:, 1], color, label)
+    scatter(ax, points[:, 0], points[:, 1], color, label)
     ax.plot(length, 0, "X", color=color, markersize=9, mec="white", zorder=3)
 
 
@@ -42,7 +43,7 @@ def finish_clouds(ax: Axes) -> None:
         aspect="equal",
         adjustable="datalim",
     )
-    _legend(ax)
+    legend(ax, markerscale=3)
 
 
 def plot_norms(
@@ -51,12 +52,12 @@ def plot_norms(
     """Norms [V] against the unigram probability of their tokens, from counts [V]."""
     p = counts / counts.sum()
     seen = p > 0
-    _scatter(ax, p[seen], norms[seen], color, label)
+    scatter(ax, p[seen], norms[seen], color, label)
     ax.set(
         title="Norm against frequency", xlabel="unigram probability", ylabel="‖eᵢ‖", xscale="log"
     )
     ax.set_ylim(0)
-    _legend(ax)
+    legend(ax, markerscale=3)
 
 
 def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
@@ -64,7 +65,7 @@ def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = 
     _histogram(ax, norms, color, label)
     ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
     ax.set_xlim(0)
-    _legend(ax)
+    legend(ax, markerscale=3)
 
 
 def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None) -> None:
@@ -73,7 +74,7 @@ def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
     )
-    _legend(ax)
+    legend(ax, markerscale=3)
 
 
 def plot_similarities(
@@ -90,7 +91,7 @@ def plot_similarities(
     _histogram(ax, np.concatenate(cosines), color, label)
     ax.set(title="Similarities of pairs", xlabel="cos(eᵢ, eⱼ)", ylabel="density")
     ax.set_xlim(-1, 1)
-    _legend(ax)
+    legend(ax, markerscale=3)
 
 
 def _sample(embeddings: Embeddings, rows: int) -> Array:
@@ -98,15 +99,6 @@ def _sample(embeddings: Embeddings, rows: int) -> Array:
     return as_array(as_float64(embeddings[chosen]))
 
 
-def _scatter(ax: Axes, x: Array, y: Array, color: str, label: str | None) -> None:
-    ax.scatter(x, y, s=3, alpha=0.35, color=color, linewidths=0, label=label, rasterized=True)
-
-
 def _histogram(ax: Axes, values: Array, color: str, label: str | None) -> None:
     ax.hist(values, bins=100, density=True, histtype="stepfilled", alpha=0.35, color=color)
     ax.hist(values, bins=100, density=True, histtype="step", color=color, label=label)
-
-
-def _legend(ax: Axes) -> None:
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(markerscale=3)

@@ -25,10 +25,10 @@ from coupled_adam.embeddings.similarity import (
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """The measures of a cloud of embeddings; what a cloud does not have is None.
+    """The measures of a cloud of embeddings; a measure that is not defined for it is None.
 
-    A cloud that is one point, as a matrix of equal rows less its mean, has no ratio, no spectrum
-    and no angles.
+    If all rows of a matrix are equal, nothing is left of them when the mean is removed: then there
+    is no ratio, no spectrum and no angle.
 
     Attributes:
         isotropy: Iso, 0 to 1, sign-safe; higher is better.
@@ -73,12 +73,12 @@ class EmbeddingReport(Measures):
     Attributes:
         vocab_size: V.
         hidden_size: H.
-        excluded_rows: how many rows were left out of everything.
-        unseen_tokens: how many tokens have zero counts, and so no part in the correlations with
-            frequency. None without counts.
-        centered: the measures after subtracting the mean.
-        all_but_the_top: after subtracting the mean and ``top_directions`` principal directions.
-        top_directions: how many.
+        excluded_rows: how many rows were left out of all measures.
+        unseen_tokens: how many tokens have a count of zero and are left out of the correlations
+            with frequency. None without counts.
+        centered: the measures with the mean removed.
+        all_but_the_top: the measures with the mean and the top principal directions removed.
+        top_directions: how many principal directions were removed for ``all_but_the_top``.
     """
 
     vocab_size: int
@@ -101,7 +101,7 @@ class EmbeddingReport(Measures):
         if self.unseen_tokens is not None:
             lines.append(("  tokens never seen, left out", "", str(self.unseen_tokens), "", ""))
         if self.excluded_rows:
-            lines.append(("rows left out of everything", "", str(self.excluded_rows), "", ""))
+            lines.append(("rows left out of all measures", "", str(self.excluded_rows), "", ""))
         return "\n".join(f"{a:<34}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ MEASURES = (
     ("word similarity, mean of the sets", "r̄", ("word_similarity", "mean"), 2),
     ("  by dot product", "", ("word_similarity", "dot_mean"), 2),
 )
-"""What tables show: label, symbol, where it is, and how many digits."""
+"""What tables show of a report: label, symbol, path of attributes, and number of digits."""
 
 
 def number(measures: Measures, path: tuple[str, ...]) -> float | None:

@@ -49,8 +49,8 @@ class WordSimilarityReport:
 
     Attributes:
         sets: by the name of the set.
-        mean: r-bar, the mean of r over the sets; None unless every set has an r, since the mean
-            over fewer sets could not be compared.
+        mean: r-bar, the mean of r over the sets; None unless every set has an r, since means over
+            different sets cannot be compared.
         interval: the 95 % confidence interval of the mean, which takes the sets as independent.
         dot_mean: the same for dot products.
     """
@@ -135,17 +135,17 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
     halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
 
     Returns:
-        The sets that are there, by these names.
+        The sets that were found, by these names.
 
     Raises:
-        ValueError: none is there, one is there twice, or a line is not as published.
+        ValueError: there is none, one exists twice, or a line is not as published.
         OSError: a file cannot be read.
     """
     found = {}
     for name, layout in _FORMATS.items():
         paths = sorted(Path(folder).rglob(layout.file))
         if len(paths) > 1:
-            raise ValueError(f"{name} is there twice, in {paths[0]} and {paths[1]}: remove one")
+            raise ValueError(f"{name} exists twice, in {paths[0]} and {paths[1]}: remove one")
         if paths:
             found[name] = _read(paths[0], layout)
     if not found:
@@ -155,20 +155,20 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
-    """Download the five sets, as far as they are not there; each is checked by its SHA-256.
+    """Download those of the five sets that are missing; each is checked by its SHA-256.
 
     They are taken from the public repository of the authors of Coupled Adam, at a fixed commit.
-    What their own authors ask is to be cited: see :func:`read_word_similarity`.
+    Please cite the sets' own authors, whom :func:`read_word_similarity` names.
 
     Args:
-        folder: to hold them; None is the user's cache.
+        folder: where they are kept; None is the user's cache.
 
     Returns:
         The folder, for :func:`read_word_similarity`.
 
     Raises:
-        OSError: a set cannot be had, or the folder cannot be written.
-        ValueError: what was sent is not the set.
+        OSError: a set cannot be downloaded, or the folder cannot be written.
+        ValueError: what was downloaded is not the set.
     """
     import pooch
 
@@ -255,7 +255,7 @@ def similarity_of(
     sets: Mapping[str, WordSimilaritySet],
     floor: float = 0.0,
 ) -> WordSimilarityReport:
-    """The scores from the words' vectors [words, H]; not above the floor, one has no direction."""
+    """The scores from the words' vectors [words, H]; those below the floor are not used."""
     largest = np.abs(vectors).max(axis=1, initial=0)
     used = [i for i in range(len(words)) if largest[i] > floor]
     # Scaled, or the squares of tiny and of huge numbers are beyond float64.

@@ -19,7 +19,7 @@ class EmbeddingMeasures(TrainerCallback):
         every: optimizer steps between two measurements; there is one before the first step.
         counts: unigram counts [V], for the correlation of norms with frequency.
         embeddings: a function from the model to its matrices [V, H]: ``"output"`` and perhaps
-            ``"input"``. Without, they are those that the transformers model names.
+            ``"input"``. By default, those that the transformers model names.
 
     Raises:
         ValueError: ``every`` is below 1; the model is not of transformers.
@@ -38,13 +38,13 @@ class EmbeddingMeasures(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Where the embeddings start from."""
+        """Measure the initial embeddings."""
         self._log(state, kwargs["model"])
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure, if it is time."""
+        """Measure, if it is due."""
         self._log(state, kwargs["model"])
 
     def _log(self, state: TrainerState, model: Any) -> None:

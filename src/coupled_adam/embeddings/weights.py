@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from coupled_adam.errors import one_line
+
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
 """Of the files that :func:`open_file` opens."""
@@ -64,7 +66,7 @@ def _open_safetensors(path: Path) -> Weights:
         try:
             tensor: Tensor = file.get_tensor(name)
         except Exception as error:  # for types of numbers that this torch does not have
-            raise ValueError(f"{path}: {name} cannot be read ({_one_line(error)})") from None
+            raise ValueError(f"{path}: {name} cannot be read ({one_line(error)})") from None
         return tensor
 
     return Weights(str(path), shapes, read)
@@ -80,7 +82,7 @@ def read_array(path: Path) -> NDArray[Any]:
         # This function never unpickles, and compares the size of the file with its header.
         array = np.lib.format.open_memmap(path, mode="c")
     except Exception as error:  # of numpy, and of Python's parser, which reads the header
-        raise ValueError(f"{path}: not a .npy file of numbers ({_one_line(error)})") from None
+        raise ValueError(f"{path}: not a .npy file of numbers ({one_line(error)})") from None
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
     return array
@@ -111,7 +113,7 @@ def open_archive(path: Path) -> Weights:
     except Exception as error:  # pickle's, zip's and torch's own
         raise ValueError(
             f"{path} cannot be read without executing a pickle, which is not safe, or is damaged "
-            f"({_one_line(error)}): save the weights as safetensors"
+            f"({one_line(error)}): save the weights as safetensors"
         ) from None
     tensors = _tensors(content)
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
@@ -163,14 +165,14 @@ def open_distributed(folder: Path) -> Weights:
         tensors = _indexed_tensors(_index(folder))
     except Exception as error:  # of a pickle whose content is anything
         raise ValueError(
-            f"{folder}: not a whole distributed checkpoint ({_one_line(error)})"
+            f"{folder}: not a whole distributed checkpoint ({one_line(error)})"
         ) from None
 
     def read(name: str) -> Tensor:
         try:
             return tensors[name].read(folder)
         except Exception as error:  # torch's own, and the system's
-            raise ValueError(f"{folder}: {name} cannot be read ({_one_line(error)})") from None
+            raise ValueError(f"{folder}: {name} cannot be read ({one_line(error)})") from None
 
     return Weights(str(folder), {name: entry.shape for name, entry in tensors.items()}, read)
 
@@ -191,7 +193,7 @@ def check_distributed(folder: Path) -> None:
     except Exception as error:  # of pickles whose content is anything
         raise ValueError(
             f"{folder} cannot be loaded without executing a pickle, which is not safe, or is "
-            f"damaged ({_one_line(error)})"
+            f"damaged ({one_line(error)})"
         ) from None
 
 
@@ -313,8 +315,13 @@ class _IndexUnpickler(pickle._Unpickler):
             *(
                 ("torch.distributed.checkpoint.metadata", name)
                 for name in (
-                    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-                    *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorProperties",
+                    "TensorStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "BytesStorageMetadata",
                     "_MEM_FORMAT_ENCODING",
                 )
             ),
@@ -388,7 +395,3 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{error or type(error).__name__}".split())[:200]

@@ -1,23 +1,21 @@
-"""What is compared: the optimizers of the embeddings. All else in a run is the same.
+"""What is compared: optimizers for the token embeddings.
 
-An arm is a small class whose fields are its options in a recipe; to add one, write the class and
-enter it in :data:`OPTIMIZERS`. All other parameters are AdamW's in every arm.
+In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
+a small class whose fields are its options in a recipe; to add one, write the class and add it to
+:data:`OPTIMIZERS`. torch is imported only when an optimizer is made: recipes are checked and listed
+without it.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.optim.sgd import sgd
-
-from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.optim.token_embeddings import Couple
+from coupled_adam.lab.sections import Training
 
 if TYPE_CHECKING:
-    from coupled_adam.lab.recipe import Training
+    from torch import nn
+    from torch.optim import Optimizer
 
 
 class Arm(Protocol):
@@ -25,17 +23,18 @@ class Arm(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in tables and pictures."""
+        """Its name in tables and figures."""
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Its optimizer, for the trainable parameters of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamW:
+class AdamWArm:
     """AdamW for all parameters.
 
-    The token embeddings have ``lr_factor`` times the learning rate, and ``embedding_weight_decay``.
+    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
+    embedding_weight_decay: the weight decay of all embeddings.
     """
 
     lr_factor: float = 1.0
@@ -47,11 +46,15 @@ class AdamW:
 
     @property
     def label(self) -> str:
-        """Standard, and what is not the default."""
-        return ", ".join(["Standard", *_embedding_options(self)])
+        """AdamW, and the options that are not the default."""
+        return ", ".join(["AdamW", *_embedding_options(self)])
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """torch's AdamW on the groups of :func:`coupled_adam.param_groups`."""
+        from torch.optim import AdamW
+
+        from coupled_adam import param_groups
+
         groups = param_groups(
             model,
             weight_decay=training.weight_decay,
@@ -60,19 +63,21 @@ class AdamW:
         for group in groups:
             if group.pop("coupled"):
                 group["lr"] = self.lr_factor * training.lr
-        return torch.optim.AdamW(groups, training.lr, training.betas, training.eps)
+        return AdamW(groups, training.lr, training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True)
-class CoupledAdam:
-    """Coupled Adam for the token embeddings; ``second_moment_scale`` is the 2^-n of Sec. 6.1.
+class CoupledAdamArm:
+    """Coupled Adam for the token embeddings.
 
-    What is coupled has ``lr_factor`` times the learning rate; all embeddings have
-    ``embedding_weight_decay``.
+    second_moment_scale: the factor 2^-n of Sec. 6.1.
+    couple: which of an untied model's two embedding matrices are coupled.
+    lr_factor: the learning rate of what is coupled, relative to that of all other parameters.
+    embedding_weight_decay: the weight decay of all embeddings.
     """
 
     second_moment_scale: float = 1.0
-    couple: Couple = "both"
+    couple: Literal["both", "input", "output"] = "both"
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
 
@@ -84,16 +89,18 @@ class CoupledAdam:
 
     @property
     def label(self) -> str:
-        """Coupled, and what is not the default."""
-        parts = ["Coupled"]
+        """Coupled Adam, and the options that are not the default."""
+        parts = ["Coupled Adam"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
         if self.couple != "both":
             parts.append(f"{self.couple} only")
         return ", ".join([*parts, *_embedding_options(self)])
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """CoupledAdamW on the groups of :func:`coupled_adam.param_groups`."""
+        from coupled_adam import CoupledAdamW, param_groups
+
         groups = param_groups(
             model,
             weight_decay=training.weight_decay,
@@ -112,14 +119,14 @@ class CoupledAdam:
         )
 
 
-def _check_embedding_options(arm: AdamW | CoupledAdam) -> None:
+def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
     if not 0 < arm.lr_factor < math.inf:
         raise ValueError(f"lr_factor={arm.lr_factor} must be above 0")
     if not 0 <= arm.embedding_weight_decay < math.inf:
         raise ValueError(f"embedding_weight_decay={arm.embedding_weight_decay} must be 0 or more")
 
 
-def _embedding_options(arm: AdamW | CoupledAdam) -> Iterator[str]:
+def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
     if arm.lr_factor != 1:
         yield f"f = {arm.lr_factor:g}"
     if arm.embedding_weight_decay:
@@ -127,8 +134,12 @@ def _embedding_options(arm: AdamW | CoupledAdam) -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SGD:
-    """SGD with momentum for the token embeddings (Algorithm 2), at ``lr_factor`` times the rate."""
+class SGDArm:
+    """SGD with momentum for the token embeddings (Algorithm 2).
+
+    lr_factor: their learning rate, relative to that of all other parameters.
+    momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
+    """
 
     lr_factor: float
     momentum: float = 0.9
@@ -148,11 +159,14 @@ class SGD:
 
     @property
     def label(self) -> str:
-        """SGD, and its factor f."""
+        """SGD, and its ``lr_factor`` f."""
         return f"SGD, f = {self.lr_factor:g}"
 
-    def optimizer(self, model: nn.Module, training: "Training") -> torch.optim.Optimizer:
-        """AdamW that leaves the group of the embeddings to SGD."""
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """AdamW, with SGD for the group of the token embeddings."""
+        from coupled_adam import param_groups
+        from coupled_adam.lab.embedding_sgd import EmbeddingSGD
+
         groups = param_groups(model, weight_decay=training.weight_decay)
         for group in groups:
             if group.pop("coupled"):
@@ -165,47 +179,9 @@ class SGD:
         return EmbeddingSGD(groups, training.lr, training.betas, training.eps)
 
 
-class EmbeddingSGD(torch.optim.AdamW):
-    """AdamW whose param groups with an option ``sgd`` are updated by SGD instead.
-
-    ``sgd`` holds the momentum, dampening and nesterov of :class:`torch.optim.SGD`; the group's
-    ``lr`` and ``weight_decay`` are SGD's. One optimizer, so that one schedule and one checkpoint
-    hold for both.
-    """
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of AdamW, and one of SGD."""
-        groups = self.param_groups
-        try:
-            self.param_groups = [group for group in groups if "sgd" not in group]
-            loss = super().step(closure)
-        finally:
-            self.param_groups = groups
-        for group in groups:
-            if "sgd" in group:
-                self._step_sgd(group)
-        return loss
-
-    @torch.no_grad()
-    def _step_sgd(self, group: dict[str, Any]) -> None:
-        params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
-        buffers = [self.state[p].get("momentum_buffer") for p in params]
-        sgd(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            buffers,
-            weight_decay=group["weight_decay"],
-            lr=group["lr"],
-            maximize=group["maximize"],
-            has_sparse_grad=False,
-            **group["sgd"],
-        )
-        for p, buffer in zip(params, buffers):
-            state = self.state[p]
-            state["step"] = state.get("step", torch.tensor(0.0)) + 1  # Adam's loading expects it
-            if buffer is not None:
-                state["momentum_buffer"] = buffer
-
-
-OPTIMIZERS: dict[str, type[Arm]] = {"adamw": AdamW, "coupled_adam": CoupledAdam, "sgd": SGD}
-"""What a recipe may name as an arm's ``optimizer``."""
+OPTIMIZERS: dict[str, type[Arm]] = {
+    "adamw": AdamWArm,
+    "coupled_adam": CoupledAdamArm,
+    "sgd": SGDArm,
+}
+"""The values of an arm's ``optimizer`` in a recipe."""

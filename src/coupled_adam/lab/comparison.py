@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.table import Table
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import sole_writer, write_atomically
@@ -19,14 +20,15 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
 from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
-from coupled_adam.lab.training.run import Machine, train
+from coupled_adam.lab.training.run import train
 
 _FILE = "comparison.yaml"
 
 
-def stored(out: Path) -> Recipe | None:
-    """The recipe of a comparison folder; None for what is not one."""
+def stored_recipe(out: Path) -> Recipe | None:
+    """The recipe of a comparison folder; None if it is not one."""
     try:
         text = (out / _FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -35,16 +37,16 @@ def stored(out: Path) -> Recipe | None:
 
 
 def compare(
-    recipe: Recipe, out: Path, *, machine: Machine, cache: Path, resume: bool = False
-) -> Any:
-    """Train and evaluate all runs into ``out``; write its report.
+    recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
+) -> Table | None:
+    """Train and evaluate all runs into ``out``, and write its report.
 
-    Started as several processes (torchrun, srun), they train each run together; rank 0 evaluates.
+    Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
 
     Args:
         cache: the folder of prepared corpora.
-        resume: go on in a folder that holds the same comparison, with the same or more arms and
-            seeds; finished runs are kept, the run that was cut off continues from its last
+        resume: continue in a folder that holds the same comparison, with the same arms and seeds
+            or more of them; finished runs are kept, an interrupted run continues from its last
             checkpoint.
 
     Returns:
@@ -52,11 +54,11 @@ def compare(
 
     Raises:
         UsageError: the folder is in use or cannot be written, the text or the device cannot be
-            used. A folder that was there before is unchanged.
+            used. An existing folder is left unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
     with contextlib.ExitStack() as held:
-        with process_group(machine.device):
+        with process_group(execution.device):
             made = on_rank_zero(lambda: _claim(recipe, out, resume, held))
             try:
                 corpus = prepare_corpus(recipe, cache)
@@ -67,44 +69,39 @@ def compare(
                 if rank() == 0 and made is not None:
                     shutil.rmtree(made)
                 raise
-            runs = [out / f"{arm}-seed-{seed}" for seed in recipe.seeds for arm in recipe.arms]
-            for seed in recipe.seeds:
-                for arm in recipe.arms:
-                    run = out / f"{arm}-seed-{seed}"
-                    train(recipe, arm, seed, corpus, run, machine)
-                    if world_size() == 1:
-                        evaluate_run(run, corpus, device=machine.device)
+            runs = [
+                TrainingRun(recipe, arm, seed, out / f"{arm}-seed-{seed}")
+                for seed in recipe.seeds
+                for arm in recipe.arms
+            ]
+            for run in runs:
+                train(run, corpus, execution)
+                if world_size() == 1:
+                    evaluate_run(run.folder, corpus, device=execution.device)
             own_rank = rank()
         if own_rank > 0:
             return None
         for run in runs:
-            evaluate_run(run, corpus, device=machine.device)
+            evaluate_run(run.folder, corpus, device=execution.device)
         return report([out], out / "report")
 
 
-def run(
-    recipe: Recipe,
-    arm: str,
-    seed: int,
-    folder: Path,
-    *,
-    machine: Machine,
-    cache: Path,
-    resume: bool = False,
+def train_and_evaluate(
+    run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
-    """Train and evaluate one run of a comparison, for one job of a cluster; as :func:`compare`."""
-    with process_group(machine.device):
+    """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
+    with process_group(execution.device):
         if not resume:
-            on_rank_zero(lambda: _check_new(folder))
-        corpus = prepare_corpus(recipe, cache)
-        train(recipe, arm, seed, corpus, folder, machine)
+            on_rank_zero(lambda: _check_new(run.folder))
+        corpus = prepare_corpus(run.recipe, cache)
+        train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
-        evaluate_run(folder, corpus, device=machine.device)
+        evaluate_run(run.folder, corpus, device=execution.device)
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether it holds more than the lock of a process that was killed before it wrote."""
+    """Whether the folder holds more than the lock of a process killed before it wrote anything."""
     if not folder.is_dir():
         return folder.exists()
     return any(path.name != ".lock" for path in folder.iterdir())
@@ -118,12 +115,12 @@ def _check_new(folder: Path) -> None:
 
 
 def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) -> Path | None:
-    """Make the folder, or see that it may be continued; hold it as its only writer.
+    """Create the folder, or check that it can be continued; hold it as its only writer.
 
     Returns:
-        The topmost folder made, if any.
+        The topmost folder that was created, if any.
     """
-    found = stored(out) if resume else None
+    found = stored_recipe(out) if resume else None
     if found is not None:
         _check_same(found, recipe, out)
         recipe = dataclasses.replace(
@@ -149,8 +146,8 @@ def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) 
 
 
 def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
-    """Raise UsageError unless the recipes have the same runs in common."""
-    theirs, ours = _flat(found.to_dict()), _flat(recipe.to_dict())
+    """Raise UsageError unless the runs that both recipes have are the same."""
+    theirs, ours = _flatten(found.to_dict()), _flatten(recipe.to_dict())
     shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
     different = [
         f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here"
@@ -166,9 +163,9 @@ def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
         )
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in values.items():
-        nested = _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        nested = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else None
         result.update(nested if nested is not None else {f"{prefix}{key}": value})
     return result

@@ -2,25 +2,42 @@
 
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedConfig,
     PreTrainedModel,
     StableLmConfig,
     StableLmForCausalLM,
 )
 
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import Recipe
+
+_CLASSES: dict[str, type[Any]] = {"gpt2": GPT2LMHeadModel, "stablelm": StableLmForCausalLM}
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
-    """A language model with newly initialised weights, without dropout.
-
-    ``gpt2`` is GPT-2 with the exact GELU. ``stablelm`` is a Llama with LayerNorm: SwiGLU, rotary
-    positions over the whole head, no biases in its linear layers.
+    """A language model with newly initialised weights.
 
     With ``bias=False`` all biases are zero and frozen, so that the model has none in effect, and
     any program that knows the architecture can still load it.
+    """
+    model: PreTrainedModel = _CLASSES[recipe.model.architecture](model_config(recipe))
+    if not recipe.model.bias:
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.requires_grad_(False)
+    return model
+
+
+def model_config(recipe: Recipe) -> PreTrainedConfig:
+    """The configuration of the recipe's architecture, without dropout.
+
+    ``gpt2`` is GPT-2 with the exact GELU. ``stablelm`` is a Llama with LayerNorm: SwiGLU, rotary
+    positions over the whole head, no biases in its linear layers.
     """
     options = recipe.model
     positions = options.n_positions or recipe.training.sequence_length
@@ -30,9 +47,8 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    model: PreTrainedModel
     if options.architecture == "gpt2":
-        gpt2 = GPT2Config(
+        return GPT2Config(
             n_positions=positions,
             n_embd=options.n_embd,
             n_layer=options.n_layer,
@@ -44,28 +60,37 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
             attn_pdrop=0.0,
             **common,
         )
-        model = GPT2LMHeadModel(gpt2)
-    else:
-        stablelm = StableLmConfig(
-            max_position_embeddings=positions,
-            hidden_size=options.n_embd,
-            intermediate_size=options.intermediate_size or 4 * options.n_embd,
-            num_hidden_layers=options.n_layer,
-            num_attention_heads=options.n_head,
-            num_key_value_heads=options.n_head,
-            use_qkv_bias=False,
-            attention_dropout=0.0,
-            hidden_dropout=0.0,
-            **{"partial_rotary_factor": 1.0, **common},
-        )
-        model = StableLmForCausalLM(stablelm)
-    if not options.bias:
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.requires_grad_(False)
-    return model
+    return StableLmConfig(
+        max_position_embeddings=positions,
+        hidden_size=options.n_embd,
+        intermediate_size=options.intermediate_size or 4 * options.n_embd,
+        num_hidden_layers=options.n_layer,
+        num_attention_heads=options.n_head,
+        num_key_value_heads=options.n_head,
+        use_qkv_bias=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        **{"partial_rotary_factor": 1.0, **common},
+    )
 
 
 def count_parameters(model: PreTrainedModel) -> int:
     """N: the trained parameters, a tied matrix once."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def output_embeddings(model: PreTrainedModel) -> Tensor:
+    """The matrix [V, H] that gives the logits: the optimizer's own parameter, up to date.
+
+    FSDP2 may leave a gathered copy of it in place between two forward passes.
+
+    Raises:
+        UsageError: transformers knows no output embeddings of this model.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if head is None:
+        raise UsageError(f"{type(model).__name__} has no output embeddings that transformers knows")
+    weight: Tensor = head.weight
+    return weight

@@ -1,117 +1,32 @@
 """What to run: a recipe, typed and validated, from YAML.
 
-A file may say ``extends: NAME`` and give only what differs from that recipe; on the command line
-``key=value`` does the same once more. Arms are replaced as a whole by a file that has some.
+A file that says ``extends: NAME`` needs to give only what differs from that recipe; values given as
+``key=value`` on the command line are applied last. The arms of a file replace all inherited arms.
 """
 
 import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jsonargparse
-import yaml
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
+from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
+from coupled_adam.lab.sections import Model, Training, require, require_counts
+from coupled_adam.text.source import Data
 
+_parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # to make one takes a while
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
-_CHARACTERS = 100_000  # of a YAML file, and of what its aliases stand for
-_LARGEST = 10**15  # of all numbers that count something: far beyond use, and exact as a float
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """The architecture; H = n_embd.
-
-    ``n_positions`` null is the training's sequence length, ``intermediate_size`` null four times H.
-    ``tied``: one matrix embeds the input and gives the logits.
-    """
-
-    architecture: Literal["gpt2", "stablelm"]
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    n_positions: int | None = None
-    intermediate_size: int | None = None
-    bias: bool = True
-    tied: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Where the text comes from: one of text, hub and tokens; without, Python's documentation.
-
-    text: a file or folder: .txt, .md, .rst; .jsonl, .json; .parquet; also compressed. ``separator``
-        lies between the documents of plain text; null cuts it into passages.
-    hub: id of a data set on the Hugging Face hub, or a folder in its format.
-    tokens: a folder of token files as nanoGPT and llm.c write them.
-    tokenizer: id or folder of a tokenizer; null trains a byte-level BPE on the training text.
-    held_out: the share of the documents for validation, and as much for the test, unless
-        ``valid_split`` and ``test_split`` name the data set's own.
-    max_tokens: stop after so many training tokens.
-    """
-
-    text: str | None = None
-    separator: str | None = None
-    hub: str | None = None
-    hub_config: str | None = None
-    hub_revision: str | None = None
-    train_split: str = "train"
-    valid_split: str | None = None
-    test_split: str | None = None
-    shuffle_seed: int | None = None
-    column: str = "text"
-    tokens: str | None = None
-    token_dtype: Literal["uint16", "uint32"] | None = None
-    tokenizer: str | None = None
-    held_out: float = 0.05
-    max_tokens: int | None = None
-    max_held_out_tokens: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """One run. Times are in optimizer steps; ``batch_size`` is in sequences, over all machines.
-
-    steps, tokens: one of the two says how long.
-    schedule: cosine; constant; wsd (warmup, stable, decay). After the warmup, in steps or, below 1,
-        as a share. ``decay`` is the share of the steps in which wsd goes down.
-    final_lr: where cosine and wsd end, as a share of ``lr``.
-    max_grad_norm: gradients are clipped to this norm; ``.inf`` never clips.
-    precision: of parameters and arithmetic, as Lightning names it.
-    evaluate_every: steps between two evaluations, each with a checkpoint.
-    evaluation_batches: of the validation split; null is all of it.
-    test_batches: of the test split in the final evaluation; null is all of it.
-    """
-
-    batch_size: int
-    sequence_length: int
-    lr: float
-    warmup: float
-    steps: int | None = None
-    tokens: int | None = None
-    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    decay: float = 0.2
-    final_lr: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
-    precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
-    evaluate_every: int = 1000
-    evaluation_batches: int | None = None
-    test_batches: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: one model, one text, one way of training; the arms that differ; the seeds."""
+    """A comparison: what all its runs share (model, data, training), the arms and the seeds."""
 
     name: str
     model: Model
@@ -122,103 +37,29 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
-        model, data, training = self.model, self.data, self.training
-        if not re.fullmatch(r"\w[\w.+-]{,49}", self.name):
-            raise UsageError(
-                f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50"
-            )
-        for section, part, names in (
-            ("model", model, ("n_layer", "n_head", "n_embd", "n_positions", "intermediate_size")),
-            (
-                "training",
-                training,
-                (
-                    *("batch_size", "sequence_length", "evaluate_every"),
-                    *("steps", "tokens", "evaluation_batches", "test_batches"),
-                ),
-            ),
-            ("data", data, ("max_tokens", "max_held_out_tokens")),
-        ):
-            for name in names:
-                value = getattr(part, name)
-                if value is not None and value < 1:
-                    raise UsageError(f"{section}.{name}={value} must be 1 or more")
-                if value is not None and value > _LARGEST:
-                    raise UsageError(f"{section}.{name}={value} must be at most 1e15")
-        # 256 bytes and the end-of-text token are the smallest byte-level vocabulary.
-        if not 257 <= model.vocab_size <= _LARGEST:
-            raise UsageError(
-                f"model.vocab_size={model.vocab_size} must be 257 or more, and at most 1e15"
-            )
-        if model.n_embd % model.n_head:
-            raise UsageError(
-                f"model.n_embd={model.n_embd} must be a multiple of model.n_head={model.n_head}"
-            )
-        if model.architecture == "stablelm" and (model.n_embd // model.n_head) % 2:
-            raise UsageError(
-                f"model.n_embd={model.n_embd} with model.n_head={model.n_head} makes heads of odd "
-                "width, which rotary positions cannot turn"
-            )
-        if model.n_positions is not None and model.n_positions < training.sequence_length:
-            raise UsageError(
-                f"training.sequence_length={training.sequence_length} must not exceed "
-                f"model.n_positions={model.n_positions}"
-            )
-        sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
-        if len(sources) > 1:
-            raise UsageError(f"data.{' and data.'.join(sources)} exclude each other: give one")
-        if data.separator == "":
-            raise UsageError("data.separator='' separates nothing: give some text, or null")
-        if not 0 < data.held_out < 0.5:
-            raise UsageError(f"data.held_out={data.held_out} must be between 0 and 0.5")
-        self._check_training()
-        if not self.arms:
-            raise UsageError("arms must name at least one arm")
+        require(
+            re.fullmatch(r"\w[\w.+-]{,49}", self.name) is not None,
+            f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
+        )
+        _check_data(self.data)
+        positions, length = self.model.n_positions, self.training.sequence_length
+        require(
+            positions is None or positions >= length,
+            f"training.sequence_length={length} must not exceed model.n_positions={positions}",
+        )
+        require(bool(self.arms), "arms must name at least one arm")
         _check_arms(self.arms, "recipe")  # jsonargparse makes a list of the text "[]"
         for name in self.arms:
-            if not re.fullmatch(r"\w[\w+-]{,49}", name):
-                raise UsageError(
-                    f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50"
-                )
+            require(
+                re.fullmatch(r"\w[\w+-]{,49}", name) is not None,
+                f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50",
+            )
             self.arm(name)
-        if (
-            not self.seeds
-            or len(set(self.seeds)) < len(self.seeds)
-            or not all(0 <= seed < 2**32 for seed in self.seeds)
-        ):
-            raise UsageError(f"seeds={self.seeds} must be different whole numbers, 0 to 4294967295")
-
-    def _check_training(self) -> None:
-        training = self.training
-        if (training.steps is None) == (training.tokens is None):
-            raise UsageError("give one of training.steps and training.tokens, the other null")
-        if training.tokens is not None and self.steps < 1:
-            raise UsageError(
-                f"training.tokens={training.tokens} is less than one batch of "
-                f"{training.batch_size} x {training.sequence_length} tokens"
-            )
-        if not 0 < training.lr < math.inf:
-            raise UsageError(f"training.lr={training.lr} must be above 0")
-        if not 0 <= training.warmup <= _LARGEST:
-            raise UsageError(
-                f"training.warmup={training.warmup} must be 0 or more, and at most 1e15"
-            )
-        if training.warmup >= 1 and training.warmup != int(training.warmup):
-            raise UsageError(
-                f"training.warmup={training.warmup} must be a whole number of steps, or a share "
-                "below 1"
-            )
-        if not 0 <= training.final_lr <= 1:
-            raise UsageError(f"training.final_lr={training.final_lr} must be from 0 to 1")
-        if not 0 < training.decay <= 1:
-            raise UsageError(f"training.decay={training.decay} must be above 0 and at most 1")
-        if not all(0 <= beta < 1 for beta in training.betas):
-            raise UsageError(f"training.betas={list(training.betas)} must be at least 0, below 1")
-        for name in ("eps", "weight_decay"):
-            if not 0 <= getattr(training, name) < math.inf:
-                raise UsageError(f"training.{name}={getattr(training, name)} must be 0 or more")
-        if not training.max_grad_norm > 0:
-            raise UsageError(f"training.max_grad_norm={training.max_grad_norm} must be above 0")
+        different = len(set(self.seeds)) == len(self.seeds) > 0
+        require(
+            different and all(0 <= seed < 2**32 for seed in self.seeds),
+            f"seeds={self.seeds} must be different whole numbers, 0 to 4294967295",
+        )
 
     @property
     def steps(self) -> int:
@@ -239,6 +80,25 @@ class Recipe:
         return self.steps * self.tokens_per_step
 
     @property
+    def parameters(self) -> int:
+        """N: the trained parameters of a run's model, a tied matrix once."""
+        model = self.model
+        width, layers = model.n_embd, model.n_layer
+        inner = model.intermediate_size or 4 * width
+        matrices = 1 if model.tied else 2
+        if model.architecture == "gpt2":
+            embeddings = model.n_positions or self.training.sequence_length
+            weights = 4 * width**2 + 2 * width * inner
+            biases = 5 * width + inner
+        else:
+            embeddings = 0
+            weights = 4 * width**2 + 3 * width * inner
+            biases = 0
+        norms = (2 * layers + 1) * width * (2 if model.bias else 1)
+        block = weights + (biases if model.bias else 0)
+        return (matrices * model.vocab_size + embeddings) * width + layers * block + norms
+
+    @property
     def warmup_steps(self) -> int:
         """The warmup, in steps."""
         warmup = self.training.warmup
@@ -256,11 +116,11 @@ class Recipe:
         try:
             arm: Arm = _parse(OPTIMIZERS[kind], options)
         except (jsonargparse.ArgumentError, ValueError, OverflowError) as error:
-            raise UsageError(f"arms.{name}: {_one_line(error)}") from None
+            raise UsageError(f"arms.{name}: {one_line(error)}") from None
         return arm
 
     def only(self, arm: str, seed: int) -> "Recipe":
-        """The recipe of one run: the same for a run, whatever it was compared with."""
+        """The recipe of one run: the same whatever other arms and seeds it is compared with."""
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
     def to_dict(self) -> dict[str, Any]:
@@ -271,21 +131,21 @@ class Recipe:
 
 
 def recipe_names() -> list[str]:
-    """The recipes of the package."""
+    """The names of the recipes in this package."""
     return sorted(file.name.removesuffix(".yaml") for file in _FOLDER.iterdir())
 
 
 def load_recipe(name: str) -> Recipe:
-    """Read a recipe of the package by its name, or a YAML file (also a run's config) by its path.
+    """Read a recipe of this package by its name, or a YAML file (or a run's config) by its path.
 
     Raises:
-        UsageError: no such recipe or file; a key or value that does not belong.
+        UsageError: there is no such recipe or file, or it has a key or value that is not allowed.
     """
-    return _recipe(_read(name, []), f"recipe {name!r}")
+    return _build(_read_inherited(name, []), f"recipe {name!r}")
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values, by dotted keys: ``{"model.n_layer": 24}``."""
+    """A copy of the recipe with other values, by dotted keys: ``{"model.n_layer": 24}``."""
     changed = recipe.to_dict()
     for key, value in values.items():
         *sections, last = key.split(".")
@@ -293,13 +153,13 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         for section in sections:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
-                raise UsageError(_one_line(f"{key}: {section} has no keys of its own"))
+                raise UsageError(one_line(f"{key}: {section} has no keys of its own"))
         target[last] = value
-    return _recipe(changed, f"recipe {recipe.name!r}")
+    return _build(changed, f"recipe {recipe.name!r}")
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """``["model.n_layer=24"]`` as a dict; values are YAML."""
+    """The values of arguments such as ``"model.n_layer=24"``, by their keys; values are YAML."""
     values = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -313,11 +173,11 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def parse_recipe(text: str, source: str) -> Recipe:
     """Read a complete recipe from YAML text; ``source`` names it in errors."""
-    return _recipe(_mapping(text, source), source)
+    return _build(_read_mapping(text, source), source)
 
 
-def _read(name: str, extended: list[str]) -> dict[str, Any]:
-    """The keys of a recipe and of those it extends."""
+def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
+    """The values of a recipe and of those that it extends."""
     if name in extended:
         raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
     source = f"recipe {name!r}" + (f", which {extended[-1]!r} extends" if extended else "")
@@ -326,19 +186,19 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
         if extended and not path.is_file():  # a recipe must not make us wait for a device
             raise OSError(None, "no such file")
         with path.open(encoding="utf-8") as file:
-            text = file.read(_CHARACTERS + 1)
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte in the name
+            text = file.read(LONGEST + 1)
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
-    values = _mapping(text, source)
+    values = _read_mapping(text, source)
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
         values = values["recipe"]
     base = values.pop("extends", None)
     if base is None:
         return values
-    inherited = _read(str(base), [*extended, name])
+    inherited = _read_inherited(str(base), [*extended, name])
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
             inherited[key] = {**inherited[key], **value}
@@ -347,72 +207,46 @@ def _read(name: str, extended: list[str]) -> dict[str, Any]:
     return inherited
 
 
-def _mapping(text: str, source: str) -> dict[str, Any]:
+def _read_mapping(text: str, source: str) -> dict[str, Any]:
     values = read_yaml(text, source)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source}: keys and values are needed, such as name: tiny")
     return values
 
 
-def read_yaml(text: str, source: str) -> Any:
-    """Plain lists, dicts and values from YAML text; ``source`` names it in errors.
-
-    Raises:
-        UsageError: it is not YAML, names types other than these, or is too large.
-    """
-    if len(text) > _CHARACTERS:
-        raise UsageError(f"{source} is too large: at most {_CHARACTERS} characters are read")
-    try:
-        return yaml.load(text, _Loader)  # which is a safe one
-    except RecursionError:
-        raise UsageError(f"{source} is not YAML: it is nested too deeply") from None
-    except Exception as error:  # scalars that only look like a date or a number have their own
-        raise UsageError(f"{source} is not YAML: {_one_line(error)}") from None
+def _check_data(data: Data) -> None:
+    require_counts(data, "data", "max_tokens", "max_held_out_tokens")
+    sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
+    require(
+        len(sources) <= 1, f"data.{' and data.'.join(sources)} exclude each other: give only one"
+    )
+    require(data.separator != "", "data.separator='' separates nothing: give some text, or null")
+    require(0 < data.held_out < 0.5, f"data.held_out={data.held_out} must be between 0 and 0.5")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe one, which also refuses aliases that contain themselves, or expand without end.
-
-    A few lines of aliases of aliases stand for more text than any memory holds.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:
-        """The next node; its ``size`` is that of all it stands for, in characters."""
-        is_alias = self.check_event(yaml.AliasEvent)
-        node: Any = super().compose_node(parent, index)
-        if is_alias and not hasattr(node, "size"):  # it is not even complete
-            raise yaml.YAMLError("an alias stands for what it is in")
-        if not is_alias and isinstance(node.value, str):
-            node.size = 1 + len(node.value)
-        elif not is_alias:
-            pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
-            node.size = 1 + sum(part.size for pair in pairs for part in pair)
-        if node.size > _CHARACTERS:
-            raise yaml.YAMLError(f"its aliases stand for more than {_CHARACTERS} characters")
-        return node
-
-
-def _recipe(values: dict[str, Any], source: str) -> Recipe:
+def _build(values: dict[str, Any], source: str) -> Recipe:
     try:
         _check_keys(values, Recipe, source)
     except UsageError as error:
-        raise UsageError(_one_line(error)) from None
+        raise UsageError(one_line(error)) from None
     try:
         recipe: Recipe = _parse(Recipe, values)
     except (jsonargparse.ArgumentError, UsageError, ValueError, OverflowError) as error:
-        raise UsageError(f"{source}: {_one_line(error)}") from None
+        raise UsageError(f"{source}: {one_line(error)}") from None
     return recipe
 
 
 def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
-    """An instance of a dataclass from plain values, its types checked."""
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls)
+    """An instance of a dataclass from plain values, after checking their types."""
+    parser = _parsers.get(cls)
+    if parser is None:
+        parser = _parsers[cls] = jsonargparse.ArgumentParser(exit_on_error=False)
+        parser.add_class_arguments(cls)
     return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
 
 
 def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
-    """Raise UsageError for a key that the dataclass does not have, with the nearest that it has."""
+    """Raise UsageError for a key that the dataclass does not have; suggest the nearest one."""
     types = get_type_hints(cls)
     known = {field.name: types[field.name] for field in dataclasses.fields(cls)}
     for key, value in values.items():
@@ -422,7 +256,7 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
             raise UsageError(f"{where} has no key {key!r}: {hint}")
         if value is None and type(None) not in get_args(known[key]):
             raise UsageError(f"{where}: {key}=null must be a value")
-        # jsonargparse would open a file of that name, or import a class for what is in there.
+        # jsonargparse would open a file of that name, or import the class that it names.
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, dict):
                 raise UsageError(f"{where}: {key}={value!r} must be keys and values")
@@ -432,7 +266,7 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
 
 
 def _check_arms(arms: Any, where: str) -> None:
-    """Raise UsageError unless these are options, plain values, by the names of arms."""
+    """Raise UsageError unless this is a dict from names of arms to dicts of plain values."""
     if not isinstance(arms, dict):
         raise UsageError(f"{where}: arms={arms!r} must be keys and values")
     for name, options in arms.items():
@@ -443,9 +277,3 @@ def _check_arms(arms: Any, where: str) -> None:
         for key, value in options.items():
             if not isinstance(value, str | int | float | None):
                 raise UsageError(f"{where}: arms.{name}.{key}={value!r} must be one value")
-
-
-def _one_line(error: object) -> str:
-    """What an error says, without control characters, which terminals obey; not too long."""
-    text = "".join(c if c.isprintable() else " " for c in " ".join(str(error).split()))
-    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]}"

@@ -19,8 +19,8 @@ from typing import Any, TextIO
 
 import fsspec
 
-from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
@@ -35,12 +35,12 @@ _CHUNK = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Documents of some source, none of them blank; every reading gives the same.
+    """The documents of a source, none of them blank; every reading gives the same ones.
 
-    source: its name, for people.
-    fingerprint: changes when the documents do.
-    readers: opens the documents of a split. A held-out split without a reader of its own is to be
-        taken from the training documents.
+    source: its name in messages.
+    fingerprint: changes when the documents change.
+    readers: by split, a function that iterates over its documents. A held-out split without a
+        reader is taken from the training documents.
     """
 
     source: str
@@ -49,12 +49,12 @@ class Documents:
 
 
 def open_documents(data: Data) -> Documents:
-    """The documents of ``data.hub``, of ``data.text`` or, without, those inside Python.
+    """The documents of ``data.hub`` or ``data.text`` or, without either, Python's documentation.
 
-    The readers raise UsageError for what cannot be read, and where there is no text.
+    The readers raise UsageError if something cannot be read, and if there is no text at all.
 
     Raises:
-        UsageError: a source that is missing, or a hub that cannot be reached.
+        UsageError: the source is missing, or the hub cannot be reached.
     """
     readers: dict[str, Callable[[], Iterator[str]]]
     if data.hub is not None:
@@ -268,7 +268,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
                 for row in batch.to_pylist():
                     yield _cell(row, column, where)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        raise UsageError(f"{where}: {_one_line(error)}") from None
+        raise UsageError(f"{where}: {one_line(error)}") from None
 
 
 def _cell(row: Any, column: str, where: str) -> str:
@@ -336,10 +336,6 @@ def _hub_errors(data: Data) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {_one_line(error)}): "
+            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {one_line(error)}): "
             "check its name, config, revision and splits, and that the hub can be reached"
         ) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""Token ids on disk: files of one's own, and those that nanoGPT and llm.c write."""
+"""Token ids on disk: the files of prepared corpora, and those that nanoGPT and llm.c write."""
 
 import dataclasses
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data
+from coupled_adam.text.source import Data
 
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -16,7 +16,7 @@ _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """A stretch of token ids in a file: its offset in bytes, its length in tokens."""
+    """A range of token ids in a file: its offset in bytes, its length in tokens."""
 
     path: str
     dtype: str
@@ -24,12 +24,12 @@ class TokenFile:
     length: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be a stretch of ids: it may come from a file."""
+        """Raise ValueError for what cannot be a range of ids: it may come from a file."""
         types = str, str, int, int
         values = dataclasses.astuple(self)
         fits = all(type(value) is kind for value, kind in zip(values, types))
         if not fits or self.dtype not in ("<u2", "<u4") or min(self.offset, self.length) < 0:
-            raise ValueError(f"{self} is no stretch of token ids")
+            raise ValueError(f"{self} is not a range of token ids")
 
     def open(self, folder: Path) -> NDArray[Any]:
         """The ids, memory-mapped; a relative path is one inside of ``folder``."""
@@ -38,7 +38,7 @@ class TokenFile:
         return np.memmap(folder / self.path, self.dtype, "r", self.offset, (self.length,))
 
     def is_there(self, folder: Path) -> bool:
-        """Whether the file still holds so many tokens."""
+        """Whether the file exists and is still long enough."""
         path, end = folder / self.path, self.offset + self.length * np.dtype(self.dtype).itemsize
         return path.is_file() and path.stat().st_size >= end
 
@@ -81,7 +81,7 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     names. Without test files, the second half of the validation tokens is the test split.
 
     Raises:
-        UsageError: a split without files, or a file that is cut off or of another format.
+        UsageError: a split without files, or a file that is truncated or in another format.
     """
     folder = Path(str(data.tokens))
     found: dict[str, list[TokenFile]] = {}
@@ -90,7 +90,7 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
         if not paths and split != "test":
             reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
             raise UsageError(f"data.tokens={folder}: {reason}")
-        found[split] = [token_file(path, data, vocab_size) for path in paths]
+        found[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
     if not found["test"]:
         half = sum(file.length for file in found["valid"]) // 2
         found["valid"], found["test"] = _cut(found["valid"], half)
@@ -102,11 +102,15 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     return found
 
 
-def token_file(path: Path, data: Data, vocab_size: int) -> TokenFile:
-    """All tokens of a file, with or without llm.c's header; its type is the file's or the recipe's.
+def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> TokenFile:
+    """All tokens of a file, with or without llm.c's header.
+
+    Args:
+        token_dtype: ``"uint16"`` or ``"uint32"``; None is what the header says and, without one,
+            the smaller of the two that holds ids below ``vocab_size``.
 
     Raises:
-        UsageError: a file that cannot be read, is cut off or of another format.
+        UsageError: the file cannot be read, is truncated or in another format.
     """
     try:
         if path.exists() and not path.is_file():
@@ -118,12 +122,12 @@ def token_file(path: Path, data: Data, vocab_size: int) -> TokenFile:
         raise UsageError(f"data.tokens: {path}: {error.strerror}") from None
     magic, version, promised = np.frombuffer(start, "<i4").tolist()
     smallest = "uint16" if vocab_size <= 2**16 else "uint32"
-    dtype, offset = data.token_dtype or smallest, 0
+    dtype, offset = token_dtype or smallest, 0
     if (magic, version) in _LLM_C:
         dtype, offset = _LLM_C[magic, version], _HEADER
-        if data.token_dtype not in (None, dtype):
+        if token_dtype not in (None, dtype):
             raise UsageError(
-                f"data.token_dtype={data.token_dtype}, but {path} says it has {dtype}: leave it out"
+                f"data.token_dtype={token_dtype}, but {path} says it has {dtype}: leave it out"
             )
     elif magic // 10000 == 2024:  # llm.c's are dates; hardly how a bare file begins
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Documents -> tokenizer and token files on disk, cached by content."""
+"""Documents -> a tokenizer and token files on disk, cached by content."""
 
 import contextlib
 import dataclasses
@@ -20,14 +20,16 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data, Recipe
+from coupled_adam.lab.recipe import Recipe
 from coupled_adam.text.documents import Documents, content_digest, open_documents
+from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files
+from coupled_adam.text.tokenizers import load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
@@ -38,10 +40,10 @@ _BPE_CHARACTERS = 10**9  # a BPE is trained on no more
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: a folder, and what its ``corpus.json`` says.
+    """A prepared corpus: a folder, and the content of its ``corpus.json``.
 
-    Facts: ``source``, ``fingerprint``, ``tokenizer``, ``vocab_size``, ``dtype``, ``end_of_text``
-    (an id or None); by split ``tokens``, ``documents`` (None of token files) and ``files``.
+    facts: ``source``, ``fingerprint``, ``tokenizer``, ``vocab_size``, ``dtype``, ``end_of_text``
+        (an id or None); and by split ``tokens``, ``documents`` (None for token files), ``files``.
     """
 
     folder: Path
@@ -57,7 +59,7 @@ class Corpus:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The tokenizer in Hugging Face format; token files may come without one."""
+        """The tokenizer in Hugging Face format; None for token files without one."""
         folder = self.folder / "tokenizer"
         return folder if folder.exists() else None
 
@@ -69,24 +71,25 @@ class Corpus:
 
 
 def default_cache() -> Path:
-    """The folder of prepared corpora: $COUPLED_ADAM_CACHE, or the user's cache of the system."""
+    """The folder of prepared corpora: $COUPLED_ADAM_CACHE, or one in the user's cache."""
     chosen = os.environ.get("COUPLED_ADAM_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("coupled-adam")
 
 
 def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
-    """Find the recipe's corpus in the cache, or make it.
+    """Find the recipe's corpus in the cache, or create it there.
 
-    Its folder is named after the content of the source, the tokenizer, and the settings of both. It
-    appears whole or not at all: it is written under a temporary name, and processes that want the
-    same corpus wait for the one that makes it. A cache that has the corpus may be read-only.
+    The name of its folder is a hash of the content of the source, of the tokenizer, and of the
+    settings of both. The folder appears when it is complete: it is written under a temporary name,
+    and processes that need the same corpus wait for the one that creates it. A cache that already
+    holds the corpus may be read-only.
 
     Raises:
-        UsageError: a source or tokenizer that cannot be used, text too short for the recipe, a
-            cache that cannot be written.
+        UsageError: the source or tokenizer cannot be used, the text is too short for the recipe,
+            or the cache cannot be written.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
-    tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer, vocab_size)
+    tokenizer = None if data.tokenizer is None else corpus_tokenizer(data.tokenizer, vocab_size)
     source: Documents | dict[str, list[TokenFile]]
     if data.tokens is not None:
         name = f"data.tokens={data.tokens}"
@@ -97,13 +100,13 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     else:
         source = open_documents(data)
         name, identity = source.source, source.fingerprint
-    places = ("text", "hub", "hub_revision", "tokens", "tokenizer")  # of contents that are hashed
+    hashed = ("text", "hub", "hub_revision", "tokens", "tokenizer")  # by content, not by name
     made_from = {
         "layout": _LAYOUT,
         "source": identity,
         "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
         "vocab_size": vocab_size,
-        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in places},
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in hashed},
     }
     key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
     corpus = _find(cache / key, source)
@@ -121,25 +124,21 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
                 "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
             ) from None
     _check_length(corpus, recipe)
-    # The same content may have been read from another place then.
+    # The cached corpus may have been read from another source with the same content.
     return Corpus(corpus.folder, {**corpus.facts, "source": name})
 
 
-def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer of the hub, or from a folder, whose ids are below ``vocab_size``.
+def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A tokenizer from the hub or a folder, whose ids are below ``vocab_size``.
 
     Raises:
-        UsageError: no such tokenizer; one with more tokens, or without an end-of-text token.
+        UsageError: there is no such tokenizer, it has more tokens, or no end-of-text token.
     """
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False
-        )
-    except Exception as error:  # in many libraries' own classes
-        reason = " ".join(str(error).split())[:300]
+        tokenizer = load_tokenizer(name)
+    except UsageError as error:
         raise UsageError(
-            f"data.tokenizer={name} cannot be read ({type(error).__name__}: {reason}): give a "
-            "tokenizer's folder or its id on the Hugging Face hub"
+            f"data.tokenizer={error}: give a tokenizer's folder or its id on the Hugging Face hub"
         ) from None
     size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
     if size > vocab_size:
@@ -156,35 +155,37 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def held_out_split(document: str, share: float) -> str:
-    """The split of a document, from its hash alone: valid and test get ``share`` each."""
+    """The split of a document, a function of its text: valid and test get ``share`` each."""
     start = hashlib.sha256(document.encode()).digest()[:8]
     place = int.from_bytes(start, "big") / 2**64
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
 def _find(folder: Path, source: Documents | dict[str, list[TokenFile]]) -> Corpus | None:
-    """The corpus in a folder; None where there is none, or one that was damaged later.
+    """The corpus in a folder; None if there is none, or a damaged one.
 
-    It names no file but its own and those of the source.
+    A corpus that names any file but its own and those of the source counts as damaged.
     """
-    places = {f"{split}.bin" for split in SPLITS}
+    paths = {f"{split}.bin" for split in SPLITS}
     if not isinstance(source, Documents):
-        places = {file.path for files in source.values() for file in files}
+        paths = {file.path for files in source.values() for file in files}
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     with contextlib.suppress(*damaged):
         facts = json.loads((folder / "corpus.json").read_text())
-        whole = all((folder / path).stat().st_size == n for path, n in facts["sizes"].items())
+        complete = all((folder / path).stat().st_size == n for path, n in facts["sizes"].items())
         files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
         tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
-        there = (f.path in places and f.is_there(folder) for parts in files.values() for f in parts)
+        present = (
+            f.path in paths and f.is_there(folder) for parts in files.values() for f in parts
+        )
         known = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
-        if whole and known and all(there):
+        if complete and known and all(present):
             return Corpus(folder, facts)
     return None
 
 
 def _remove_leftovers(cache: Path, key: str) -> None:
-    """Remove what killed processes left: temporary folders whose lock nobody holds."""
+    """Remove what killed processes left: temporary folders whose lock is not held."""
     for folder in cache.glob("*.tmp"):
         its_key = folder.name.split(".")[0]
         if not re.fullmatch(r"[0-9a-f]{32}\.\w+\.tmp", folder.name):  # not ours
@@ -242,14 +243,14 @@ def _make(
 
 
 def _assigned(documents: Documents, part: str, data: Data) -> Iterator[tuple[str, str]]:
-    """The documents of a reader, each with its split."""
+    """The documents of a reader, each after its split."""
     for document in documents.readers[part]():
         split = held_out_split(document, data.held_out) if part == "train" else part
         yield part if split in documents.readers else split, document
 
 
 def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A byte-level BPE from the training documents alone."""
+    """Train a byte-level BPE on the training documents only."""
 
     def texts() -> Iterator[str]:
         left = _BPE_CHARACTERS
@@ -285,7 +286,7 @@ def _write_tokens(
     vocab_size: int,
     folder: Path,
 ) -> tuple[dict[str, list[TokenFile]], dict[str, int]]:
-    """Write each split's token ids, an end-of-text token before each document.
+    """Write the token ids of each split, with an end-of-text token before each document.
 
     Returns:
         The files, and the number of documents, by split.
@@ -326,7 +327,7 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
-    """Texts to ids, without special tokens: what looks like one in a text is text."""
+    """A function from texts to ids; what looks like a special token in a text is text."""
     if tokenizer.is_fast:
         rust = tokenizer.backend_tokenizer  # twice as fast as through transformers
         rust.encode_special_tokens = True

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 
 PAPER_TASKS = (
     "arc_easy",
@@ -31,13 +31,13 @@ class Downstream:
     """Tasks of the lm-evaluation-harness, loaded with their data, to be run on models.
 
     Args:
-        names: of tasks, groups or tags.
-        folder: of the user's own tasks (YAML), also below it; where a name is not there, the
-            harness's own are looked through, too.
+        names: the names of tasks, groups or tags.
+        folder: a folder with the user's own tasks (YAML), which may be in folders below it. If a
+            name is not among them, the harness's own tasks are searched, too.
 
     Raises:
-        UsageError: the harness is not installed; no such task, or its data cannot be had, or it
-            measures no accuracy.
+        UsageError: the harness is not installed; there is no such task, or its data cannot be
+            loaded, or it measures no accuracy.
     """
 
     def __init__(self, names: Sequence[str] = PAPER_TASKS, folder: Path | None = None) -> None:
@@ -64,10 +64,10 @@ class Downstream:
         try:
             loaded = self._manager.load(self.names)
         except Exception as error:  # in the classes of several libraries, and of the tasks' code
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise UsageError(
-                f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Is the data "
-                "of the tasks in reach?"
+                f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Can the "
+                "tasks' data be reached?"
             ) from None
         for name, task in loaded["tasks"].items():
             if not set(task.aggregation()) & set(_ACCURACIES):
@@ -89,9 +89,9 @@ class Downstream:
         Returns:
             ``accuracy``, the mean over the tasks; ``stderr``, its standard error from those of the
             tasks as independent ones, sqrt(sum se^2) / n; ``tasks``, for each ``accuracy``,
-            ``stderr`` and the ``metric`` that the accuracy is; ``versions`` of harness and tasks. A
-            group is one task, a tag is all its tasks. A standard error is None where the harness
-            knows none.
+            ``stderr`` and the ``metric`` that is taken as the accuracy; ``versions`` of harness and
+            tasks. A group is one task, a tag is all its tasks. A standard error is None where the
+            harness has none.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM

@@ -6,20 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import (
     WordSimilaritySet,
     analyze,
-    read_word_similarity,
     single_tokens,
     unigram_counts,
     word_similarity,
@@ -27,13 +20,20 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.models import build_model, count_parameters
-from coupled_adam.lab.recipe import Data, load_recipe
-from coupled_adam.lab.training.run import held_out_batches, next_token_loss
-from coupled_adam.text.documents import open_documents
+from coupled_adam.lab.evaluation.loading import (
+    block_length,
+    is_causal,
+    load_model,
+    load_model_tokenizer,
+    recipe_of_run,
+)
+from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
+from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 _TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
 _TEXT_BATCH = 8  # sequences of a text that are one of its batches
@@ -50,10 +50,10 @@ def evaluate_run(
     downstream: Downstream | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Evaluate a finished run, as far as it has not been; return what its ``evaluation.json`` says.
+    """Evaluate what has not been evaluated of a finished run; return its ``evaluation.json``.
 
-    Each part is written when it is done, into the file as it is then: what was there stays, unless
-    it was done anew.
+    Each part is added to the file as soon as it is done. Parts that are in it are kept, unless they
+    were evaluated again.
 
     - ``test_loss``, in nats per token, over ``test_tokens`` predicted tokens, of ``test_batches``
     - ``parameters``, N; ``embeddings``, :meth:`EmbeddingReport.to_dict` of the output embeddings;
@@ -63,17 +63,18 @@ def evaluate_run(
 
     Args:
         run: its folder.
-        corpus: or what prepares it, which is only called where there is no test loss yet.
-        batches: of the recipe's size from the start of the test split, for the test loss; None is
-            the recipe's ``test_batches``, or all of the split.
-        sets: for word similarity, anew.
-        downstream: for accuracies, anew.
+        corpus: the run's corpus, or a function that prepares it; it is called only if there is no
+            test loss yet.
+        batches: how many batches of the recipe's size the test loss is taken over, from the start
+            of the test split; None is the recipe's ``test_batches``, or all of the split.
+        sets: if given, word similarity is evaluated (again).
+        downstream: if given, accuracies are evaluated (again).
 
     Raises:
-        UsageError: no run, or its training has not finished.
+        UsageError: the folder is no run, or its training has not finished.
         OSError: the folder cannot be written.
     """
-    recipe = load_recipe(str(run / "config.yaml"))
+    recipe = recipe_of_run(run)
     if not (run / "model").exists():
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
@@ -100,9 +101,9 @@ def evaluate_run(
             raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
     if sets is not None:
-        _merge(path, _word_similarity(model, load_tokenizer(run / "model"), sets))
+        _merge(path, _word_similarity(model, load_model_tokenizer(run / "model"), sets))
     if downstream is not None:
-        _merge(path, _lm_eval(model, load_tokenizer(run / "model"), downstream))
+        _merge(path, _lm_eval(model, load_model_tokenizer(run / "model"), downstream))
     return _read(path)
 
 
@@ -118,17 +119,18 @@ def evaluate_model(
     """Evaluate a causal language model in a folder in Hugging Face format; write nothing.
 
     Args:
-        folder: with weights as safetensors, in any dtype; they are used in float32.
-        text: a file or folder, for the test loss and the unigram counts: its documents (of plain
-            text, passages), each after the token that begins a text; in blocks as long as the model
-            takes, but at most 1024.
-        batches: of 8 blocks from the start of the text, for the test loss; None is all of it.
+        folder: its weights are safetensors, in any dtype; they are used in float32.
+        text: a file or folder, for the test loss and the unigram counts. Each of its documents (of
+            plain text, passages) follows the token that begins a text. The blocks are as long as
+            the model takes them, but at most 1024 tokens.
+        batches: how many batches of 8 blocks the test loss is taken over, from the start of the
+            text; None is all of it.
 
     Returns:
-        As of :func:`evaluate_run`; what was not asked for is None.
+        The same parts as :func:`evaluate_run`; what was not asked for is None.
 
     Raises:
-        UsageError: no such model, tokenizer or text, or they do not fit together.
+        UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
     model = load_model(folder, device)
     if not is_causal(model):
@@ -137,7 +139,7 @@ def evaluate_model(
             "language model is needed"
         )
     needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = load_tokenizer(folder) if needs_tokenizer else None
+    tokenizer = load_model_tokenizer(folder) if needs_tokenizer else None
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -165,80 +167,8 @@ def evaluate_model(
     return result
 
 
-def is_run(folder: Path) -> bool:
-    """Whether the folder is one of our runs, finished or not; a model has a ``config.json``."""
-    return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
-
-
-def word_similarity_sets(folder: Path) -> dict[str, WordSimilaritySet]:
-    """:func:`read_word_similarity` of ``--word-similarity``; its errors as UsageError."""
-    try:
-        return read_word_similarity(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--word-similarity: {error}") from None
-
-
-def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal language model in a folder, in float32, from safetensors and never from pickle.
-
-    Raises:
-        UsageError: there is none; weights are damaged or missing.
-    """
-    if not (folder / "config.json").exists():
-        raise UsageError(
-            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
-        )
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except Exception as error:  # in the libraries' own classes
-        raise UsageError(f"{folder}: {_one_line(error)}") from None
-    model: PreTrainedModel
-    model, found = loaded
-    if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise UsageError(f"{folder}: weights are missing, so that they would be random: {missing}")
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()  # type: ignore[no-untyped-call]
-    return model
-
-
-def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder, or of a model on the hub.
-
-    Raises:
-        UsageError: there is none.
-    """
-    missing = f"{name} has no tokenizer, which this needs: save it beside the model"
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=Path(name).exists(), trust_remote_code=False
-        )
-    except Exception as error:  # in the libraries' own classes
-        raise UsageError(f"{missing} ({_one_line(error)})") from None
-    # Without files, transformers makes some tokenizers from the model's type, with no vocabulary.
-    if not tokenizer.encode("a", add_special_tokens=False):
-        raise UsageError(missing)
-    return tokenizer
-
-
-def output_embeddings(model: PreTrainedModel) -> torch.Tensor:
-    """The matrix [V, H] that gives the logits."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if head is None:
-        raise UsageError(f"{type(model).__name__} has no output embeddings that transformers knows")
-    weight: torch.Tensor = head.weight
-    return weight.detach()
-
-
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
-    """The measures of the output embeddings, and of the input embeddings where they are others.
+    """The measures of the output embeddings, and of the input embeddings where these are separate.
 
     Args:
         counts: unigram counts [V].
@@ -246,7 +176,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
     Raises:
         UsageError: embeddings that are not finite, or all zero; counts that do not fit.
     """
-    output = output_embeddings(model)
+    output = output_embeddings(model).detach()
     inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     inputs = inputs.detach()
     tied = inputs.data_ptr() == output.data_ptr()
@@ -262,7 +192,7 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
 def held_out_loss(
     model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
 ) -> dict[str, Any]:
-    """The mean cross-entropy of all whole blocks, or the first ``sequences``, and their tokens.
+    """The mean cross-entropy of all whole blocks, or of the first ``sequences``, and their tokens.
 
     Raises:
         UsageError: the loss is not finite.
@@ -278,35 +208,6 @@ def held_out_loss(
     if not math.isfinite(total):
         raise UsageError(f"{model.name_or_path}: the test loss is not finite")
     return {"test_loss": total / predicted, "test_tokens": predicted}
-
-
-def block_length(model: PreTrainedModel) -> int:
-    """The tokens that a model is given at a time: as many as it takes, but at most 1024."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or 1024, 1024)
-
-
-def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-    """The token ids of all documents of a text, each after the token that begins a text."""
-    first = tokenizer.bos_token_id
-    if first is None:
-        first = tokenizer.eos_token_id
-    begin = [] if first is None else [first]
-    parts = []
-    for document in open_documents(Data(text=str(text))).readers["train"]():
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(np.array([*begin, *ids], np.int64))
-    return np.concatenate(parts)
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether the logits do not depend on later tokens; those of a masked language model do."""
-    ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
-    ids[1, -1] = 1
-    with torch.inference_mode():
-        first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    # What is not finite is not this function's to judge.
-    return not (first - second).abs().max() > 1e-4 * first.abs().max()
 
 
 def _word_similarity(
@@ -331,7 +232,7 @@ def _nothing_yet() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """An evaluation; empty where there is none."""
+    """The evaluation in a file; empty where there is none."""
     if not path.exists():
         return {}
     try:
@@ -339,7 +240,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("embeddings"), dict | None):
-        raise UsageError(f"{path} is not an evaluation: remove it, to be made anew")
+        raise UsageError(f"{path} is not an evaluation: remove it, and it is made again")
     return values
 
 
@@ -350,7 +251,3 @@ def _no_constant(name: str) -> None:
 def _merge(path: Path, new: dict[str, Any]) -> None:
     merged = {**_nothing_yet(), **_read(path), **new}
     write_atomically(path, json.dumps(merged, indent=2, allow_nan=False))
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

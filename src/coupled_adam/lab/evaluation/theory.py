@@ -7,31 +7,36 @@ the input side adds a gradient that does not sum to zero either.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from matplotlib.figure import Figure
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.embeddings import mean_embedding, pictures
+from coupled_adam.embeddings import mean_embedding
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.reporting.figures import Picture
-from coupled_adam.lab.training.run import next_token_loss
+from coupled_adam.lab.data.batches import held_out_batches
+from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.evaluation.loading import (
+    block_length,
+    is_causal,
+    is_run,
+    load_model,
+    load_model_tokenizer,
+    recipe_of_run,
+)
+from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.text.token_files import Tokens
+from coupled_adam.text.tokenizers import text_tokens
 
 Side = Literal["output", "input", "both"]
 OPTIMIZERS = ("SGD", "AdamW", "Coupled Adam")
-
-EXPLANATION = (
-    "‖sum of the rows‖ / sum of their norms: 0, they cancel; 1, all point one way. The gradients "
-    "are taken at fixed weights, and each optimizer makes its updates of the same ones. Where the "
-    "cosine is above zero, the updates move the mean embedding further from the origin."
-)
+PAPER_BETAS, PAPER_EPS = (0.9, 0.95), 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +49,10 @@ class Sums:
     Attributes:
         gradient: of the average gradient over the batches.
         updates: of the last update, by optimizer.
-        input_share: of the sum of each optimizer's updates, how much is made by the gradient of
-            the input side, along that sum: 1 is all of it. None where there is one side only.
-        away: the cosine of the sum of the updates and the mean embedding: above zero, the mean
-            moves further from the origin. By optimizer.
+        input_share: which share of the sum of the updates, along that sum, is due to the gradient
+            of the input side, by optimizer. None if there is only one side.
+        away: the cosine of the sum of the updates and the mean embedding, by optimizer: if it is
+            positive, the mean moves further from the origin.
     """
 
     gradient: float
@@ -62,7 +67,7 @@ class Theory:
 
     Attributes:
         tied: whether one matrix is input and output embeddings.
-        batches: how many gradients the optimizers saw.
+        batches: how many gradients the optimizers were given.
         sums: of the gradient from the head (``"output"``), from the lookup (``"input"``), and, of a
             tied model, from both, which is what its optimizer sees.
         updates: of what the optimizer of the output embeddings sees.
@@ -79,21 +84,65 @@ class Theory:
         return {"tied": self.tied, "batches": self.batches, "sums": sums}
 
 
+def measure_folder(
+    folder: Path,
+    *,
+    text: Path | None,
+    batches: int,
+    batch_size: int,
+    cache: Path,
+    device: str = "cpu",
+) -> Theory:
+    """:func:`measure_theory` of a run, on its training text, or of a model, on a text of its own.
+
+    Args:
+        folder: of a finished run, or of a causal language model in Hugging Face format.
+        text: of a model: a file, or a folder of text files.
+        batches: how many gradients are taken.
+        batch_size: sequences in a batch; they are as long as in the run's training, or as the model
+            takes them, but at most 1024 tokens.
+        cache: the folder of prepared corpora, which has the text of a run.
+
+    Raises:
+        UsageError: a text for a run, or none for a model; a model that is not causal; as
+            :func:`measure_theory`.
+    """
+    tokens: Tokens | NDArray[Any]
+    if is_run(folder):
+        if text is not None:
+            raise UsageError(f"--text is for models; {folder} is a run with its own")
+        recipe = recipe_of_run(folder)
+        training = recipe.training
+        model = load_model(folder / "model", device)
+        tokens = prepare_corpus(recipe, cache).tokens("train")
+        length, betas, eps = training.sequence_length, training.betas, training.eps
+    else:
+        if text is None:
+            raise UsageError(f"{folder} is a model: name a text for it with --text")
+        model = load_model(folder, device)
+        if not is_causal(model):
+            raise UsageError(f"{folder}: a causal language model is needed")
+        tokens = text_tokens(text, load_model_tokenizer(folder))
+        length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS
+    some = itertools.islice(held_out_batches(tokens, batch_size, length), batches)
+    return measure_theory(model, some, betas=betas, eps=eps)
+
+
 def measure_theory(
     model: PreTrainedModel,
     batches: Iterable[Tensor],
     *,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
+    betas: tuple[float, float] = PAPER_BETAS,
+    eps: float = PAPER_EPS,
 ) -> Theory:
-    """Take the gradients of some batches at fixed weights, and let each optimizer make its updates.
+    """Take the gradients of some batches at fixed weights, and the updates that optimizers make.
 
-    torch's own SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, each run on
-    the same gradients; only the last update is looked at, when the moments are averages over many
-    batches. A tied matrix is untied in memory, which tells the two sides of its gradient apart.
+    torch's own SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, are run on
+    the same gradients. Only their last update is examined, when the moments are averages over many
+    batches. A tied matrix is untied in memory, which separates the two sides of its gradient.
 
     Args:
-        model: a causal language model; its weights are as they were afterwards, and untied.
+        model: a causal language model; its weights do not change, but are untied afterwards.
         batches: token ids, [sequences, length + 1] each.
         betas: of AdamW and Coupled Adam; the first is SGD's momentum, too.
         eps: of AdamW and Coupled Adam.
@@ -198,61 +247,3 @@ def _cancellation(rows: Tensor) -> float:
     """||sum_i x_i|| / sum_i ||x_i||."""
     rows = rows.double()
     return float(rows.sum(0).norm() / rows.norm(dim=1).sum())
-
-
-_SIDES: dict[Side, str] = {
-    "output": "of the head",
-    "input": "of the lookup",
-    "both": "of both, tied",
-}
-
-
-def theory_rows(theory: Theory) -> list[tuple[str, list[str]]]:
-    """For the terminal and the page: label, and the numbers for gradient and optimizers."""
-    rows = []
-    for side, sums in theory.sums.items():
-        values = [sums.gradient, *sums.updates.values()]
-        rows.append((f"sum over the rows, {_SIDES[side]}", [f"{value:.1e}" for value in values]))
-    last = theory.sums["both" if theory.tied else "output"]
-    if last.input_share is not None:
-        shares = ["–", *(f"{value:.0%}" for value in last.input_share.values())]
-        rows.append(("  the share of the lookup in it", shares))
-    away = ["–", *(f"{value:+.2f}" for value in last.away.values())]
-    rows.append(("cosine of the sum and the mean", away))
-    return rows
-
-
-def theory_table(theory: Theory, name: str) -> Table:
-    """For the terminal."""
-    table = Table(
-        title=Text(f"{name}: {theory.batches} gradients at fixed weights"),
-        caption="‖sum of the rows‖ / sum of their norms: 0, they cancel; 1, all point one way.",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for header in ("", "gradient", *OPTIMIZERS):
-        table.add_column(header, justify="right" if header else "left", no_wrap=True)
-    for label, values in theory_rows(theory):
-        table.add_row(label, *values)
-    return table
-
-
-def theory_picture(theory: Theory) -> Picture:
-    """Each optimizer's last update of every row, as a cloud: where its mean is, and the origin."""
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    for ax, (name, update) in zip(figure.subplots(1, 3), theory.updates.items()):
-        scaled = update / update.norm(dim=1).mean()
-        pictures.plot_cloud(ax, scaled, "#d55e00" if name == "AdamW" else "#0072b2")
-        pictures.finish_clouds(ax)
-        side = theory.sums["both" if theory.tied else "output"]
-        ax.set_title(f"{name}: sum {side.updates[name]:.1e}")
-        # The updates of a few frequent tokens are many times the mean, and would hide the others.
-        limits = {"xlim": (-4, 4), "ylim": (-3, 3)}
-        ax.set(xlabel="along the mean update", adjustable="box", **limits)
-    return Picture(
-        figure,
-        "",
-        "The last update of every row by each optimizer, in units of the mean norm, seen along "
-        "their mean. X: the mean, which moves the mean embedding; +: the origin (as Fig. 1).",
-    )

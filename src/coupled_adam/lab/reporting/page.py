@@ -1,17 +1,16 @@
-"""A report, or an analysis, as one HTML page that needs nothing else."""
+"""A report as one HTML page that needs nothing else."""
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import yaml
 
-from coupled_adam.lab.reporting.figures import Picture
 from coupled_adam.lab.reporting.runs import Run, short
 from coupled_adam.lab.reporting.tables import Column, Row, footnotes
+from coupled_adam.rendering import page
+from coupled_adam.rendering.pictures import Picture
 
 
 def render(
@@ -23,12 +22,11 @@ def render(
 ) -> str:
     """The page of a report, with the pictures embedded; all text is escaped."""
     first = {run.experiment: run for run in reversed(runs)}
-    return _template("report.html").render(
-        rows=rows,
-        columns=columns,
-        footnotes=footnotes(rows),
-        pictures=[_embedded(picture) for picture in pictures],
-        experiments=[
+    values = {
+        "rows": rows,
+        "columns": columns,
+        "footnotes": footnotes(rows),
+        "experiments": [
             {
                 "name": name,
                 "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
@@ -36,45 +34,11 @@ def render(
             }
             for name, run in reversed(first.items())
         ],
-        runs=len(runs),
-        left_out={str(path): reason for path, reason in left_out.items()},
-    )
-
-
-def render_analysis(
-    title: str,
-    columns: Sequence[str],
-    sections: Sequence[tuple[str, Sequence[tuple[str, str, Sequence[str]]]]],
-    pictures: Sequence[Picture],
-    note: str,
-) -> str:
-    """A page of one table, in sections of rows (label, symbol, values), and of pictures."""
-    return _template("analysis.html").render(
-        title=title,
-        labels=columns,
-        sections=sections,
-        pictures=[_embedded(picture) for picture in pictures],
-        note=note,
-    )
-
-
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("coupled_adam.lab.reporting"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["short"] = short
-    return environment.get_template(name)
-
-
-def _embedded(picture: Picture) -> dict[str, Any]:
-    """A picture for the template, as a data URI."""
-    return {
-        "caption": picture.caption,
-        "data": "data:image/png;base64," + base64.b64encode(picture.png).decode(),
-        "wide": picture.figure.get_figwidth() > 8,
+        "runs": len(runs),
+        "left_out": {str(path): reason for path, reason in left_out.items()},
+        "short": short,
     }
+    return page.render("report.html", values, pictures, package="coupled_adam.lab.reporting")
 
 
 def _environment(run: Run) -> dict[str, Any]:

@@ -28,21 +28,23 @@ def report(folders: Sequence[Path], out: Path) -> Table:
 
     ``index.html`` holds everything, for a browser. Beside it ``table.md``, ``table.tex``,
     ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (every number of every
-    run), ``overview.png`` and ``figures/``. What was not run is a dash. ``out`` is replaced as a
-    whole when the new report is complete, if it is a report: nothing else is ever replaced.
+    run), ``overview.png`` and ``figures/``. A dash stands for what was not run. If ``out`` is a
+    report, it is replaced as a whole when the new one is complete; anything else is never replaced.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` holds something else.
     """
     if out.exists() and not _is_report(out):
         raise UsageError(
-            f"--out {out} holds something else than a report, which would be lost: choose a new "
-            "folder"
+            f"--out {out} holds something other than a report, which would be lost: choose a "
+            "new folder"
         )
     runs, left_out = read_runs(folders)
     if not runs:
         places = ", ".join(map(str, folders))
-        raise UsageError(f"{places}: no finished run in it; coupled-adam compare makes some")
+        raise UsageError(
+            f"{places}: there is no finished run in it; coupled-adam compare makes some"
+        )
     rows = table_rows(runs)
     columns = shown_columns(rows)
     out = out.resolve()  # a link goes on leading to the report
@@ -82,11 +84,17 @@ def _write(path: Path, text: str) -> None:
 
 
 _FILES = {
-    *("index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"),
-    *("overview.png", "figures"),
+    "index.html",
+    "table.md",
+    "table.tex",
+    "summary.csv",
+    "runs.csv",
+    "results.json",
+    "overview.png",
+    "figures",
 }
 
 
 def _is_report(folder: Path) -> bool:
-    """Whether a folder is empty or holds what this module writes, and nothing besides."""
+    """Whether a folder is empty or holds what this module writes, and nothing else."""
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES

@@ -1,4 +1,4 @@
-"""Finished run folders, read."""
+"""Finished run folders, as objects."""
 
 import dataclasses
 import json
@@ -12,14 +12,20 @@ import yaml
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.weights import open_file, read_array
-from coupled_adam.errors import UsageError
-from coupled_adam.lab.arms import AdamW
-from coupled_adam.lab.recipe import Recipe, parse_recipe, read_yaml
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.lab.arms import AdamWArm
+from coupled_adam.lab.recipe import Recipe, parse_recipe
+from coupled_adam.lab.safe_yaml import read_yaml
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
 _NUMBERS = (  # of an evaluation, where it has them
-    *(("test_loss",), ("lm_eval", "accuracy"), ("word_similarity", "mean")),
-    *(("embeddings", name) for name in ("isotropy", "mean_norm", "mean_norm_ratio", "condition")),
+    ("test_loss",),
+    ("lm_eval", "accuracy"),
+    ("word_similarity", "mean"),
+    ("embeddings", "isotropy"),
+    ("embeddings", "mean_norm"),
+    ("embeddings", "mean_norm_ratio"),
+    ("embeddings", "condition"),
     ("embeddings", "norm_frequency_correlation"),
 )
 _LARGEST = 1e100  # of all numbers: its square is a float, too
@@ -29,8 +35,8 @@ _LARGEST = 1e100  # of all numbers: its square is a float, too
 class Run:
     """A finished run folder. Its arrays are read when they are asked for.
 
-    ``experiment`` names what it may be compared with: the runs whose recipes differ at most in
-    name, arms and seeds.
+    ``experiment`` is the name of the experiment that it belongs to: the runs it may be compared
+    with, whose recipes differ at most in name, arms and seeds.
     """
 
     folder: Path
@@ -54,7 +60,7 @@ class Run:
     @property
     def is_baseline(self) -> bool:
         """Whether it is plain AdamW, which the other arms are compared with."""
-        return self.recipe.arm(self.arm) == AdamW()
+        return self.recipe.arm(self.arm) == AdamWArm()
 
     @property
     def parameters(self) -> int:
@@ -80,7 +86,7 @@ class Run:
 
     @property
     def has_model(self) -> bool:
-        """Whether its model and counts are still there: some delete them, to save space."""
+        """Whether its model and counts still exist: some users delete them to save space."""
         files = ("model/model.safetensors", "unigram_counts.npy")
         return all((self.folder / file).exists() for file in files)
 
@@ -88,7 +94,7 @@ class Run:
         """The output embeddings [V, H] of its model.
 
         Raises:
-            UsageError: it is damaged, or another's.
+            UsageError: the file is damaged, or belongs to another model.
         """
         model = self.recipe.model
         path = self.folder / "model" / "model.safetensors"
@@ -131,7 +137,7 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
-    """The finished runs below some folders, in the order of a table; and why others are left out.
+    """The finished runs below some folders, in the table's order, and why others are left out.
 
     Raises:
         UsageError: a file of a run cannot be understood.
@@ -157,7 +163,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
                 _check(run)
                 runs.append(run)
         except (UsageError, ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
+            reason = one_line(error, longest=None)
             raise UsageError(f"{folder} is damaged ({reason}): move it away") from None
     runs = sorted(_name_experiments(runs), key=_place)
     kept: dict[tuple[str, str, int], Run] = {}
@@ -169,7 +175,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
 
 
 def _json(path: Path) -> list[Any]:
-    """What a file holds: its lines for JSON lines; nothing where there is no file."""
+    """The objects in a file: one, or one for each line; none if there is no file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -210,7 +216,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one; NaN and infinity are such, of runs that broke down."""
+    """Whether it is a number; NaN and infinity are numbers, of runs that diverged."""
     if type(value) is int:
         return abs(value) <= _LARGEST
     return type(value) is float and (not math.isfinite(value) or abs(value) <= _LARGEST)
@@ -265,13 +271,13 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
 
 
 def _place(run: Run) -> tuple[Any, ...]:
-    """By size and experiment; AdamW first, then Coupled Adam; the plain arm before its sweep."""
+    """The sort key: size, experiment, AdamW before Coupled Adam, the plain arm before its sweep."""
     options = run.recipe.arms[run.arm]
     kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
     scale = float(options.get("second_moment_scale", 1))  # 1e-3 is text in YAML
     swept = -np.log2(scale) if scale != 1 else -np.inf, float(options.get("lr_factor", 0))
     size = run.parameters, run.recipe.tokens, run.experiment
-    return *size, kind, *swept, run.setup, run.seed
+    return size, kind, swept, run.setup, run.seed
 
 
 def short(number: float) -> str:

@@ -65,7 +65,12 @@ def one_sided_t_test(
         return 0.0 if difference > 1e-12 * max(map(abs, means)) else 1.0
     # From the moments: ttest_ind takes its own, and warns where one side has no variance.
     result = stats.ttest_ind_from_stats(
-        *(means[0], deviations[0], len(values), means[1], deviations[1], len(baseline)),
+        mean1=means[0],
+        std1=deviations[0],
+        nobs1=len(values),
+        mean2=means[1],
+        std2=deviations[1],
+        nobs2=len(baseline),
         alternative="less" if better == "lower" else "greater",
     )
     return float(result.pvalue)

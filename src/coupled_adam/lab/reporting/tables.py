@@ -1,14 +1,11 @@
 """Runs -> the table of results: terminal, Markdown, LaTeX, CSV."""
 
-import csv
 import dataclasses
-import io
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +16,7 @@ from coupled_adam.lab.reporting.statistics import (
     sample_deviation,
     shorthand,
 )
+from coupled_adam.rendering.tables import csv_text, terminal_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +36,38 @@ COLUMNS = (
     Column("accuracy", "Acc ↑", r"Acc $\uparrow$", ("lm_eval", "accuracy"), 3, "higher"),
     Column("isotropy", "Iso ↑", r"Iso $\uparrow$", ("embeddings", "isotropy"), 2, "higher"),
     Column(
-        *("mean_norm", "‖μ‖ ↓", r"$\|\mu\|$ $\downarrow$", ("embeddings", "mean_norm")),
-        *(3, "lower"),
+        key="mean_norm",
+        header="‖μ‖ ↓",
+        latex=r"$\|\mu\|$ $\downarrow$",
+        path=("embeddings", "mean_norm"),
+        digits=3,
+        better="lower",
     ),
     Column(
-        *("mean_norm_ratio", "‖μ‖ʳ ↓", r"$\|\mu\|^r$ $\downarrow$"),
-        *(("embeddings", "mean_norm_ratio"), 3, "lower"),
+        key="mean_norm_ratio",
+        header="‖μ‖ʳ ↓",
+        latex=r"$\|\mu\|^r$ $\downarrow$",
+        path=("embeddings", "mean_norm_ratio"),
+        digits=3,
+        better="lower",
     ),
     Column(
-        *("word_similarity", "r̄ ↑", r"$\bar{r}$ $\uparrow$", ("word_similarity", "mean")),
-        *(1, "higher"),
+        key="word_similarity",
+        header="r̄ ↑",
+        latex=r"$\bar{r}$ $\uparrow$",
+        path=("word_similarity", "mean"),
+        digits=1,
+        better="higher",
     ),
     Column(
-        *("norm_frequency_correlation", "ρ ↑", r"$\rho$ $\uparrow$"),
-        *(("embeddings", "norm_frequency_correlation"), 2, "higher"),
+        key="norm_frequency_correlation",
+        header="ρ ↑",
+        latex=r"$\rho$ $\uparrow$",
+        path=("embeddings", "norm_frequency_correlation"),
+        digits=2,
+        better="higher",
     ),
-    Column(
-        *("condition", "κ ↑", r"$\kappa$ $\uparrow$", ("embeddings", "condition"), 2, "higher"),
-    ),
+    Column("condition", "κ ↑", r"$\kappa$ $\uparrow$", ("embeddings", "condition"), 2, "higher"),
 )
 """In the order of the paper's Table 1; accuracy and word similarity are shown where measured."""
 
@@ -87,9 +99,8 @@ class Row:
 def table_rows(runs: Sequence[Run]) -> list[Row]:
     """A row for each experiment and arm, the significantly better value of each pair in bold.
 
-    An arm is compared with plain AdamW of the same experiment: Student's t-test, one-sided, at
-    95 %, for the one that has the better mean (App. F). AdamW is bold where the only other arm is
-    significantly worse.
+    Each arm is compared with plain AdamW of the same experiment by a one-sided Student t-test at
+    95 % (App. F). AdamW is bold if there is only one other arm, and that is significantly worse.
     """
     experiments: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
@@ -108,14 +119,14 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
             first = arm[0]
             rows.append(
                 Row(
-                    experiment,
-                    first.recipe.tokens,
-                    first.parameters,
-                    first.arm,
-                    first.label,
-                    first.is_baseline,
-                    [run.seed for run in arm],
-                    cells,
+                    experiment=experiment,
+                    tokens=first.recipe.tokens,
+                    parameters=first.parameters,
+                    arm=first.arm,
+                    label=first.label,
+                    is_baseline=first.is_baseline,
+                    seeds=[run.seed for run in arm],
+                    cells=cells,
                 )
             )
     return rows
@@ -144,13 +155,13 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What the reader of the table must know about its statistics."""
+    """What readers of the table must know about its statistics."""
     counts = {len(row.seeds) for row in rows}
     notes = []
     if max(counts) > 1:
         notes.append(
-            "Mean (standard deviation in the last digit) over seeds. Bold: better than Standard, "
-            "or Standard better than its one counterpart, by a one-sided Student t-test at 95 %."
+            "Mean (standard deviation in the last digit) over seeds. Bold: better than AdamW, or "
+            "AdamW better than the only other optimizer, by a one-sided Student t-test at 95 %."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
@@ -160,13 +171,13 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
         if len({tuple(row.seeds) for row in mine}) > 1:
             notes.append(f"{experiment}: the arms were run with different seeds.")
         if not any(row.is_baseline for row in mine):
-            notes.append(f"{experiment}: no run of adamw to compare with.")
+            notes.append(f"{experiment}: no run with AdamW to compare with.")
     return notes
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """The table in Markdown."""
-    header = ["D", "N", "Adam", *(column.header for column in columns)]
+    header = ["D", "N", "Optimizer", *(column.header for column in columns)]
     lines = [header, ["---:", "---:", "---", *("---:" for _ in columns)]]
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
@@ -180,7 +191,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """The table in LaTeX, for the package booktabs."""
-    header = ["$D$", "$N$", "Adam", *(column.latex for column in columns)]
+    header = ["$D$", "$N$", "Optimizer", *(column.latex for column in columns)]
     lines = [
         "\\begin{tabular}{rrl" + "r" * len(columns) + "}",
         "\\toprule",
@@ -247,20 +258,6 @@ def runs_csv(runs: Sequence[Run]) -> str:
     return csv_text([header, *lines])
 
 
-def csv_text(lines: Sequence[Sequence[Any]]) -> str:
-    """Lines of values as CSV; text that a spreadsheet would take for a formula gets a ' before."""
-    text = io.StringIO()
-    safe = (
-        [f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for v in line]
-        for line in lines
-    )
-    csv.writer(text, lineterminator="\n").writerows(safe)
-    return text.getvalue()
-
-
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
-
-
 def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     """The table for the terminal."""
     # One size's D and N go into the title, so that the rest fits into 80 characters.
@@ -268,17 +265,11 @@ def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
     names = ", ".join(dict.fromkeys(row.experiment for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
-    shown = Table(
-        title=Text(names + (size if one else "")),
-        caption=Text("\n".join(footnotes(rows))),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    header = ([] if one else ["D", "N"]) + ["Adam", *(column.header for column in columns)]
+    shown = terminal_table(names + (size if one else ""), "\n".join(footnotes(rows)))
+    shown.caption_justify = "left"
+    header = ([] if one else ["D", "N"]) + ["Optimizer", *(column.header for column in columns)]
     for name in header:
-        shown.add_column(name, justify="left" if name == "Adam" else "right", no_wrap=True)
+        shown.add_column(name, justify="left" if name == "Optimizer" else "right", no_wrap=True)
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
         texts = [Text(cell.text, "bold" if cell.bold else "") for cell in cells]

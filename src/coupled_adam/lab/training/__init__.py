@@ -1,1 +1,1 @@
-"""One run of an arm and a seed."""
+"""One run: from a corpus to a trained model in a run folder."""

@@ -1,7 +1,11 @@
-"""What a run says of itself: the log, the progress bar."""
+"""What a run reports of itself: the log and the progress bar."""
 
+import contextlib
 import json
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,120 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.models import output_embeddings
+from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
+from coupled_adam.lab.training.folder import save_array
+from coupled_adam.lab.training.module import LanguageModel
+from coupled_adam.optim.sharded import full_tensor
+
+_EVERY = 10  # steps between two lines of the log
+
+
+class RunLog(pl.Callback):
+    """Logs the training every ten steps, and the held-out loss and the embeddings when evaluated.
+
+    Attributes:
+        last: the last value of each number, by its name.
+    """
+
+    def __init__(self, run: TrainingRun) -> None:
+        self.run = run
+        self.last: dict[str, float] = {}
+        self._logged = (0, 0.0)  # the step and the time of the last log
+        self._evaluated_since: float | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
+        """Log where the embeddings start from."""
+        self._logged = (trainer.global_step, time.perf_counter())
+        if trainer.global_step == 0:
+            self._log(trainer, _measures(module))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Leave the time of an evaluation and its checkpoint out of the tokens per second."""
+        if self._evaluated_since is not None:
+            step, since = self._logged
+            self._logged = (step, since + time.perf_counter() - self._evaluated_since)
+            self._evaluated_since = None
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, *_: Any) -> None:  # type: ignore[override]
+        """Log the training."""
+        step = trainer.global_step
+        if step % _EVERY:
+            return
+        loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
+        last, since = self._logged
+        self._logged = (step, time.perf_counter())
+        tokens = (step - last) * self.run.recipe.tokens_per_step
+        self._log(
+            trainer,
+            {
+                "train_loss": float(loss),
+                "lr": trainer.optimizers[0].param_groups[0]["lr"],
+                "grad_norm": float(module.grad_norm),
+                "tokens_per_second": tokens / (self._logged[1] - since),
+            },
+        )
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Note the time."""
+        self._evaluated_since = time.perf_counter()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
+        """Log the held-out loss and the embeddings; save AdamW's second moments."""
+        self._log(trainer, {"valid_loss": module.mean_valid_loss(), **_measures(module)})
+        self._save_second_moment(trainer, module)
+
+    def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+        self.last.update(metrics)
+        with _ctrl_c_waits():
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, trainer.global_step)
+
+    def _save_second_moment(self, trainer: pl.Trainer, module: LanguageModel) -> None:
+        """The mean over H of AdamW's second moment, bias-corrected: one number for each token."""
+        embedding = output_embeddings(module.model)
+        moment = trainer.optimizers[0].state.get(embedding, {}).get("exp_avg_sq")
+        if moment is None or moment.shape != embedding.shape:
+            return
+        moment = full_tensor(moment)
+        if rank() > 0:
+            return
+        correction = 1 - self.run.recipe.training.betas[1] ** trainer.global_step
+        values = moment.double().mean(1).cpu().numpy() / correction
+        path = self.run.folder / "second_moments" / f"step-{trainer.global_step}.npy"
+        path.parent.mkdir(exist_ok=True)
+        save_array(path, values)
+
+
+def _measures(module: LanguageModel) -> dict[str, float]:
+    """The measures of the output embeddings, on rank 0."""
+    matrix = full_tensor(output_embeddings(module.model).detach())
+    if rank() > 0:
+        return {}
+    report = analyze(matrix)
+    names = ("isotropy", "mean_norm", "mean_norm_ratio", "condition")
+    return {name: getattr(report, name) for name in names}
+
+
+@contextlib.contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Let an interrupt take effect at the end of the block only.
+
+    TensorBoard and wandb write in threads. Interrupted while it holds a lock that it shares with
+    them, this thread would never release it, and the end of the run would wait for it forever.
+    """
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 class MetricsFile(Logger):
@@ -22,7 +137,7 @@ class MetricsFile(Logger):
     Lines after ``last_step``, which a killed run wrote after its last checkpoint, are dropped.
 
     Raises:
-        UsageError: a file that is there holds something else.
+        UsageError: the file exists and holds something else.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
@@ -30,16 +145,16 @@ class MetricsFile(Logger):
         self.path = path
         if rank() == 0 and path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith("\n")]
+            complete = [line for line in lines if line.endswith("\n")]
             try:
-                kept = [line for line in whole if json.loads(line)["step"] <= last_step]
+                kept = [line for line in complete if json.loads(line)["step"] <= last_step]
             except (ValueError, KeyError, TypeError):
-                raise UsageError(f"{path} is damaged: remove the lines that are no JSON") from None
+                raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None
             write_atomically(path, "".join(kept))
 
     @property
     def name(self) -> str:
-        """Of the run, which is its folder."""
+        """The name of the run, which is its folder's."""
         return self.path.parent.name
 
     @property
@@ -55,27 +170,28 @@ class MetricsFile(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """They are in config.yaml."""
+        """Nothing: they are in config.yaml."""
 
 
 class ProgressBar(TQDMProgressBar):
     """One bar for the run: steps, time left, losses, tokens per second."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, run_log: RunLog) -> None:
         super().__init__(refresh_rate=10 if sys.stderr.isatty() else 100)
-        self.title = title
+        self.run_log = run_log
 
     def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Name the bar."""
+        """Name the bar after the run."""
         super().on_train_epoch_start(trainer, *args)
-        self.train_progress_bar.set_description(self.title)
+        run = self.run_log.run
+        self.train_progress_bar.set_description(f"{run.arm}, seed {run.seed}")
 
     def init_validation_tqdm(self) -> Any:
-        """No bar of its own for an evaluation."""
+        """An evaluation has no bar of its own."""
         return Tqdm(disable=True)
 
-    def get_metrics(self, _: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-        """What the run has logged last."""
+    def get_metrics(self, *_: Any) -> dict[str, Any]:
+        """What the run logged last."""
         names = {"train_loss": "loss", "valid_loss": "valid", "tokens_per_second": "tok/s"}
-        shown: dict[str, float] = module.shown  # type: ignore[assignment]
-        return {label: f"{shown[name]:.4g}" for name, label in names.items() if name in shown}
+        last = self.run_log.last
+        return {label: f"{last[name]:.4g}" for name, label in names.items() if name in last}

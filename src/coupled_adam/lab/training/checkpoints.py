@@ -1,8 +1,8 @@
-"""The checkpoints of a run: whole or absent, checked before they are used, two of them kept.
+"""The checkpoints of a run: complete or absent, verified before use; the last two are kept.
 
-``step-N`` is a file, or a folder where the model is sharded; ``step-N.json`` beside it holds the
-SHA-256 of its files and of the run's ``config.yaml``. Both are written before ``step-N`` gets its
-name.
+``step-N`` is a file, or a folder if the model is sharded; ``step-N.json`` next to it holds the
+SHA-256 of its files and of the run's ``config.yaml``. Both are on the disk before the checkpoint is
+renamed to ``step-N``.
 """
 
 import functools
@@ -24,36 +24,36 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from coupled_adam.embeddings.weights import check_distributed
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
-from coupled_adam.lab import PreemptedError
 from coupled_adam.lab.training.distributed import (
+    all_gather,
     any_rank,
-    from_all_ranks,
     on_rank_zero,
     rank,
     world_size,
 )
+from coupled_adam.lab.training.errors import PreemptedError
 
-_KEPT = 2  # if the last one is damaged on its disk, there is the one before
+_KEPT = 2  # if the last one is damaged on the disk, the one before is used
 _CHUNK = 2**22
 
 
 class Checkpoints(pl.Callback):
-    """A checkpoint after each evaluation, and one when the process is told to stop (SIGTERM)."""
+    """Saves a checkpoint after each evaluation, and when the process is asked to stop (SIGTERM)."""
 
     def __init__(self, run: Path, evaluate_every: int) -> None:
         self.config = run / "config.yaml"
         self.folder = run / "checkpoints"
         self.evaluate_every = evaluate_every
-        self._told_to_stop = False
+        self._asked_to_stop = False
 
     def last(self, skip_damaged: bool) -> Path | None:
         """The newest checkpoint; None if there is none. Every rank must call this.
 
         Args:
-            skip_damaged: remove damaged ones, and take the newest that is whole.
+            skip_damaged: remove damaged ones, and return the newest intact one.
 
         Raises:
-            UsageError: it is damaged, or of another run.
+            UsageError: it is damaged, or belongs to another run.
         """
         while True:
             newest, before = on_rank_zero(self._newest)
@@ -70,42 +70,42 @@ class Checkpoints(pl.Callback):
 
     @staticmethod
     def step(path: Path) -> int:
-        """How many steps the checkpoint has behind it."""
+        """The number of steps made before the checkpoint."""
         return int(path.name.removeprefix("step-"))
 
     @contextmanager
-    def taking_sigterm(self) -> Iterator[None]:
-        """Note SIGTERM, to stop in order; having come once, it is no more than noted to the end."""
+    def deferring_sigterm(self) -> Iterator[None]:
+        """Note SIGTERM, for an orderly stop; once it has come, the handler stays until the end."""
         before = signal.signal(signal.SIGTERM, self._stop)
         try:
             yield
         finally:
-            if not self._told_to_stop:
+            if not self._asked_to_stop:
                 signal.signal(signal.SIGTERM, before)
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        """Take SIGTERM back: Lightning's handler would talk to other processes from within it."""
+        """Replace Lightning's handler, which communicates with other processes from within it."""
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
-        self._told_to_stop = True
+        self._asked_to_stop = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Stop here if told to, unless an evaluation comes first, with its checkpoint."""
+        """Stop here if asked to, unless an evaluation and its checkpoint follow this step."""
         due = trainer.global_step % self.evaluate_every == 0
-        if not due and trainer.global_step < trainer.max_steps and self.any_told_to_stop():
+        if not due and trainer.global_step < trainer.max_steps and self.any_asked_to_stop():
             self._save(trainer)
             raise self._preempted(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        """Save; a continued run then has no evaluation to make up for."""
+        """Save after the evaluation, so that a resumed run does not have to repeat it."""
         self._save(trainer)
-        if trainer.global_step < trainer.max_steps and self.any_told_to_stop():
+        if trainer.global_step < trainer.max_steps and self.any_asked_to_stop():
             raise self._preempted(trainer)
 
-    def any_told_to_stop(self) -> bool:
-        """Whether any process was: they stop at the same step, or wait for each other forever."""
-        return any_rank(self._told_to_stop)
+    def any_asked_to_stop(self) -> bool:
+        """Whether any process was asked to stop: all stop at the same step, or wait forever."""
+        return any_rank(self._asked_to_stop)
 
     def _preempted(self, trainer: pl.Trainer) -> PreemptedError:
         return PreemptedError(f"stopped by SIGTERM after step {trainer.global_step}")
@@ -130,7 +130,7 @@ class Checkpoints(pl.Callback):
         return [path for path in names if path.name.removeprefix("step-").isdecimal()]
 
     def _newest(self) -> tuple[Path | None, Path | None]:
-        """The last two checkpoints; also removes what a killed process has left."""
+        """The last two checkpoints, the newest first; also removes what a killed process left."""
         for path in self.folder.glob("*.tmp"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self.folder.glob("*.json"):
@@ -140,7 +140,7 @@ class Checkpoints(pl.Callback):
         return newest, before
 
     def _damage(self, path: Path) -> str | None:
-        """What is wrong with a checkpoint, told as the end of a sentence."""
+        """What is wrong with a checkpoint, as the end of a sentence; None if it is intact."""
         found = _digests(path)
         try:
             content = json.loads(_manifest(path).read_text(encoding="utf-8"))
@@ -155,7 +155,7 @@ class Checkpoints(pl.Callback):
         if damaged:
             return f"is damaged ({', '.join(damaged)})"
         try:
-            if path.is_dir():  # the checksums come with it, and say nothing of who wrote it
+            if path.is_dir():  # checksums that come with it do not show who wrote it
                 check_distributed(path)
         except ValueError as error:
             return f"cannot be used ({error})"
@@ -171,12 +171,12 @@ class Checkpoints(pl.Callback):
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Written straight to its place; Lightning's goes through memory and the temporary folder."""
+    """Writes in place; Lightning's writes through memory and the temporary folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write; leave nothing behind where that fails."""
+        """Write a checkpoint; leave nothing behind if that fails."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(path, "wb") as file:
@@ -197,7 +197,7 @@ def _digests(path: Path, sync: bool = False) -> dict[str, str]:
     """The SHA-256 of a checkpoint's files by name; every rank reads its share of them.
 
     Args:
-        sync: wait until they are on the disk.
+        sync: first wait until each file is on the disk.
     """
     names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     found = {}
@@ -209,4 +209,4 @@ def _digests(path: Path, sync: bool = False) -> dict[str, str]:
             while block := file.read(_CHUNK):
                 digest.update(block)
         found[name or path.name.removesuffix(".tmp")] = digest.hexdigest()
-    return {name: digest for part in from_all_ranks(found) for name, digest in part.items()}
+    return {name: digest for part in all_gather(found) for name, digest in part.items()}

@@ -1,4 +1,4 @@
-"""Several processes as one run: started by torchrun, or by SLURM's srun."""
+"""Several processes train one run together: started by torchrun, or by SLURM's srun."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -12,17 +12,17 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab import TrainingError
+from coupled_adam.lab.training.errors import TrainingError
 
 T = TypeVar("T")
 
 
 def launcher() -> ClusterEnvironment | None:
-    """What started this process as one of several; None for a process of its own."""
+    """What started this process as one of several; None if it runs alone."""
     if TorchElasticEnvironment.detect():
         environment: ClusterEnvironment = TorchElasticEnvironment()
     elif SLURMEnvironment.detect():
-        # A job that is preempted is told by SIGTERM, see Checkpoints; SLURM requeues it by itself.
+        # A preempted job is sent SIGTERM, see Checkpoints; SLURM requeues it by itself.
         environment = SLURMEnvironment(auto_requeue=False)
     else:
         return None
@@ -30,17 +30,17 @@ def launcher() -> ClusterEnvironment | None:
 
 
 def world_size() -> int:
-    """The number of processes; call it inside of :func:`process_group`."""
+    """The number of processes, inside of :func:`process_group`."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this process, from 0."""
+    """The number of this process, counted from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def nodes() -> int:
-    """The number of machines, with as many processes on each."""
+    """The number of machines, which run the same number of processes each."""
     if world_size() == 1:
         return 1
     if TorchElasticEnvironment.detect():
@@ -50,10 +50,10 @@ def nodes() -> int:
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """The processes as one group, over NCCL for ``device="cuda"`` and over gloo otherwise.
+    """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
     Raises:
-        TrainingError: another process has ended, or does not answer within torch's time limit.
+        TrainingError: another process has ended, or has not answered within torch's time limit.
     """
     environment = launcher()
     if environment is None:
@@ -91,7 +91,7 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
-def from_all_ranks(value: T) -> list[T]:
+def all_gather(value: T) -> list[T]:
     """The value of each rank, on every rank; every rank must call this."""
     if world_size() == 1:
         return [value]
@@ -101,11 +101,12 @@ def from_all_ranks(value: T) -> list[T]:
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """Call a function on rank 0 alone; every rank gets its result.
+    """Call a function on rank 0 only; every rank gets its result.
 
     Raises:
-        UsageError: on every rank, where the function raises it.
-        TrainingError: on the others, where it raises something else; they do not wait for rank 0.
+        UsageError: on every rank, if the function raises it.
+        TrainingError: on the other ranks, if the function raises any other exception; they do not
+            wait for rank 0.
     """
     if world_size() == 1:
         return function()

@@ -1,4 +1,4 @@
-"""What a run ran on, so that its numbers can be traced."""
+"""The software and hardware of a run, to trace its numbers."""
 
 import datetime
 import importlib.metadata
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What a run was on and is on now, where that may change its numbers; or a clock set back."""
+    """The differences between two environments that may change numbers; or a clock set back."""
     flat = [{**facts, **facts.get("packages", {})} for facts in (before, now)]
     names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")
     found = [
@@ -45,7 +45,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _git_commit() -> str | None:
-    """The commit that this file comes from, "-dirty" with changes; None outside of a checkout."""
+    """The commit of this file, "-dirty" if there are changes; None outside of a checkout."""
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:

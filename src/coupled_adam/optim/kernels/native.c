@@ -31,7 +31,7 @@
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define BLOCK 128    /* columns that are taken at a time */
+#define BLOCK 128    /* columns whose lines are requested together */
 #define AHEAD 1024   /* bytes by which lines are requested ahead of their use */
 #define SUM_ROWS 256 /* summed in single precision; their sums are summed in double precision */
 #define MAX_THREADS 256

@@ -12,6 +12,8 @@
  * is off: so all processors, however they take the rows, give the same bits.
  */
 
+/* As torch.lerp, exact at both ends: without momentum the first moment is the gradient. */
+#define LERP(old, x) (light ? old + weight * (x - old) : x - (1 - weight) * (x - old))
 #define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
 
 /* For one row of each run of `pairs` pairs: add the squares of the gradient to the pair's `some`, and
@@ -21,16 +23,18 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                                             const int pairs, const int width, const int moment,
                                             WIDE *restrict some) {
     const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)u->weight, beta1 = (WIDE)(1 - u->weight);
+    const WIDE weight = (WIDE)u->weight;
+    const int light = weight < (WIDE)0.5;
     const T *g[4];
     T *m[4];
     for (int r = 0; r < pairs * width; r++) {
         g[r] = (const T *)u->grad + (row + r * run) * u->grad_stride;
         m[r] = moment ? (T *)u->exp_avg + (row + r * run) * u->exp_avg_stride : NULL;
     }
-    for (int64_t start = 0; start < columns; start += BLOCK) {
-        const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
-        if (pairs == 2)
+    const int64_t block = pairs == 2 ? BLOCK : columns;
+    for (int64_t start = 0; start < columns; start += block) {
+        const int64_t stop = start + block < columns ? start + block : columns;
+        if (pairs == 2) /* four streams: request their lines ahead */
             for (int64_t i = start; i < stop; i += LINE)
                 for (int r = 0; r < pairs * width; r++) {
                     __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
@@ -45,7 +49,7 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                     total += x * x;
                     if (moment) {
                         const WIDE old = LOAD(m[r][i]);
-                        m[r][i] = STORE(beta1 * old + weight * x);
+                        m[r][i] = STORE(LERP(old, x));
                     }
                 }
                 some[pair * columns + i] += total;
@@ -114,8 +118,8 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
                                           const int moment, const int stochastic,
                                           const WIDE *restrict step_size) {
     const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)(u->weight * u->factor), beta1 = (WIDE)(1 - u->weight);
-    const WIDE decay = (WIDE)u->decay;
+    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor, decay = (WIDE)u->decay;
+    const int light = weight < (WIDE)0.5;
     const T *g[4];
     T *m[4], *p[4];
     uint32_t key[4];
@@ -126,8 +130,9 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
         p[r] = (T *)u->param + at * u->param_stride;
         key[r] = stochastic ? mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key) : 0;
     }
-    for (int64_t start = 0; start < columns; start += BLOCK) {
-        const int64_t stop = start + BLOCK < columns ? start + BLOCK : columns;
+    const int64_t block = runs == 4 ? BLOCK : columns;
+    for (int64_t start = 0; start < columns; start += block) {
+        const int64_t stop = start + block < columns ? start + block : columns;
         if (runs == 4)
             for (int64_t i = start; i < stop; i += LINE)
                 for (int r = 0; r < runs; r++) {
@@ -139,8 +144,8 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
         for (int64_t i = start; i < stop; i++)
             for (int r = 0; r < runs; r++) {
                 if (moment) {
-                    const WIDE old = LOAD(m[r][i]);
-                    m[r][i] = STORE(beta1 * old + weight * LOAD(g[r][i]));
+                    const WIDE x = factor * LOAD(g[r][i]), old = LOAD(m[r][i]);
+                    m[r][i] = STORE(LERP(old, x));
                 }
                 const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * LOAD(m[r][i]);
                 p[r][i] = stochastic ? STORE_STOCHASTICALLY(
@@ -198,6 +203,7 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
     }
 }
 
+#undef LERP
 #undef LINE
 #undef T
 #undef WIDE

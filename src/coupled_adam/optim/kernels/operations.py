@@ -1,7 +1,7 @@
 """The two passes with torch's operations, on any device, without a temporary of the matrix's size.
 
 On a CPU they go block by block: what one operation reads is in the cache for the next, and memory
-is passed over twice, which is the least possible. On other devices a block is the whole matrix.
+is passed over twice, which is the least possible. On other devices blocks only limit temporaries.
 """
 
 import functools
@@ -17,6 +17,7 @@ from coupled_adam.optim.update import Update
 skips = False
 
 _BLOCK_BYTES = 2**21  # of each tensor and for each thread: three of them share a core's cache
+_DEVICE_BLOCK_BYTES = 2**26  # on other devices: large, so that launches are few
 _SUM_ROWS = 4096  # are summed one after the other; the rounding of float32 is then about 5e-7
 
 
@@ -61,8 +62,10 @@ def apply(update: Update) -> None:
 def _blocks(matrix: Tensor, most: int | None = None) -> Iterator[slice]:
     """Slices of rows that fit into the caches; all rows where nothing is gained by that."""
     rows = len(matrix)
-    if matrix.is_cpu and not _is_transposed(matrix):
-        row = max(1, matrix.element_size() * matrix.shape[1])
+    row = max(1, matrix.element_size() * matrix.shape[1])
+    if not matrix.is_cpu:
+        rows = max(1, _DEVICE_BLOCK_BYTES // row)
+    elif not _is_transposed(matrix):
         rows = max(1, _BLOCK_BYTES * torch.get_num_threads() // row)
     rows = min(rows, most or rows)
     for start in range(0, len(matrix), max(1, rows)):

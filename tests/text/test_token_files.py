@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data
+from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import Tokens, find_token_files
 
 

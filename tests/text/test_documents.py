@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Data
 from coupled_adam.text.documents import (
     open_documents,
     passages,
     python_documentation,
     separated,
 )
+from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -269,7 +269,7 @@ READ = """
 import sys
 from coupled_adam.errors import UsageError
 from coupled_adam.text.documents import open_documents
-from coupled_adam.lab.recipe import Data
+from coupled_adam.text.source import Data
 try:
     documents = open_documents(Data(hub=sys.argv[1]))
     print(documents.fingerprint, len(list(documents.readers["train"]())))

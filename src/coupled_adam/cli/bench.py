@@ -1,0 +1,159 @@
+"""Measure how long a step of the optimizer takes, and how much memory.
+
+Coupled Adam against torch's AdamW and other optimizers that are installed, each in pairs with
+torch's fused AdamW. With --recipe: whole training steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import jsonargparse
+from jsonargparse.typing import PositiveFloat, PositiveInt
+
+from coupled_adam.cli.options import (
+    Device,
+    add_device,
+    add_json,
+    add_overrides,
+    check_folders,
+    device,
+)
+from coupled_adam.cli.terminal import print_table, quiet_libraries
+from coupled_adam.errors import UsageError
+
+if TYPE_CHECKING:
+    from coupled_adam.bench import Machine
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments."""
+
+    overrides: list[str]
+    shapes: list[str] | None
+    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    clip: bool
+    growth: bool
+    recipe: str | None
+    steps: int
+    optimizers: list[str] | None
+    seconds: float
+    json: bool
+    picture: str | None
+    device: Device
+
+
+def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    add_overrides(parser)
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="VxH", help="embedding matrices: 50304x768 128256x2048"
+    )
+    parser.add_argument(
+        "--dtype",
+        type=Literal["float32", "bfloat16", "float16", "float64"],
+        default="float32",
+        help="of parameters and gradients",
+    )
+    parser.add_argument("--clip", action="store_true", help="also clip the norm of the gradients")
+    parser.add_argument(
+        "--growth",
+        action="store_true",
+        help="show how the cost grows instead: with V from 1k to 512k, with H from 64 to 8192, and "
+        "with the number of other parameters",
+    )
+    parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
+    parser.add_argument(
+        "--steps", type=PositiveInt, default=20, help="training steps of each optimizer"
+    )
+    parser.add_argument(
+        "--optimizers", nargs="+", metavar="NAME", help="time only these optimizers of the table"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=PositiveFloat,
+        default=4.0,
+        help="about how long each optimizer is timed for",
+    )
+    add_json(parser, "samples")
+    parser.add_argument("--picture", metavar="FILE", help="write a picture: .png, .svg or .pdf")
+    add_device(parser)
+
+
+def run(options: Options) -> None:
+    """Time steps, of the optimizer alone or of a whole training, and print them."""
+    from tqdm import tqdm
+
+    from coupled_adam import bench
+    from coupled_adam.lab.training.environment import environment
+
+    check_folders(picture=options.picture)
+    if options.picture is not None:
+        bench.check_format(Path(options.picture))
+    target = device(options.device)
+    facts = environment()  # of the code that is timed, whatever is changed meanwhile
+    machine = bench.describe_machine(target)
+    found = {"environment": facts, "machine": machine.to_dict()}
+    if options.recipe is not None:
+        _time_training(options, options.recipe, machine, found)
+        return
+    if options.overrides:
+        raise UsageError(f"{options.overrides[0]} is of a recipe: name one with --recipe")
+    if options.growth:
+        if options.shapes or options.clip:
+            raise UsageError("--growth has its own shapes; leave out --shapes and --clip")
+        cases = list(itertools.chain(*bench.GROWTH.values()))
+    else:
+        shapes = options.shapes or bench.SHAPES["cuda" if target == "cuda" else "cpu"]
+        cases = [bench.parse_case(shape, options.dtype, options.clip) for shape in shapes]
+    bench.check_memory(cases, target)
+    here = bench.optimizers_here()
+    names = options.optimizers or (bench.GROWING if options.growth else list(here))
+    for name in names:
+        if name not in here:
+            raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(here)}")
+    if not options.json:
+        print("\n".join(machine.notes))
+    timed = bench.bench(cases, names, device=target, seconds=options.seconds)
+    results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
+    if options.picture is not None:
+        draw = bench.growth_picture if options.growth else bench.bench_picture
+        bench.save_figure(draw(results), Path(options.picture))
+    if options.json:
+        print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
+    else:
+        print_table(bench.bench_table(results))
+
+
+def _time_training(
+    options: Options, recipe_name: str, machine: Machine, found: Mapping[str, object]
+) -> None:
+    """Time whole training steps of a recipe."""
+    from coupled_adam.bench.training import training_speed
+    from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
+
+    quiet_libraries()
+    alone = {
+        "shapes": options.shapes,
+        "clip": options.clip,
+        "growth": options.growth,
+        "optimizers": options.optimizers,
+        "picture": options.picture,
+    }
+    for name, value in alone.items():
+        if value:
+            raise UsageError(f"--recipe times whole training steps; leave out --{name}")
+    recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))
+    if not options.json:
+        print("\n".join(machine.notes))
+    speed = training_speed(recipe, device=device(options.device), steps=options.steps)
+    if options.json:
+        print(json.dumps({**found, **speed.to_dict()}, indent=1))
+    else:
+        print(speed.summary)

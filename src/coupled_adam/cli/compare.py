@@ -1,0 +1,80 @@
+"""Compare AdamW with Coupled Adam on real text.
+
+Train a language model with AdamW and with Coupled Adam, all else the same, and show the difference:
+a table, and pictures in OUT/report. Without options: a small GPT-2 on the documentation inside
+Python, in a few minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jsonargparse
+from jsonargparse.typing import PositiveInt
+
+from coupled_adam.cli.options import (
+    RunOptions,
+    add_run_arguments,
+    cache_folder,
+    execution,
+    known_arm,
+    overridden,
+)
+from coupled_adam.cli.terminal import console, print_path, print_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(RunOptions):
+    """The arguments."""
+
+    arms: list[str] | None
+    seeds: list[int] | None
+
+
+def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    add_run_arguments(
+        parser, "a new folder for the results (default: runs/NAME, with the recipe's name)"
+    )
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="run only these arms of the recipe"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=PositiveInt,
+        nargs="+",
+        metavar="N",
+        help="one number N: the seeds 1 to N; several numbers: these seeds",
+    )
+
+
+def run(options: Options) -> None:
+    """Run the comparison and print its table."""
+    from coupled_adam.lab import comparison
+    from coupled_adam.lab.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe)
+    out = Path(options.out or Path("runs") / recipe.name)
+    recipe = overridden(
+        (comparison.stored_recipe(out) if options.resume else None) or recipe, options
+    )
+    if options.seeds is not None:
+        count, *more = options.seeds
+        seeds = sorted({count, *more}) if more else list(range(1, count + 1))
+        recipe = dataclasses.replace(recipe, seeds=seeds)
+    if options.arms is not None:
+        arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
+        recipe = dataclasses.replace(recipe, arms=arms)
+    how = execution(options)
+    console().print(
+        f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
+        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
+        highlight=False,
+    )
+    print_path("results in", out)
+    cache = cache_folder(options.cache)
+    table = comparison.compare(recipe, out, execution=how, cache=cache, resume=options.resume)
+    if table is not None:
+        print_table(table)
+        print_path("the whole report:", out / "report" / "index.html")

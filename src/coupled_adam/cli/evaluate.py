@@ -1,0 +1,133 @@
+"""Evaluate a run, or any causal language model.
+
+A finished run is evaluated into its evaluation.json; any causal language model, in a folder in
+Hugging Face format, into --out or the terminal. Test loss, measures of the embeddings, word
+similarity, downstream tasks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+from jsonargparse.typing import PositiveInt
+
+from coupled_adam.cli.options import (
+    Device,
+    add_cache,
+    add_device,
+    cache_folder,
+    device,
+    optional_path,
+)
+from coupled_adam.cli.terminal import console, print_path, quiet_libraries
+from coupled_adam.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments."""
+
+    model: str
+    batches: int | None
+    word_similarity: str | None
+    lm_eval: list[str] | None
+    lm_eval_path: str | None
+    text: str | None
+    out: str | None
+    cache: str | None
+    device: Device
+
+
+def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    parser.add_argument("model", help="the folder of a run, or of a model")
+    parser.add_argument(
+        "--batches",
+        type=PositiveInt,
+        help="batches of held-out text (default: as many as the recipe says, or all)",
+    )
+    parser.add_argument(
+        "--word-similarity",
+        metavar="DIR",
+        help="a folder with word-similarity sets as published; 'download' downloads and keeps them",
+    )
+    parser.add_argument(
+        "--lm-eval",
+        nargs="*",
+        metavar="TASK",
+        help="tasks of the lm-evaluation-harness; without names, the seven of the paper",
+    )
+    parser.add_argument("--lm-eval-path", metavar="DIR", help="a folder with tasks of your own")
+    parser.add_argument(
+        "--text", help="held-out text for a model: a file, or a folder of text files"
+    )
+    parser.add_argument("--out", help="write a model's results to this JSON file")
+    add_cache(parser)
+    add_device(parser)
+
+
+def run(options: Options) -> None:
+    """Evaluate, and print the numbers."""
+    from rich.pretty import pprint
+
+    from coupled_adam.embeddings.analysis import word_similarity_sets
+    from coupled_adam.files import write_atomically
+    from coupled_adam.lab.data.corpus import prepare_corpus
+    from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
+    from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
+    from coupled_adam.lab.evaluation.loading import is_run
+    from coupled_adam.lab.recipe import load_recipe
+
+    target = device(options.device)
+    quiet_libraries()
+    folder = Path(options.model)
+    sets = None
+    if options.word_similarity is not None:
+        sets = word_similarity_sets(options.word_similarity)
+    tasks_folder = optional_path(options.lm_eval_path)
+    downstream = None
+    if options.lm_eval is not None:
+        downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder)
+    elif tasks_folder is not None:
+        raise UsageError("--lm-eval-path needs --lm-eval, with the names of the tasks")
+    if is_run(folder):
+        if options.text is not None or options.out is not None:
+            raise UsageError(f"--text and --out are for models; {folder} is a run with its own")
+        recipe = load_recipe(str(folder / "config.yaml"))
+        result = evaluate_run(
+            folder,
+            lambda: prepare_corpus(recipe, cache_folder(options.cache)),
+            batches=options.batches,
+            sets=sets,
+            downstream=downstream,
+            device=target,
+        )
+        written: Path | None = folder / "evaluation.json"
+    else:
+        result = evaluate_model(
+            folder,
+            text=optional_path(options.text),
+            batches=options.batches,
+            sets=sets,
+            downstream=downstream,
+            device=target,
+        )
+        written = optional_path(options.out)
+        if written is not None:
+            write_atomically(written, json.dumps(result, indent=2))
+    pprint(_without_spectra(result), console=console(), expand_all=True)
+    if written is not None:
+        print_path("all numbers:", written)
+
+
+def _without_spectra(result: dict[str, Any]) -> dict[str, Any]:
+    """The same nested dict, without the long lists of singular values."""
+    return {
+        name: _without_spectra(value) if isinstance(value, dict) else value
+        for name, value in result.items()
+        if name != "singular_values"
+    }

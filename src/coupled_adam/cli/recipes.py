@@ -1,0 +1,49 @@
+"""List the recipes, or print one as a complete YAML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jsonargparse
+
+from coupled_adam.cli.terminal import print_table
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments."""
+
+    name: str | None
+
+
+def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    parser.add_argument("name", nargs="?", help="the recipe to print (default: list all of them)")
+
+
+def run(options: Options) -> None:
+    """Print the list, or the recipe."""
+    import yaml
+
+    from coupled_adam.lab.recipe import load_recipe, recipe_names
+    from coupled_adam.rendering.tables import terminal_table
+
+    if options.name is not None:
+        print(yaml.safe_dump(load_recipe(options.name).to_dict(), sort_keys=False), end="")
+        return
+    table = terminal_table()
+    for name in ("recipe", "parameters", "tokens", "text", "arms", "seeds"):
+        number = name in ("parameters", "tokens", "arms", "seeds")
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    recipes = [load_recipe(name) for name in recipe_names()]
+    for recipe in sorted(recipes, key=lambda recipe: (recipe.parameters, recipe.tokens)):
+        data = recipe.data
+        table.add_row(
+            recipe.name,
+            f"{recipe.parameters / 1e6:,.1f}M",
+            f"{recipe.tokens / 1e6:,.0f}M",
+            data.text or data.hub or data.tokens or "Python's documentation",
+            str(len(recipe.arms)),
+            str(len(recipe.seeds)),
+        )
+    print_table(table)

@@ -1,0 +1,41 @@
+"""Write the report of finished runs.
+
+Tables, pictures, and a page that holds all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonargparse
+
+from coupled_adam.cli.terminal import print_path, print_table
+from coupled_adam.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments."""
+
+    folders: list[str]
+    out: str | None
+
+
+def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
+    parser.add_argument("--out", help="the report's folder (default: report in the first DIR)")
+
+
+def run(options: Options) -> None:
+    """Write the report and print its table."""
+    from coupled_adam.lab.reporting.report import report
+
+    folders = [Path(folder) for folder in options.folders]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder")
+    out = Path(options.out) if options.out else folders[0] / "report"
+    print_table(report(folders, out))
+    print_path("the whole report:", out / "index.html")

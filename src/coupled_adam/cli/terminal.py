@@ -1,0 +1,57 @@
+"""The terminal; of several processes, rank 0 alone writes to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def console() -> Console:
+    """The terminal, quiet on all ranks but 0."""
+    from rich.console import Console
+
+    return Console(quiet=is_other_rank())
+
+
+def print_path(what: str, path: Path) -> None:
+    """Print a path as it is: brackets in it are no markup."""
+    from rich.text import Text
+
+    console().print(Text(f"{what} {path}"), soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """Print a whole table: in a narrow terminal, or a file, lines become longer and are not cut."""
+    terminal = console()
+    wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
+    terminal.width = max(terminal.width, wide)
+    terminal.print(table)
+
+
+def is_other_rank() -> bool:
+    """Whether this is one of several processes, and not the first."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
+
+
+def quiet_libraries() -> None:
+    """Leave the terminal to our own lines and bars; warnings and errors stay.
+
+    Libraries that are imported later read the variables; those that are here already are told.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

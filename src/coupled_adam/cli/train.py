@@ -1,0 +1,56 @@
+"""Train and evaluate one run of a comparison.
+
+One arm and one seed of a recipe, as one job in a cluster's queue. Runs in one folder are compared
+by coupled-adam report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jsonargparse
+from jsonargparse.typing import NonNegativeInt
+
+from coupled_adam.cli.options import (
+    RunOptions,
+    add_run_arguments,
+    cache_folder,
+    execution,
+    known_arm,
+    overridden,
+)
+from coupled_adam.cli.terminal import print_path
+
+
+@dataclass(frozen=True)
+class Options(RunOptions):
+    """The arguments."""
+
+    arm: str
+    seed: int
+
+
+def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    add_run_arguments(parser, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
+    parser.add_argument("--arm", required=True, help="an arm of the recipe")
+    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="the seed of the run")
+
+
+def run(options: Options) -> None:
+    """Train and evaluate the run."""
+    from coupled_adam.lab import comparison
+    from coupled_adam.lab.recipe import load_recipe
+    from coupled_adam.lab.training.config import TrainingRun
+
+    recipe = overridden(load_recipe(options.recipe), options)
+    arm, seed = known_arm(options.arm, recipe), options.seed
+    folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
+    comparison.train_and_evaluate(
+        TrainingRun(recipe, arm, seed, folder),
+        execution=execution(options),
+        cache=cache_folder(options.cache),
+        resume=options.resume,
+    )
+    print_path("the run:", folder)

@@ -1,0 +1,102 @@
+"""Reports on the embeddings of models, side by side: the pictures, and the page."""
+
+from collections.abc import Callable, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from coupled_adam.embeddings import pictures, row_norms
+from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.tables import table_rows
+from coupled_adam.rendering.page import render_table
+from coupled_adam.rendering.pictures import Picture, single
+
+EXPLANATION = (
+    "Iso: isotropy, 0 to 1, for both signs of every eigenvector; ‖μ‖: norm of the mean embedding; "
+    "‖μ‖ʳ: relative to the mean norm; κ: 100 × smallest / largest singular value; cos: mean over "
+    "all pairs of rows; ρ: correlation of norm and log frequency; r: 100 × correlation of "
+    "similarity with human ratings, its 95 % confidence interval, and the usable of all pairs; r̄: "
+    "the mean over the sets. A dash: not measured, or not defined. Definitions: arXiv 2502.08441."
+)
+
+
+def analyses_page(analyses: Sequence[Analysis]) -> str:
+    """The table and the pictures as one page of HTML."""
+    labels = [analysis.label for analysis in analyses]
+    title = f"Embeddings: {', '.join(labels)}"
+    drawn = analyses_pictures(analyses)
+    return render_table(title, labels, table_rows(analyses), drawn, EXPLANATION)
+
+
+def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
+    """The clouds, their spectra and angles, and their norms, against frequency where counted."""
+    colors = _colors(len(analyses))
+    columns = min(3, len(analyses))
+    rows = -(-len(analyses) // columns)
+    clouds = Figure(figsize=(max(6, 4.5 * columns), 4.5 * rows), layout="constrained")
+    panels = clouds.subplots(rows, columns, squeeze=False).flat
+    kept = [
+        a.embeddings.matrix if a.keep is None else a.embeddings.matrix[a.keep] for a in analyses
+    ]
+    for ax, analysis, matrix, color in zip(panels, analyses, kept, colors):
+        pictures.plot_cloud(ax, matrix, color)
+        pictures.finish_clouds(ax)
+        ax.set_title(_plain(analysis.label))
+    for ax in panels:
+        ax.set_axis_off()
+    drawn = [
+        Picture(
+            clouds,
+            "The embeddings seen from the side: along their mean, and along their largest spread "
+            "across it. X: the mean; +: the origin.",
+        )
+    ]
+
+    def draw(caption: str, plot: Callable[[Axes, int], None]) -> None:
+        def draw_all(ax: Axes) -> None:
+            for index in range(len(analyses)):
+                plot(ax, index)
+
+        drawn.append(single(draw_all, caption))
+
+    labels = [_plain(analysis.label) for analysis in analyses]
+    norms = [row_norms(matrix) for matrix in kept]
+    draw(
+        "Singular values relative to the largest.",
+        lambda ax, i: pictures.plot_spectrum(
+            ax, np.array(analyses[i].report.singular_values), colors[i], labels[i]
+        ),
+    )
+    draw(
+        "Cosine similarities of pairs of rows drawn at random.",
+        lambda ax, i: pictures.plot_similarities(ax, kept[i], colors[i], labels[i]),
+    )
+    draw(
+        "Norms of the embeddings.",
+        lambda ax, i: pictures.plot_norm_histogram(ax, norms[i], colors[i], labels[i]),
+    )
+
+    def draw_norms(ax: Axes, i: int) -> None:
+        counts, keep = analyses[i].counts, analyses[i].keep
+        if counts is not None:
+            used = counts if keep is None else counts[keep]
+            pictures.plot_norms(ax, norms[i], used, colors[i], labels[i])
+
+    if any(analysis.counts is not None for analysis in analyses):
+        draw("Norms against how often the tokens occur.", draw_norms)
+    return drawn
+
+
+def _plain(label: str) -> str:
+    """A label as matplotlib shows it: what is between two $ is a formula to it."""
+    return label.replace("$", r"\$")
+
+
+def _colors(number: int) -> list[str]:
+    if number <= 10:
+        colors = matplotlib.colormaps["tab10"](np.arange(number))
+    else:
+        colors = matplotlib.colormaps["turbo"](np.linspace(0, 1, number))
+    return [matplotlib.colors.to_hex(color) for color in colors.tolist()]

@@ -1,0 +1,94 @@
+"""Models and their tokenizers from folders, and what an evaluation has to know about them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.lab.recipe import Recipe, load_recipe
+from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.text.tokenizers import load_tokenizer
+
+
+def is_run(folder: Path) -> bool:
+    """Whether the folder is that of a run, finished or not; a model's has a ``config.json``."""
+    return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
+
+
+def recipe_of_run(folder: Path) -> Recipe:
+    """The recipe of a run, from its folder.
+
+    Raises:
+        UsageError: it has no recipe that can be read, or it was trained with a variant of the
+            recipe, whose model and loss only the program that trained it knows.
+    """
+    path = folder / "config.yaml"
+    recipe = load_recipe(str(path))
+    config = read_yaml(path.read_text(encoding="utf-8"), str(path))
+    if config.get("variant") is not None:
+        raise UsageError(
+            f"{folder} was trained with the variant {config['variant']!r}, which no recipe "
+            "describes: evaluate it with the program that trained it"
+        )
+    return recipe
+
+
+def load_model(folder: Path, device: str) -> PreTrainedModel:
+    """The causal language model in a folder, in float32, from safetensors only, never from pickle.
+
+    Raises:
+        UsageError: there is none; weights are damaged or missing.
+    """
+    if not (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+        )
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # in the libraries' own classes
+        raise UsageError(f"{folder}: {type(error).__name__}: {one_line(error)}") from None
+    model: PreTrainedModel
+    model, found = loaded
+    if found["missing_keys"]:
+        missing = ", ".join(sorted(found["missing_keys"])[:3])
+        raise UsageError(f"{folder}: weights are missing and would be random: {missing}")
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()  # type: ignore[no-untyped-call]
+    return model
+
+
+def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model in a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    try:
+        return load_tokenizer(folder)
+    except UsageError as error:
+        raise UsageError(f"{error}, which this needs: save it with the model") from None
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether the logits are independent of later tokens, as a masked language model's are not."""
+    ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
+    ids[1, -1] = 1
+    with torch.inference_mode():
+        first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    # What is not finite is not this function's to judge.
+    return not (first - second).abs().max() > 1e-4 * first.abs().max()
+
+
+def block_length(model: PreTrainedModel) -> int:
+    """How many tokens a model is given at a time: as many as it takes, but at most 1024."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or 1024, 1024)

@@ -1,0 +1,228 @@
+"""Finished runs, each picture drawn into the axes of a matplotlib figure."""
+
+import math
+from collections.abc import Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
+
+from coupled_adam.embeddings import pictures, row_norms
+from coupled_adam.lab.reporting.runs import Run, short
+from coupled_adam.rendering.pictures import (
+    ADAMW_COLOR,
+    COUPLED_ADAM_COLOR,
+    Array,
+    legend,
+    scatter,
+)
+
+
+def arm_colors(runs: Sequence[Run]) -> dict[str, str]:
+    """The same two colours for the two main arms everywhere; the others along a scale."""
+    fixed = {"adamw": ADAMW_COLOR, "coupled_adam": COUPLED_ADAM_COLOR}
+    others = [arm for arm in dict.fromkeys(run.arm for run in runs) if arm not in fixed]
+    scale = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(len(others), 1)))
+    return fixed | {
+        arm: matplotlib.colors.to_hex(color) for arm, color in zip(others, scale.tolist())
+    }
+
+
+def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
+    """Validation loss, and the training loss behind it, against tokens."""
+    for run in runs:
+        color = colors[run.arm]
+        ax.plot(*run.curve("train_loss"), color=color, alpha=0.2, linewidth=0.8)
+        ax.plot(*run.curve("valid_loss"), color=color, label=_label(run, runs), linewidth=1.2)
+    # Arms that diverge must not squeeze the others: the ends of all curves are visible.
+    main = [run for run in runs if run.arm in ("adamw", "coupled_adam")] or runs
+    highest = [max(run.curve("valid_loss")[1], default=0) for run in main]
+    ends = [loss for run in runs for loss in run.curve("valid_loss")[1][-1:]]
+    if highest and ends:
+        ax.set_ylim(top=1.02 * max(*highest, *ends))
+    ax.set(title="Loss (held-out; faint: training)", xlabel="tokens", ylabel="nats per token")
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    legend(ax)
+
+
+def plot_drift(
+    ax: Axes, runs: Sequence[Run], colors: dict[str, str], metric: str = "mean_norm_ratio"
+) -> None:
+    """The norm of the mean embedding against tokens, relative or absolute."""
+    for run in runs:
+        ax.plot(*run.curve(metric), color=colors[run.arm], label=_label(run, runs))
+    relative = metric == "mean_norm_ratio"
+    ax.set(
+        title="Drift of the mean embedding",
+        xlabel="tokens",
+        ylabel="‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if relative else "‖μ‖",
+    )
+    ax.set_ylim(0)
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    legend(ax)
+
+
+def plot_projection(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
+    """Each cloud in the plane of its mean and of its largest spread across the mean."""
+    for run in runs:
+        pictures.plot_cloud(ax, run.embeddings(), colors[run.arm], _label(run, runs))
+    pictures.finish_clouds(ax)
+
+
+def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
+    """Norms of the embeddings against how often their tokens occur in the training text."""
+    for run in runs:
+        norms, label = row_norms(run.embeddings()), _label(run, runs)
+        pictures.plot_norms(ax, norms, run.probabilities(), colors[run.arm], label)
+
+
+def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
+    """The singular values relative to the largest."""
+    for run in runs:
+        values = np.array(run.value(("embeddings", "singular_values")))
+        pictures.plot_spectrum(ax, values, colors[run.arm], run.label)
+    legend(ax)
+
+
+def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
+    """A and R^2 of the least-squares fit y = A x, through the origin; NaN where all y are one."""
+    a = float(x @ y / (x @ x))
+    residual = float(((y - a * x) ** 2).sum())
+    variation = float(((y - y.mean()) ** 2).sum())
+    return a, 1 - residual / variation if variation else math.nan
+
+
+def plot_second_moment(ax: Axes, run: Run) -> None:
+    """AdamW's second moment of each token against its unigram probability."""
+    moments = run.second_moments()
+    moment, probability = moments[max(moments)], run.probabilities()
+    seen = probability > 0
+    a, r_squared = fit_proportional(probability[seen], moment[seen])
+    scatter(ax, probability[seen], moment[seen], ADAMW_COLOR, "tokens")
+    line = np.array([probability[seen].min(), probability.max()])
+    ax.plot(line, a * line, color="black", label=f"A p̃, A = {a:.2g}, R² = {r_squared:.2f}")
+    ax.set(
+        title="AdamW's second moment follows frequency",
+        xlabel="unigram probability p̃",
+        ylabel="E[v̂]",
+        xscale="log",
+        yscale="log",
+    )
+    ax.legend(markerscale=3)
+
+
+def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
+    """A of the fit at each evaluation, for each number of parameters."""
+    sizes = sorted({run.parameters for run in runs})
+    scale = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(sizes)))
+    for run in runs:
+        probability = run.probabilities()
+        seen = probability > 0
+        fits = {
+            tokens: fit_proportional(probability[seen], moment[seen])[0]
+            for tokens, moment in run.second_moments().items()
+        }
+        first = run is next(r for r in runs if r.parameters == run.parameters)
+        ax.plot(
+            list(fits),
+            list(fits.values()),
+            color=scale[sizes.index(run.parameters)],
+            label=f"N = {short(run.parameters)}" if first else None,
+        )
+    ax.set(title="Fit of E[v̂] = A p̃", xlabel="tokens seen D'", ylabel="A", yscale="log")
+    ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    legend(ax)
+
+
+def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xlabel: str) -> None:
+    """The test loss against what is swept, mean and range over seeds, and AdamW's."""
+    losses = [[run.evaluation["test_loss"] for run in sweep[x]] for x in sweep]
+    means = np.array([np.mean(values) for values in losses])
+    ranges = np.array(
+        [[m - min(v) for m, v in zip(means, losses)], [max(v) - m for m, v in zip(means, losses)]]
+    )
+    ax.errorbar(
+        list(sweep), means, ranges, marker="o", capsize=3, color=COUPLED_ADAM_COLOR, label="swept"
+    )
+    for arm, color, style in (
+        ("adamw", ADAMW_COLOR, "--"),
+        ("coupled_adam", COUPLED_ADAM_COLOR, ":"),
+    ):
+        values = [run.evaluation["test_loss"] for run in runs if run.arm == arm]
+        if values and not any(run.arm == arm for group in sweep.values() for run in group):
+            label = next(run.label for run in runs if run.arm == arm)
+            ax.axhline(float(np.mean(values)), color=color, linestyle=style, label=label)
+    ax.set(title="Test loss", xlabel=xlabel, ylabel="nats per token")
+    legend(ax)
+
+
+def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) -> None:
+    """Isotropy, relative mean norm and the correlation with frequency against what is swept."""
+    measures = {
+        "isotropy": ("Iso", "#009e73"),
+        "mean_norm_ratio": ("‖μ‖ʳ", "#cc79a7"),
+        "norm_frequency_correlation": ("ρ", "#e69f00"),
+    }
+    for name, (label, color) in measures.items():
+        values = [
+            [v for run in sweep[x] if (v := run.value(("embeddings", name))) is not None]
+            for x in sweep
+        ]
+        points = [(x, float(np.mean(v))) for x, v in zip(sweep, values) if v]
+        ax.plot(*zip(*points), marker="o", color=color, label=label)
+    ax.set(title="Measures of the embeddings", xlabel=xlabel)
+    legend(ax)
+
+
+def plot_against_tokens(ax: Axes, runs: Sequence[Run], path: tuple[str, ...], ylabel: str) -> None:
+    """A number against D, for each N and arm: mean over seeds, with their range."""
+    markers = "osD^vP*"
+    colors = arm_colors(runs)
+    sizes = sorted({run.parameters for run in runs})
+    for size in sizes:
+        for arm in dict.fromkeys(run.arm for run in runs):
+            mine = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
+            points: dict[int, list[float]] = {}
+            for run in mine:
+                value = run.value(path)
+                if value is not None:
+                    points.setdefault(run.recipe.tokens, []).append(value)
+            if points:
+                xs = sorted(points)
+                means = np.array([np.mean(points[x]) for x in xs])
+                low = means - [min(points[x]) for x in xs]
+                high = np.array([max(points[x]) for x in xs]) - means
+                ax.errorbar(
+                    xs,
+                    means,
+                    [low, high],
+                    marker=markers[sizes.index(size) % len(markers)],
+                    capsize=3,
+                    color=colors[arm],
+                    label=f"{mine[0].label}, N = {short(size)}",
+                )
+    ax.set(title=ylabel.capitalize(), xlabel="D (tokens)", ylabel=ylabel, xscale="log")
+    legend(ax)
+
+
+def plot_map(ax: Axes, runs: Sequence[Run]) -> None:
+    """Where the experiments lie in the plane of tokens and parameters."""
+    points = sorted({(run.recipe.tokens, run.parameters) for run in runs})
+    tokens, parameters = np.array(points, dtype=float).T
+    line = np.array([tokens.min() / 2, tokens.max() * 2])
+    ax.plot(line, line / 20, color="grey", linestyle="--", label="N = D / 20")
+    ax.plot(tokens, parameters, "o", color=COUPLED_ADAM_COLOR, label="experiments")
+    ax.set(
+        title="The experiments",
+        xlabel="D (tokens)",
+        ylabel="N (parameters)",
+        xscale="log",
+        yscale="log",
+    )
+    ax.legend()
+
+
+def _label(run: Run, runs: Sequence[Run]) -> str | None:
+    """The arm's label, once in a legend."""
+    return run.label if run is next(r for r in runs if r.arm == run.arm) else None

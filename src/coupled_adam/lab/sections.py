@@ -1,0 +1,136 @@
+"""The sections ``model`` and ``training`` of a recipe; ``data`` is in :mod:`coupled_adam.text`."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from coupled_adam.errors import UsageError
+
+LARGEST = 10**15
+"""The limit of all numbers that count something: far beyond use, and exact as a float."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UsageError with the message unless the condition holds."""
+    if not condition:
+        raise UsageError(message)
+
+
+def require_counts(section: Any, name: str, *fields: str) -> None:
+    """Raise UsageError unless these fields of a section are None or from 1 to 10^15."""
+    for field in fields:
+        value = getattr(section, field)
+        require(value is None or value >= 1, f"{name}.{field}={value} must be 1 or more")
+        require(value is None or value <= LARGEST, f"{name}.{field}={value} must be at most 1e15")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The architecture; H = n_embd.
+
+    n_positions: null is the training's sequence length.
+    intermediate_size: the width of the feed-forward layers; null is four times H.
+    tied: one matrix embeds the input and gives the logits.
+    """
+
+    architecture: Literal["gpt2", "stablelm"]
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_positions: int | None = None
+    intermediate_size: int | None = None
+    bias: bool = True
+    tied: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for values that are out of range or do not fit together."""
+        require_counts(
+            self, "model", "n_layer", "n_head", "n_embd", "n_positions", "intermediate_size"
+        )
+        # 256 bytes and the end-of-text token are the smallest byte-level vocabulary.
+        require(
+            257 <= self.vocab_size <= LARGEST,
+            f"model.vocab_size={self.vocab_size} must be 257 or more, and at most 1e15",
+        )
+        require(
+            self.n_embd % self.n_head == 0,
+            f"model.n_embd={self.n_embd} must be a multiple of model.n_head={self.n_head}",
+        )
+        require(
+            self.architecture != "stablelm" or (self.n_embd // self.n_head) % 2 == 0,
+            f"model.n_embd={self.n_embd} with model.n_head={self.n_head} makes heads of odd "
+            "width, which rotary positions cannot rotate",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One run. Times are in optimizer steps; ``batch_size`` is in sequences, over all processes.
+
+    warmup: in steps or, below 1, as a share of them.
+    steps, tokens: one of the two gives the length of the run.
+    schedule: cosine; constant; wsd (warmup, stable, decay). Each starts after the warmup.
+    decay: the share of the steps in which wsd decays.
+    final_lr: where cosine and wsd end, as a share of ``lr``.
+    max_grad_norm: gradients are clipped to this norm; ``.inf`` never clips.
+    precision: of parameters and arithmetic, as named by Lightning.
+    evaluate_every: steps between two evaluations, each with a checkpoint.
+    evaluation_batches: of the validation split; null is all of it.
+    test_batches: of the test split in the final evaluation; null is all of it.
+    """
+
+    batch_size: int
+    sequence_length: int
+    lr: float
+    warmup: float
+    steps: int | None = None
+    tokens: int | None = None
+    schedule: Literal["cosine", "constant", "wsd"] = "cosine"
+    decay: float = 0.2
+    final_lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_grad_norm: float = 1.0
+    precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
+    evaluate_every: int = 1000
+    evaluation_batches: int | None = None
+    test_batches: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for values that are out of range or do not fit together."""
+        require_counts(self, "training", "batch_size", "sequence_length", "steps", "tokens")
+        require_counts(self, "training", "evaluate_every", "evaluation_batches", "test_batches")
+        require(
+            (self.steps is None) != (self.tokens is None),
+            "give one of training.steps and training.tokens, the other null",
+        )
+        require(
+            self.tokens is None or self.tokens >= self.batch_size * self.sequence_length,
+            f"training.tokens={self.tokens} is less than one batch of "
+            f"{self.batch_size} x {self.sequence_length} tokens",
+        )
+        require(0 < self.lr < math.inf, f"training.lr={self.lr} must be above 0")
+        require(
+            0 <= self.warmup <= LARGEST,
+            f"training.warmup={self.warmup} must be 0 or more, and at most 1e15",
+        )
+        require(
+            self.warmup < 1 or self.warmup == int(self.warmup),
+            f"training.warmup={self.warmup} must be a whole number of steps, or a share below 1",
+        )
+        require(0 <= self.final_lr <= 1, f"training.final_lr={self.final_lr} must be from 0 to 1")
+        require(0 < self.decay <= 1, f"training.decay={self.decay} must be above 0 and at most 1")
+        require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"training.betas={list(self.betas)} must be at least 0, below 1",
+        )
+        require(0 <= self.eps < math.inf, f"training.eps={self.eps} must be 0 or more")
+        require(
+            0 <= self.weight_decay < math.inf,
+            f"training.weight_decay={self.weight_decay} must be 0 or more",
+        )
+        require(
+            self.max_grad_norm > 0, f"training.max_grad_norm={self.max_grad_norm} must be above 0"
+        )

@@ -1,0 +1,122 @@
+"""The folder of a run: ``config.yaml`` (what is trained), ``environment.json`` (on what),
+``metrics.jsonl`` (the log), ``unigram_counts.npy`` (of the training tokens), ``second_moments/``
+(of AdamW, at each evaluation), ``checkpoints/`` (the last two), and ``model/`` (in Hugging Face
+format, when training is finished).
+"""
+
+import contextlib
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from coupled_adam.embeddings.weights import read_array
+from coupled_adam.errors import UsageError
+from coupled_adam.files import sole_writer, write_atomically
+from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.lab.training.distributed import world_size
+from coupled_adam.lab.training.environment import changes, environment
+from coupled_adam.text.tokenizers import load_tokenizer
+
+
+def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
+    """Create the run's folder, or check that it is this run's; hold it as its only writer.
+
+    Args:
+        held: the folder is released when this closes.
+
+    Raises:
+        UsageError: it holds another run, one of another text, or is in use by another process.
+    """
+    folder, config = run.folder, run.config
+    folder.mkdir(parents=True, exist_ok=True)
+    held.enter_context(sole_writer(folder))
+    path = folder / "config.yaml"
+    if path.exists():
+        if read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) != config:
+            raise UsageError(
+                f"{folder} holds another run, see its config.yaml: choose another --out"
+            )
+        _check_text(folder, corpus)
+        return
+    facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
+    write_atomically(folder / "environment.json", json.dumps(facts, indent=2))
+    save_array(folder / "unigram_counts.npy", corpus.unigram_counts())
+    write_atomically(path, yaml.safe_dump(config, sort_keys=False))
+
+
+def _check_text(folder: Path, corpus: Corpus) -> None:
+    """Raise UsageError unless the run was started with this text, and these tokens of it."""
+    started = _recorded(folder).get("corpus", {})
+    try:
+        counts = read_array(folder / "unigram_counts.npy")
+    except ValueError as error:
+        raise UsageError(f"{error}: remove {folder} to begin the run again") from None
+    now = corpus.facts["fingerprint"], corpus.facts["tokens"]
+    if (started.get("fingerprint"), started.get("tokens")) != now or not np.array_equal(
+        counts, corpus.unigram_counts()
+    ):
+        raise UsageError(
+            f"{folder} was begun with another text than {corpus.facts['source']} holds now: put "
+            "the old text there to continue, or choose another --out"
+        )
+
+
+def record_resumption(folder: Path, step: int) -> None:
+    """Note in ``environment.json`` where the run resumes; warn of what may change its numbers."""
+    recorded = _recorded(folder)
+    before = [recorded, *recorded.get("resumed", [])][-1]
+    now = {**environment(), "processes": world_size(), "step": step}
+    recorded["resumed"] = [*recorded.get("resumed", []), now]
+    write_atomically(folder / "environment.json", json.dumps(recorded, indent=2))
+    different = changes(before, now)
+    if different:
+        warnings.warn(
+            f"{folder} goes on at step {step} in another environment, which may change its "
+            f"numbers: {', '.join(different)}",
+            stacklevel=2,
+        )
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    path = folder / "environment.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, FileNotFoundError):
+        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again") from None
+    return content
+
+
+def save_model(
+    model: PreTrainedModel, state_dict: dict[str, Any], corpus: Corpus, folder: Path
+) -> None:
+    """Save a model and the tokenizer of its corpus; the folder appears when both are complete.
+
+    Args:
+        state_dict: the weights, gathered from all processes.
+    """
+    temporary = folder.with_name("model.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
+    # Gathered from shards, a tied matrix comes twice: its second name is not a parameter's.
+    names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    own = {name: value for name, value in state_dict.items() if name in names}
+    model.save_pretrained(temporary, state_dict=own)
+    if corpus.tokenizer_folder is not None:
+        load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
+    temporary.rename(folder)
+
+
+def save_array(path: Path, values: NDArray[Any]) -> None:
+    """Save an array as .npy, under a temporary name that is then replaced."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        np.save(file, values)
+    temporary.replace(path)

@@ -1,0 +1,31 @@
+"""The cross-entropy of the next token, in nats."""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def next_token_loss(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """The mean cross-entropy of all tokens of ``blocks``, [batch, length + 1], but the first ones.
+
+    Args:
+        blocks: token ids; each sequence is followed by the target of its last token.
+    """
+    return sequence_losses(model, blocks).mean()
+
+
+def sequence_losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """The mean cross-entropy of each sequence of ``blocks``, [batch]."""
+    logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
+    return cross_entropy_by_sequence(logits, blocks)
+
+
+def cross_entropy_by_sequence(logits: Tensor, blocks: Tensor) -> Tensor:
+    """The mean cross-entropy of each sequence, [batch], in float32 or wider.
+
+    Args:
+        logits: [batch, length, V], for the tokens of ``blocks`` but the last of each sequence.
+    """
+    logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    losses = nn.functional.cross_entropy(logits, blocks[:, 1:].flatten(), reduction="none")
+    return losses.view(len(blocks), -1).mean(1)

@@ -1,0 +1,130 @@
+"""The training loop: what happens in one step, and in one evaluation."""
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.errors import DivergedError
+from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.optim.sharded import full_tensor
+
+
+class LanguageModel(pl.LightningModule):
+    """A language model in training. A batch is a step, however many micro-batches it is split into.
+
+    For Lightning there is no accumulation: its counters, and with them a checkpoint, do not depend
+    on the micro-batch size, which may change on resume.
+
+    Attributes:
+        train_loss: this process's mean loss in the last step, a scalar tensor.
+        grad_norm: the norm of all gradients in the last step, before clipping, a scalar tensor.
+    """
+
+    def __init__(self, model: PreTrainedModel, run: TrainingRun, execution: Execution) -> None:
+        super().__init__()
+        self.model = model
+        self.run = run
+        self.execution = execution
+        self.train_loss = torch.zeros(())
+        self.grad_norm = torch.zeros(())
+        self._valid = torch.zeros(2)  # the sum of the losses of sequences, and their number
+
+    def configure_model(self) -> None:
+        """Compile and shard the model, once."""
+        if self.execution.compile:
+            self.model.compile()
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            shard(self.model, self.trainer.strategy, self.run.recipe.training.precision)
+
+    def configure_optimizers(self) -> Any:
+        """The arm's optimizer, with the recipe's schedule stepped at every step."""
+        recipe = self.run.recipe
+        optimizer = self.run.variant.build_optimizer(self.model, recipe, self.run.arm)
+        scheduler = {"scheduler": lr_scheduler(optimizer, recipe), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        """The loss of this process's share of a batch, [sequences, length + 1].
+
+        The backward passes of all micro-batches but the last are made here; processes exchange
+        gradients in the last one, which Lightning makes.
+        """
+        *first, last = batch.split(self.execution.micro_batch_size or len(batch))
+        self.trainer.optimizers[0].zero_grad()
+        self.train_loss = torch.zeros((), device=batch.device)
+        for micro_batch in first:
+            loss = self.loss(micro_batch) * (len(micro_batch) / len(batch))
+            loss.backward()
+            self.train_loss += loss.detach()
+        loss = self.loss(last) * (len(last) / len(batch))
+        self.train_loss += loss.detach()
+        return loss
+
+    def loss(self, blocks: Tensor) -> Tensor:
+        """The mean loss of blocks, [batch, length + 1]."""
+        return self.run.variant.sequence_losses(self.model, blocks).mean()
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        """Nothing: Lightning would do it after all backward passes but the last."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        """Clip the norm of all gradients; refuse a step where it is not finite."""
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(parameters, self.run.recipe.training.max_grad_norm, norm)
+        self.grad_norm = full_tensor(norm)
+        if torch.isfinite(self.grad_norm):
+            return
+        # The norm is the same on all ranks. If one stopped for its own loss, the others would wait.
+        loss, step = self.train_loss.item(), self.global_step + 1
+        what = f"the norm of the gradient is {self.grad_norm.item()}"
+        if not math.isfinite(loss):
+            what = f"the loss is {loss}"
+        raise DivergedError(
+            f"{self.run.folder}: {what} at step {step}; the last checkpoint is kept. "
+            "A lower training.lr or a longer training.warmup may help",
+            step,
+        )
+
+    def optimizer_step(self, *arguments: Any, **options: Any) -> None:
+        """Make the step, then what the variant does after it."""
+        super().optimizer_step(*arguments, **options)
+        variant, step = self.run.variant, self.global_step + 1  # counted when this returns
+        if variant.after_step is not None:
+            variant.after_step(self.model)
+        if variant.half_way is not None and step == self.run.recipe.steps // 2:
+            variant.half_way(self.model, self.trainer.optimizers[0])
+
+    def on_validation_epoch_start(self) -> None:
+        """Start an evaluation from zero."""
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        self._valid = torch.zeros(2, dtype=wide, device=self.device)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        """Add the losses of this process's share of a held-out batch."""
+        blocks, counted = batch
+        losses = self.run.variant.sequence_losses(self.model, blocks)
+        self._valid += torch.stack([losses[counted].sum(), counted.sum()])
+
+    def mean_valid_loss(self) -> float:
+        """The mean loss of the held-out text, over all processes; each of them must call this."""
+        total, sequences = self.trainer.strategy.reduce(self._valid, reduce_op="sum").tolist()
+        return float(total / sequences)
+
+
+def shard(model: PreTrainedModel, strategy: ModelParallelStrategy, precision: str) -> None:
+    """FSDP2: shard each block, then the rest with the embeddings, over all processes."""
+    policy = MixedPrecisionPolicy()
+    if precision == "bf16-mixed":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = strategy.device_mesh["data_parallel"]
+    (blocks,) = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for part in (*blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,59 @@
+"""Runs that differ from their recipe in code: other models, optimizers, losses, interventions."""
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from coupled_adam.lab.models import build_model
+from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.training.loss import sequence_losses
+
+
+def build_optimizer(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
+    """The optimizer of an arm of the recipe."""
+    return recipe.arm(arm).optimizer(model, recipe.training)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What a run does differently from its recipe; by default nothing.
+
+    A run with a variant is trained, logged, checkpointed and resumed like any other, so what a
+    variant does must follow from its arguments. The interventions change the model's parameters in
+    place, and must do so without recording gradients; under FSDP2 the parameters are DTensors.
+
+    name: recorded in ``config.yaml``: a run is resumed only with the variant it was started with.
+    build_model: the model with its initial weights, from the recipe.
+    build_optimizer: one optimizer for the model, from the recipe and the name of the arm.
+    sequence_losses: the loss of each sequence, [batch], from the model and ``blocks``, [batch,
+        length + 1]. Its mean is trained on (``model.training`` is true) and reported for held-out
+        text (``model.training`` is false). A penalty belongs to the former only.
+    after_step: called with the model after each optimizer step.
+    half_way: called with the model and the optimizer after half of the steps, rounded down. Options
+        of the optimizer that it changes must be those of its ``param_groups``, which are saved.
+    at_the_end: called with the trained model before it is saved.
+
+    Raises:
+        ValueError: a variant that differs from the recipe has no name.
+    """
+
+    name: str | None = None
+    build_model: Callable[[Recipe], PreTrainedModel] = build_model
+    build_optimizer: Callable[[PreTrainedModel, Recipe, str], Optimizer] = build_optimizer
+    sequence_losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses
+    after_step: Callable[[PreTrainedModel], None] | None = None
+    half_way: Callable[[PreTrainedModel, Optimizer], None] | None = None
+    at_the_end: Callable[[PreTrainedModel], None] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a variant that could not be told from the recipe as it is."""
+        changed = [
+            field.name
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) is not field.default
+        ]
+        if changed and self.name is None:
+            raise ValueError(f"a variant with its own {changed[0]} needs a name")

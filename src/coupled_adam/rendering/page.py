@@ -1,0 +1,57 @@
+"""Pages of HTML that need nothing else: the pictures are in them, and all text is escaped."""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from coupled_adam.rendering.pictures import Picture
+
+Section = tuple[str, Sequence[tuple[str, str, Sequence[str]]]]
+"""A title, and rows: label, symbol, and a value for each column."""
+
+
+def render(
+    template: str,
+    values: Mapping[str, Any],
+    pictures: Sequence[Picture],
+    *,
+    package: str = "coupled_adam.rendering",
+) -> str:
+    """A page from a template.
+
+    Args:
+        template: the name of a file in the folder ``templates`` of ``package``. It may extend
+            ``base.html``, and include ``figures.html``, which shows the pictures.
+        values: what the template shows; it fails for a name that is not among them.
+    """
+    packages = dict.fromkeys((package, "coupled_adam.rendering"))
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in packages]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    embedded = [_embedded(picture) for picture in pictures]
+    return environment.get_template(template).render(values, pictures=embedded)
+
+
+def render_table(
+    title: str,
+    columns: Sequence[str],
+    sections: Sequence[Section],
+    pictures: Sequence[Picture],
+    note: str,
+) -> str:
+    """A page of one table, with a note below it, and of pictures."""
+    values = {"title": title, "columns": columns, "sections": sections, "note": note}
+    return render("table.html", values, pictures)
+
+
+def _embedded(picture: Picture) -> dict[str, Any]:
+    """A picture for the template, as a data URI."""
+    return {
+        "caption": picture.caption,
+        "data": "data:image/png;base64," + base64.b64encode(picture.png).decode(),
+        "wide": picture.figure.get_figwidth() > 8,
+    }

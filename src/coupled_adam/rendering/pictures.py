@@ -1,0 +1,56 @@
+"""Pictures with their captions, and what their axes have in common."""
+
+import dataclasses
+import functools
+import io
+from collections.abc import Callable
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+ADAMW_COLOR, COUPLED_ADAM_COLOR = "#d55e00", "#0072b2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A figure and its caption.
+
+    Attributes:
+        file: where a report keeps it, relative to its folder; empty where it is only in a page.
+    """
+
+    figure: Figure
+    caption: str
+    file: str = ""
+
+    @functools.cached_property
+    def png(self) -> bytes:
+        """The image, drawn once."""
+        image = io.BytesIO()
+        self.figure.savefig(image, dpi=130, format="png")
+        return image.getvalue()
+
+
+def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Picture:
+    """A picture of one pair of axes."""
+    figure = Figure(figsize=(6, 4.5), layout="constrained")
+    draw(figure.subplots())
+    return Picture(figure, caption, file)
+
+
+def scatter(ax: Axes, x: Array, y: Array, color: str, label: str | None) -> None:
+    """Thousands of small points, as an image also in a vector graphic."""
+    ax.scatter(x, y, s=3, alpha=0.35, color=color, linewidths=0, label=label, rasterized=True)
+
+
+def legend(ax: Axes, markerscale: float = 1.0) -> None:
+    """A legend, small where it has many entries; none where there is nothing to tell apart."""
+    entries = len(ax.get_legend_handles_labels()[0])
+    many = entries > 5
+    if entries:
+        size = "x-small" if many else None
+        ax.legend(markerscale=markerscale, fontsize=size, ncols=2 if many else 1)

@@ -1,0 +1,130 @@
+"""A finished run of the study -> its numbers."""
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from coupled_adam.embeddings import analyze, single_tokens, word_similarity
+from coupled_adam.lab.data.batches import held_out_batches
+from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.evaluation.evaluate import Sets
+from coupled_adam.lab.models import count_parameters, output_embeddings
+from coupled_adam.lab.reporting.plots import fit_proportional
+from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.text.tokenizers import load_tokenizer
+
+MEASURES = (
+    "isotropy",
+    "mean_norm",
+    "mean_norm_ratio",
+    "norm_frequency_correlation",
+    "condition",
+)
+
+Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
+"""More numbers of a trained model, from blocks of held-out text, [batch, length + 1]."""
+
+
+def evaluate(
+    run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None
+) -> dict[str, Any]:
+    """Evaluate a run's trained model, with the variant's losses.
+
+    The laboratory's ``evaluate_run`` knows causal language models only.
+
+    Returns:
+        ``parameters``, ``valid_loss``, ``test_loss``, :data:`MEASURES` of the output embeddings and
+        (after ``input_``) of input embeddings that are not tied to them, ``word_similarity``, for a
+        run of AdamW ``second_moment``, and from the log ``initial_mean_norm`` and ``curve``.
+    """
+    recipe, folder = run.recipe, run.folder
+    model = load_model(run)
+    output = output_embeddings(model).detach()
+    inputs = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    counts = np.pad(corpus.unigram_counts(), (0, len(output) - recipe.model.vocab_size))
+    token_ids = single_tokens(load_tokenizer(folder / "model"))
+    similarity = word_similarity(output[: recipe.model.vocab_size], sets, token_ids)
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = ("step", "valid_loss", "mean_norm", "mean_norm_ratio")
+    found = {
+        "parameters": count_parameters(model),
+        "initial_mean_norm": log[0]["mean_norm"],
+        "valid_loss": held_out_loss(model, run, corpus, "valid"),
+        "test_loss": held_out_loss(model, run, corpus, "test"),
+        **_measures(output, counts),
+        "word_similarity": {
+            name: {"r": one.r, "pairs": one.pairs} for name, one in similarity.sets.items()
+        },
+        "curve": [{key: line[key] for key in curve} for line in log if "valid_loss" in line],
+    }
+    if inputs.data_ptr() != output.data_ptr():
+        found |= {f"input_{name}": value for name, value in _measures(inputs, counts).items()}
+    fits = second_moment_fits(run, counts)
+    if fits:
+        found["second_moment"] = fits
+    if extra is not None:
+        size, length = 4 * recipe.training.batch_size, recipe.training.sequence_length
+        found |= extra(model, next(held_out_batches(corpus.tokens("valid"), size, length)))
+    return found
+
+
+def load_model(run: TrainingRun) -> PreTrainedModel:
+    """The trained model of a run, of the class that its variant builds."""
+    with torch.device("meta"):
+        cls = type(run.variant.build_model(run.recipe))
+    model: PreTrainedModel = cls.from_pretrained(run.folder / "model", local_files_only=True)
+    return model.eval()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, split: str) -> float:
+    """The mean loss on the first batches of a split, as many as the recipe says."""
+    options = run.recipe.training
+    limit = options.evaluation_batches if split == "valid" else options.test_batches
+    batches = held_out_batches(corpus.tokens(split), options.batch_size, options.sequence_length)
+    with torch.inference_mode():
+        losses = [
+            run.variant.sequence_losses(model, blocks)
+            for blocks in itertools.islice(batches, limit)
+        ]
+    return torch.cat(losses).double().mean().item()
+
+
+def _measures(matrix: Tensor, counts: NDArray[Any]) -> dict[str, Any]:
+    report = analyze(matrix, counts).to_dict()
+    return {name: report[name] for name in MEASURES}
+
+
+def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:
+    """The fit of AdamW's second moments at each evaluation that saved some, in order."""
+    saved = (run.folder / "second_moments").glob("step-*.npy")
+    moments = {int(path.stem.removeprefix("step-")): np.load(path) for path in saved}
+    probability = counts / counts.sum()
+    return [
+        {
+            "tokens": step * run.recipe.tokens_per_step,
+            **second_moment_fit(probability, moments[step]),
+        }
+        for step in sorted(moments)
+    ]
+
+
+def second_moment_fit(probability: NDArray[Any], moment: NDArray[Any]) -> dict[str, float]:
+    """Fit E[v] = A p to the tokens that occur; also the exponent of p where it is free.
+
+    The exponent is fitted to the means of twenty groups of similar frequency: the moments of single
+    tokens scatter, those of rare ones most, and the mean of logarithms lies below the logarithm of
+    the mean.
+    """
+    order = probability.argsort()[(probability == 0).sum() :]
+    p, v = probability[order], moment[order].astype(float)
+    a, r_squared = fit_proportional(p, v)
+    groups = [[part.mean() for part in np.array_split(values, 20)] for values in (p, v)]
+    exponent, _ = np.polyfit(np.log(groups[0]), np.log(groups[1]), 1)
+    return {"A": a, "r_squared": r_squared, "exponent": float(exponent)}

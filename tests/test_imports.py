@@ -1,0 +1,101 @@
+"""The rooms of the package: imports go downwards only, and nobody imports more than he needs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import coupled_adam
+
+# Each room may import those above it in this list, and itself; "" is the public names.
+ROOMS = [
+    "errors",
+    "files",
+    "optim",
+    "",
+    "text",
+    "rendering",
+    "embeddings",
+    "lab",  # recipe, arms, models
+    "lab.data",
+    "lab.training",
+    "lab.evaluation",
+    "lab.reporting",
+    "lab.comparison",
+    "bench",
+    "cli",
+]
+STRANGERS = {"optim": {"errors", "files"}, "embeddings": {"optim", ""}, "text": {"optim", ""}}
+
+
+def room(module):
+    """The room of a module, by its name within the package."""
+    return max((r for r in ROOMS if f"{module}.".startswith(f"{r}.") or not r), key=len)
+
+
+def imports(path):
+    """The modules of this package that a file imports, at its top or later."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, module = name.partition(".")
+            if package == "coupled_adam":
+                yield module
+
+
+def test_imports_go_downwards():
+    source = Path(coupled_adam.__file__).parent
+    found = 0
+    for path in source.rglob("*.py"):
+        mine = room(".".join(path.relative_to(source).with_suffix("").parts))
+        for module in imports(path):
+            found += 1
+            other = room(module)
+            if path == source / "__init__.py":  # the public names, when they are asked for
+                assert other == "optim"
+                continue
+            assert ROOMS.index(other) <= ROOMS.index(mine), f"{path} imports {module}"
+            assert other not in STRANGERS.get(mine, ()), f"{path} imports {module}"
+    assert found > 100
+
+
+LARGE = ("torch", "transformers", "lightning", "matplotlib", "datasets", "scipy")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["--help"], set()),
+        (["compare", "--help"], set()),
+        (["recipes"], set()),
+        (["analyze", "matrix.npy"], {"torch", "scipy"}),
+        (["analyze", "matrix.npy", "--json"], {"torch", "scipy"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(arguments, needed, tmp_path):
+    np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    script = f"""
+import sys
+from coupled_adam.cli import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as exit:
+    code = exit.code
+assert not code, code
+loaded = {{name for name in {LARGE} if name in sys.modules}}
+assert loaded == {needed!r}, loaded
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.splitlines()) > 5

@@ -291,20 +291,20 @@ def _update(  # type: ignore[no-untyped-def]
     tl.store(param, p.to(param.dtype.element_ty), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _place(row, row_stride, column, column_stride):  # type: ignore[no-untyped-def]
     """Where elements are; a matrix may have more of them than int32 counts."""
     return (row.to(tl.int64) * row_stride)[:, None] + (column.to(tl.int64) * column_stride)[None, :]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _number(value):  # type: ignore[no-untyped-def]
     """A number that is passed, or read where it lies on the device."""
     value = tl.core.to_tensor(value)
     return tl.load(value) if value.dtype.is_ptr() else value
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _mix(x):  # type: ignore[no-untyped-def]
     """``rounding.mix``."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B

@@ -239,6 +239,35 @@ def test_kernels_take_parts_without_rows_or_columns():
     update.kernel.apply(update)
 
 
+@on_device
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=str)
+def test_kernels_on_a_part_of_a_matrix(options, tmp_path, monkeypatch):
+    """The sums of a DTensor are added up before ranks exchange them."""
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    from coupled_adam.optim.kernels import triton as kernel
+
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("nccl" if HAS_GPU else "gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(DEVICE, (1,))
+        plain = torch.randn(40, 19, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        results = []
+        for whole in (True, False):
+            values = plain.clone() if whole else distribute_tensor(plain, mesh, [Shard(0)])
+            p = nn.Parameter(values)
+            p.grad = p.detach() * 0.5
+            optimizer = CoupledAdamW([p], coupled=True, fused=False if whole else None, **options)
+            with monkeypatch.context() as patch:
+                if not whole:
+                    patch.setattr(kernels, "choose", lambda _: kernel)
+                optimizer.step()
+            results.append(p.detach() if whole else p.detach().full_tensor())
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+    finally:
+        dist.destroy_process_group()
+
+
 # Whole steps, for GPUs alone.
 
 

@@ -250,19 +250,20 @@ class CoupledAdam(torch.optim.Adam):
         sharded.all_reduce(coupled)
         clip = self._clip_factor(coupled, plain, grad_scale)
 
-        factor = clip
-        if grad_scale is not None:
-            factor = 1 / grad_scale if clip is None else clip.to(grad_scale.device) / grad_scale
+        unscale = None if grad_scale is None else 1 / grad_scale
+        factor = clip if unscale is None else unscale
+        if unscale is not None and clip is not None:
+            factor = unscale * clip.to(unscale.device)
         if penalized := [update for update in coupled if update.has_penalty]:
             for update in penalized:
                 update.add_penalty(factor)
                 update.kernel = kernels.choose(update)  # for this gradient
                 update.measure(update_moment=found_inf is None)
             sharded.all_reduce(penalized)
-        for update in coupled:
+        for update in reversed(coupled):  # the last one's gradient may still be in the cache
             update.apply(factor, found_inf)
-            if grad_scale is not None:
-                _unscale(update.parameter, grad_scale)
+            if unscale is not None:
+                _unscale(update.parameter, unscale)
         for group, tensors, has_complex in plain:
             beta1, beta2 = group["betas"]
             adam(
@@ -480,10 +481,10 @@ def _update(
     return update
 
 
-def _unscale(p: Tensor, grad_scale: Tensor) -> None:
+def _unscale(p: Tensor, unscale: Tensor) -> None:
     """Leave the gradient unscaled, as torch's fused kernels do."""
     assert p.grad is not None
-    unscale = 1 / grad_scale.to(p.device)
+    unscale = unscale.to(p.device)
     # An expanded gradient has one number in several places.
     p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)
 

@@ -79,25 +79,27 @@ def check_group(group: Group) -> None:
     for index, beta in enumerate(group["betas"]):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    for index in range(len(group["params"])):
+    for index, p in enumerate(group["params"]):
         _check_matrix(group, index)
+        check_not_tensor_parallel(p, group["vocab_dim"], _describe(group, index))
 
 
 def check_parameter(group: Group, index: int) -> None:
     """Raise if this parameter cannot be updated as it is now (wrappers replace parameters)."""
     p = group["params"][index]
     _check_matrix(group, index)
-    if p.grad is None:
+    grad = p.grad
+    if grad is None:
         return
-    if p.grad.layout != torch.strided:
+    if grad.layout != torch.strided:
         raise RuntimeError(
             f"cannot couple {_describe(group, index)}: its gradient is sparse, and the average is "
             "over all rows. Construct the embedding with sparse=False"
         )
-    if sharded.is_dtensor(p.grad) != sharded.is_dtensor(p):
+    if sharded.is_dtensor(grad) != sharded.is_dtensor(p):
         raise RuntimeError(
             f"cannot couple {_describe(group, index)}: it is a {_kind(p)} and its gradient a "
-            f"{_kind(p.grad)}. Make both DTensors, or both whole tensors"
+            f"{_kind(grad)}. Make both DTensors, or both whole tensors"
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
         raise RuntimeError(
@@ -263,7 +265,6 @@ def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
     if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
-        check_not_tensor_parallel(p, group["vocab_dim"], _describe(group, index))
         return
     if partial:
         problem = (

@@ -40,10 +40,11 @@ class _Record(ctypes.Structure):
 
 
 def fits(update: Update) -> bool:
-    """Whether it is built, and the tensors are what it takes for granted; fills ``update.memo``.
+    """Whether it is built, and the tensors are what it expects; fills ``update.memo``.
 
-    The matrices are plain tensors of one dtype, float32, float64 or bfloat16, whose rows are
-    contiguous; the moments [H], nu and its maximum, are float32, or float64 with the matrices.
+    All are on the CPU. The matrices are plain tensors of one dtype, float32, float64 or bfloat16,
+    whose rows are contiguous; the moments [H], nu and its maximum, are float32, or float64 with the
+    matrices.
     """
     param, maximum = update.param, update.max_exp_avg_sq
     dtype = param.dtype
@@ -51,11 +52,9 @@ def fits(update: Update) -> bool:
         return False
     pointers, strides = [], []
     for matrix in (param, update.grad, update.exp_avg):
-        # Not a subclass, which may have no memory of its own.
-        if type(matrix) not in PLAIN or matrix.dtype != dtype or not matrix.is_cpu:
-            return False
         row, column = matrix.stride()
-        if column != 1:
+        # Not a subclass, which may have no memory of its own.
+        if type(matrix) not in PLAIN or matrix.dtype != dtype or column != 1:
             return False
         pointers.append(matrix.data_ptr())
         strides.append(row)

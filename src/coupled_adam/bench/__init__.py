@@ -1,9 +1,10 @@
-"""How long an optimizer's step takes and what memory it needs, in pairs with torch's fused AdamW.
+"""Time and memory of an optimizer's step, compared in pairs with torch's fused AdamW.
 
-What :func:`bench` does in the order of its files: :mod:`cases` (what is stepped), :mod:`optimizers`
-(by what), :mod:`timing` and :mod:`memory` (how it is measured), :mod:`results` (what was measured),
-:mod:`tables` and :mod:`pictures`, which import rich and matplotlib when they are called.
-:mod:`training` times whole training steps of a recipe; it alone needs the laboratory.
+The modules, in the order in which :func:`bench` uses them: :mod:`cases` (the parameters that are
+updated), :mod:`optimizers` (the optimizers that update them), :mod:`timing` and :mod:`memory` (how
+a step is measured), :mod:`results` (the measurements), :mod:`tables` and :mod:`pictures` (which
+import rich and matplotlib only when they are called). :mod:`training` times whole training steps
+of a recipe; it is the only module that needs the laboratory.
 """
 
 from coupled_adam.bench.cases import (

@@ -1,4 +1,4 @@
-"""What is stepped: an embedding matrix, alone or beside other parameters."""
+"""The parameters whose updates are timed: an embedding matrix, alone or with other parameters."""
 
 import dataclasses
 import os
@@ -14,13 +14,13 @@ from coupled_adam.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An embedding matrix and other parameters, which have gradients and take a step together.
+    """An embedding matrix and other parameters that are updated in the same optimizer step.
 
     Attributes:
-        rows, columns: V and H of the embedding matrix.
-        dtype: of parameters and gradients, as torch names it.
-        others: the number of further matrices [64, 64], which are not coupled.
-        clip: whether a step also clips the norm of all gradients.
+        rows, columns: the vocabulary size V and the hidden size H of the embedding matrix.
+        dtype: the dtype of parameters and gradients, by its name in torch.
+        others: the number of additional [64, 64] matrices, which are not coupled.
+        clip: whether a step also clips the total norm of the gradients.
     """
 
     rows: int
@@ -31,7 +31,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """V × H, followed by whatever differs from the default."""
+        """The shape V × H, followed by the attributes that differ from their defaults."""
         label = f"{self.rows:,} × {self.columns:,}"
         if self.dtype != "float32":
             label += f" {self.dtype}"
@@ -41,12 +41,12 @@ class Case:
 
     @property
     def matrix_bytes(self) -> int:
-        """Size of the embedding matrix."""
+        """Size of the embedding matrix in bytes."""
         itemsize: int = getattr(torch, self.dtype).itemsize
         return self.rows * self.columns * itemsize
 
     def parameters(self, device: str) -> tuple[nn.Parameter, list[nn.Parameter]]:
-        """The embedding matrix [V, H] and the other parameters, random, with random gradients."""
+        """Create the embedding matrix [V, H] and the others, with random values and gradients."""
         generator = torch.Generator(device).manual_seed(0)
         options: Any = {"device": device, "dtype": getattr(torch, self.dtype)}
 
@@ -64,24 +64,24 @@ SHAPES = {
     "cpu": ("256x64", "4096x64", "8192x512", "50304x768", "128256x2048"),
     "cuda": ("8192x512", "50304x768", "128256x4096", "256000x2304"),
 }
-"""The default matrices of a device: small vocabularies, GPT-2's, and those of current models."""
+"""The default cases by device: small vocabularies, GPT-2's, and those of current models."""
 
 GROWTH: dict[str, list[Case]] = {
     "rows": [Case(2**n * 1024, 768) for n in range(10)],
     "columns": [Case(32768, 2**n * 64) for n in range(8)],
     "others": [Case(8192, 256, others=n) for n in (1, 4, 16, 64, 256, 1024)],
 }
-"""Cases that differ in one attribute, the key: V from 1k to 512k, H from 64 to 8192, and others."""
+"""Cases by the one attribute that varies: V from 1k to 512k, H from 64 to 8192, and ``others``."""
 
 GROWING = ("CoupledAdamW fused", "AdamW foreach")
 """The optimizers that are timed in the cases of :data:`GROWTH` by default."""
 
 
 def parse_case(shape: str, dtype: str, clip: bool) -> Case:
-    """A case from the shape "VxH".
+    """Create a case from a shape written as "VxH".
 
     Raises:
-        UsageError: the shape is not two positive integers with an x between them.
+        UsageError: the shape is not two positive integers separated by an x.
     """
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
     if not found:
@@ -103,7 +103,7 @@ def check_memory(cases: Iterable[Case], device: str) -> None:
     else:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for case in cases:
-        # Parameter, gradient, a copy, the states of two optimizers, one temporary.
+        # One parameter, gradient, copy and temporary, and the states of two optimizers.
         needed = 8 * case.matrix_bytes
         if needed > available:
             raise UsageError(

@@ -1,4 +1,4 @@
-"""What the steps are timed on: whatever of the machine affects their time."""
+"""The machine on which steps are timed: everything about it that affects their time."""
 
 import dataclasses
 import importlib.util
@@ -12,15 +12,15 @@ from coupled_adam.optim.kernels import native
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A device, and what else the machine was doing.
+    """A device, and how busy the machine was.
 
     Attributes:
         device: the name of the GPU, or "cpu".
-        instructions: the CPU's instruction set that torch's kernels are compiled for: "AVX2".
-        threads: of torch's operations on the CPU.
-        load: the mean number of processes that ran or wanted to, over the last minute; None where
-            the system does not tell.
-        kernels: of Coupled Adam: "available", or why a kernel is not used.
+        instructions: the CPU instruction set that torch's kernels use, such as "AVX2".
+        threads: the number of threads that torch's operations on the CPU use.
+        load: the mean number of running or waiting processes over the last minute; None if the
+            system does not report it.
+        kernels: the state of each of Coupled Adam's kernels: "available", or why it is not used.
     """
 
     device: str
@@ -31,7 +31,7 @@ class Machine:
 
     @property
     def busy(self) -> bool:
-        """Whether other processes probably took time from the cores that are used here."""
+        """Whether other processes probably slowed down the measurements."""
         return self.load is not None and self.load > self.threads
 
     @property
@@ -47,12 +47,12 @@ class Machine:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All fields and :attr:`busy`, for JSON."""
         return {**dataclasses.asdict(self), "busy": self.busy}
 
 
 def describe_machine(device: str) -> Machine:
-    """Describe the machine as it is now; to be called before anything is timed.
+    """Describe the machine in its current state. Call this before anything is timed.
 
     Args:
         device: "cpu", "cuda" or "mps".

@@ -1,4 +1,4 @@
-"""What memory an optimizer needs: its state, and what a step allocates beside it."""
+"""The memory that an optimizer needs: its state, and what a step allocates in addition."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from coupled_adam.bench.optimizers import make_step
 
 
 class Memory(NamedTuple):
-    """Bytes of an optimizer's state; most bytes that a step holds beside parameters and state."""
+    """Bytes of an optimizer's state, and the peak of the extra bytes that a step allocates."""
 
     state_bytes: int
     extra_bytes: int | None
@@ -27,11 +27,12 @@ class Memory(NamedTuple):
 
 @contextmanager
 def memory_meter(device: str) -> Iterator[Callable[[Case, str], Memory]]:
-    """A function that measures an optimizer, by its name, in a case.
+    """Yield a function that measures an optimizer, given by its name, in a case.
 
-    On a CPU this is done in another process, whose output is discarded: torch's profiler writes to
-    the terminal, and it should not run in a process that is timed. As multiprocessing's "spawn"
-    starts that process, a script that uses this needs ``if __name__ == "__main__":``.
+    On a CPU the function measures in another process and discards its output: torch's profiler
+    writes to the terminal, and it should not run in a process that is timed. The process is
+    started by multiprocessing's "spawn" method, so a script that uses this function needs
+    ``if __name__ == "__main__":``.
     """
     if device != "cpu":
         yield lambda case, name: measure_memory(case, name, device)
@@ -42,11 +43,11 @@ def memory_meter(device: str) -> Iterator[Callable[[Case, str], Memory]]:
 
 
 def measure_memory(case: Case, name: str, device: str) -> Memory:
-    """Measure an optimizer in its third step, when its state and whatever it caches exist.
+    """Measure an optimizer in its third step, when its state and its caches exist.
 
-    ``extra_bytes`` counts what torch's allocators hand out. It does not include what C code
-    allocates by itself, such as our kernel's sums [H] of each thread. None on devices that count
-    nothing.
+    ``extra_bytes`` counts the memory that torch's allocators provide, and not what C code
+    allocates by itself, such as the sums [H] of each thread in our kernel. It is None on devices
+    that do not count allocations.
     """
     embedding, others = case.parameters(device)
     optimizer, step = make_step(name, embedding, others, case.clip)
@@ -58,7 +59,7 @@ def measure_memory(case: Case, name: str, device: str) -> Memory:
 
 
 def _silence() -> None:
-    """Send all output of this process, that of C++ included, nowhere."""
+    """Discard all output of this process, including that of C++ code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for terminal in (1, 2):
         os.dup2(nowhere, terminal)
@@ -87,7 +88,7 @@ def _profiled_peak(step: Callable[[], object]) -> int:
 
 
 def _tensor_bytes(x: Tensor) -> int:
-    """Size of a tensor, or of the tensors that a subclass is made of: 8-bit codes and scales."""
+    """Bytes of a tensor; a subclass counts as its inner tensors, such as 8-bit codes and scales."""
     if hasattr(x, "__tensor_flatten__"):
         return sum(_tensor_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
     return x.numel() * x.element_size()

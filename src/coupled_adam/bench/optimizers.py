@@ -1,4 +1,4 @@
-"""The optimizers that are timed: ours, torch's, and those of other packages."""
+"""The optimizers that are timed: this package's, torch's, and those of other packages."""
 
 import dataclasses
 import importlib.util
@@ -13,13 +13,13 @@ from coupled_adam import CoupledAdamW
 from coupled_adam.bench.cases import Case
 
 BASELINE = "AdamW fused"
-"""What every optimizer is paired with: torch's fastest AdamW."""
+"""The optimizer that every other one is compared with: torch's fastest AdamW."""
 
 Maker = Callable[[nn.Parameter, list[nn.Parameter], float | None], Optimizer]
-"""Makes an optimizer for an embedding matrix, other parameters, and a norm to clip to.
+"""Creates an optimizer for an embedding matrix, other parameters, and a gradient norm to clip to.
 
-Only :class:`~coupled_adam.CoupledAdamW` clips in its step; for others the norm is ignored here,
-and :func:`make_step` puts ``clip_grad_norm_`` before the step.
+Only :class:`~coupled_adam.CoupledAdamW` clips gradients in its step. Other optimizers ignore the
+norm, and :func:`make_step` calls ``clip_grad_norm_`` before their step.
 """
 
 
@@ -28,25 +28,25 @@ class Candidate:
     """An optimizer that can be timed.
 
     Attributes:
-        make: makes it.
-        matrices_moved: how many matrices [V, H] a step has to read from memory or write to it, at
-            least; None where that is not known. AdamW reads p, g, m, v and writes p, m, v: 7.
-            Coupled Adam reads g and m and writes m while it sums the squares of g, then reads m
-            and p and writes p: 6. The step's other vectors, [H], are not counted.
+        make: creates the optimizer.
+        matrices_moved: the least number of [V, H] matrices that a step has to read from memory or
+            write to it; None if it is not known. AdamW reads p, g, m, v and writes p, m, v, which
+            makes 7. Coupled Adam reads g and m and writes m while it sums the squares of g, then
+            reads m and p and writes p, which makes 6. Vectors of length H are not counted.
     """
 
     make: Maker
     matrices_moved: int | None = None
 
     def moved_bytes(self, case: Case) -> int | None:
-        """``matrices_moved`` times the matrix's size; None with other parameters or clipping."""
+        """Bytes of the matrices moved; None if unknown, with other parameters, or with clipping."""
         if self.matrices_moved is None or case.others or case.clip:
             return None
         return self.matrices_moved * case.matrix_bytes
 
 
 def coupled(**options: Any) -> Candidate:
-    """CoupledAdamW with these options, the embedding matrix coupled and nothing else."""
+    """CoupledAdamW with these options; only the embedding matrix is coupled."""
 
     def make(embedding: nn.Parameter, others: list[nn.Parameter], clip: float | None) -> Optimizer:
         groups: list[dict[str, Any]] = [{"params": [embedding], "coupled": True}]
@@ -65,9 +65,9 @@ def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Ca
 
 
 def optimizers_here() -> dict[str, Candidate]:
-    """The optimizers that can be timed here, by name: packages that are not installed are left out.
+    """The optimizers by name, without those of packages that are not installed.
 
-    A variant of ours is one more entry: ``coupled(option=value)``.
+    To time another variant of Coupled Adam, add an entry ``coupled(option=value)``.
     """
     found = {
         "CoupledAdamW": coupled(),
@@ -97,7 +97,7 @@ def optimizers_here() -> dict[str, Candidate]:
 
 
 def candidate(name: str) -> Candidate:
-    """An optimizer of :func:`optimizers_here`, or the baseline."""
+    """The optimizer of that name from :func:`optimizers_here`, or the baseline."""
     if name == BASELINE:
         return uncoupled(torch.optim.AdamW, matrices_moved=7, fused=True)
     return optimizers_here()[name]
@@ -106,7 +106,7 @@ def candidate(name: str) -> Candidate:
 def make_step(
     name: str, embedding: nn.Parameter, others: list[nn.Parameter], clip: bool
 ) -> tuple[Optimizer, Callable[[], object]]:
-    """An optimizer and its step, which with ``clip`` includes clipping to a norm of 1."""
+    """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
     optimizer = candidate(name).make(embedding, others, 1.0 if clip else None)
     if not clip or isinstance(optimizer, CoupledAdamW):
         return optimizer, optimizer.step
@@ -119,14 +119,14 @@ def make_step(
 
 
 class AveragedAdamW(Optimizer):
-    """Coupled Adam read literally: keeps all V × H second moments and averages them each step."""
+    """A literal Coupled Adam, which stores all V × H second moments and averages them each step."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step, with the default constants of torch's AdamW."""
+        """Make one step with the default hyperparameters of torch's AdamW."""
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]

@@ -1,4 +1,4 @@
-"""The pictures of steps' times, and of how they grow."""
+"""Figures of step times, and of how these grow with the size of the parameters."""
 
 import io
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bench_picture(results: Sequence[Timed]) -> "Figure":
-    """The ratios, as points with their quartiles, one group for each case."""
+    """Draw the median ratio and quartiles of each optimizer, in one group for each case."""
     from matplotlib.figure import Figure
 
     cases = list(dict.fromkeys(result.case for result in results))
@@ -58,7 +58,7 @@ _AXES = {
 
 
 def growth_picture(results: Sequence[Timed]) -> "Figure":
-    """The time of a step, and its ratio to the baseline's, in the cases of GROWTH."""
+    """Draw the time of a step, and its ratio to the baseline's, for the cases in GROWTH."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, NullFormatter
 
@@ -89,10 +89,10 @@ def growth_picture(results: Sequence[Timed]) -> "Figure":
 
 
 def check_format(path: Path) -> None:
-    """Check that a picture's name ends with a format that matplotlib can write.
+    """Check that a file's extension is a format that matplotlib can write.
 
     Raises:
-        UsageError: it does not.
+        UsageError: matplotlib cannot write that format.
     """
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -101,7 +101,7 @@ def check_format(path: Path) -> None:
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure in the format that its name ends with, atomically."""
+    """Write a figure atomically, in the format that the file's extension names."""
     image = io.BytesIO()
     figure.savefig(image, dpi=130, format=path.suffix[1:])
     write_atomically(path, image.getvalue())

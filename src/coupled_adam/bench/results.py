@@ -1,4 +1,4 @@
-"""What was measured of one optimizer in one case, in JSON and back."""
+"""The measurements of one optimizer in one case, and their conversion to and from JSON."""
 
 import dataclasses
 import statistics
@@ -11,16 +11,16 @@ from coupled_adam.bench.timing import Quartiles
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One optimizer in one case.
+    """The measurements of one optimizer in one case.
 
     Attributes:
-        samples: seconds of a step, of a step of the baseline, and of a copy of the embedding
-            matrix, each three taken right after one another.
-        state_bytes: size of the optimizer's state.
-        extra_bytes: the most that a step holds beside parameters, gradients and state; None where
-            the device does not count that.
-        moved_bytes: what a step has to move between memory and processor at least; None where that
-            is not known.
+        samples: triples of times in seconds: of a step, of a step of the baseline, and of a copy of
+            the embedding matrix, measured immediately after one another.
+        state_bytes: size of the optimizer's state in bytes.
+        extra_bytes: the peak of what a step allocates in addition to parameters, gradients and
+            state, in bytes; None if the device does not count allocations.
+        moved_bytes: the least number of bytes that a step has to move between memory and processor;
+            None if it is not known.
     """
 
     case: Case
@@ -32,29 +32,29 @@ class Timed:
 
     @property
     def seconds(self) -> float:
-        """Median time of a step."""
+        """Median time of a step in seconds."""
         return statistics.median(step for step, _, _ in self.samples)
 
     @property
     def baseline_seconds(self) -> float:
-        """Median time of a step of the baseline."""
+        """Median time of a step of the baseline in seconds."""
         return statistics.median(baseline for _, baseline, _ in self.samples)
 
     @property
     def ratio(self) -> Quartiles:
-        """Time of a step relative to the baseline's, within pairs."""
+        """Time of a step relative to the baseline's, computed within each pair."""
         return Quartiles.of(step / baseline for step, baseline, _ in self.samples)
 
     @property
     def bandwidth(self) -> float | None:
-        """``moved_bytes`` per second, relative to a copy, which reads and writes one matrix."""
+        """``moved_bytes`` per second, as a share of the bandwidth of copying the matrix."""
         if self.moved_bytes is None:
             return None
         copies = self.moved_bytes / (2 * self.case.matrix_bytes)
         return statistics.median(copies * copy / step for step, _, copy in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON; samples in whole nanoseconds."""
+        """All fields and a summary, for JSON; samples are rounded to nanoseconds."""
         samples = [[round(seconds, 9) for seconds in sample] for sample in self.samples]
         summary = {
             "seconds": self.seconds,
@@ -66,7 +66,7 @@ class Timed:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Timed":
-        """From what :meth:`to_dict` made; its summary is computed anew from the samples."""
+        """Inverse of :meth:`to_dict`; the summary is recomputed from the samples."""
         fields = {field.name: values[field.name] for field in dataclasses.fields(cls)}
         samples = [(step, baseline, copy) for step, baseline, copy in values["samples"]]
         return cls(**{**fields, "case": Case(**values["case"]), "samples": samples})

@@ -1,4 +1,4 @@
-"""Optimizers' steps, each timed in pairs with the baseline's."""
+"""Measure the steps of optimizers, each in pairs with a step of the baseline."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +24,10 @@ def bench(
     """Time optimizers, each in pairs with :data:`~coupled_adam.bench.BASELINE`.
 
     Args:
-        cases: what they step.
+        cases: the parameters that they update.
         optimizers: names of :func:`~coupled_adam.bench.optimizers_here` (default: all).
-        device: of parameters, gradients and states.
-        seconds: about how long each optimizer is timed in each case; at least six pairs are taken.
+        device: the device of parameters, gradients and states.
+        seconds: approximate duration of each measurement; at least six pairs are timed.
     """
     with memory_meter(device) as measure_memory:
         for case, name in itertools.product(cases, optimizers or optimizers_here()):
@@ -43,7 +43,7 @@ def bench(
 
 
 def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[float, float, float]]:
-    """Seconds of a step, of a step of the baseline, and of a copy of the matrix."""
+    """Seconds of a step, of a step of the baseline, and of a copy of the matrix, by round."""
     embedding, others = case.parameters(device)
     _, step = make_step(name, embedding, others, case.clip)
     _, baseline = make_step(BASELINE, embedding, others, case.clip)

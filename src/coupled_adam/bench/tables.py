@@ -1,4 +1,4 @@
-"""The table that the terminal shows."""
+"""The table of results for the terminal."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +22,7 @@ _HEADERS: dict[str, Literal["left", "right"]] = {
 
 
 def bench_table(results: Sequence[Timed]) -> "Table":
-    """A row for each optimizer in each case."""
+    """A table with one row for each optimizer in each case."""
     from coupled_adam.rendering.tables import terminal_table
 
     table = terminal_table(

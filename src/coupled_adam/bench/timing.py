@@ -1,7 +1,7 @@
-"""How long things take, sampled in turn in one process, so that all of them see the same machine.
+"""Timing of operations in turn in one process, so that all run under the same conditions.
 
-The machine's speed changes from second to second (other processes, clock rates), but hardly within
-the two samples of a pair. What counts is therefore the ratio within pairs.
+A machine's speed changes from second to second (other processes, clock rates), but hardly between
+the two samples of a pair. Results are therefore ratios within pairs.
 """
 
 import gc
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 NOISY = 0.2
-"""Ratios are called noisy where their quartiles differ by more than this share of the median."""
+"""Ratios are called noisy if their quartiles differ by more than this share of the median."""
 
 SAMPLE_SECONDS = 5e-3
-"""The least time of a sample. Of shorter steps it takes as many as fill it, and is their mean."""
+"""The minimum duration of a sample; a sample of shorter steps is the mean over several."""
 
 
 class Quartiles(NamedTuple):
@@ -29,33 +29,37 @@ class Quartiles(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Quartiles":
-        """Of at least two values."""
+        """Compute the quartiles of at least two values."""
         low, median, high = statistics.quantiles(values, n=4)
         return cls(low, median, high)
 
     @property
     def noisy(self) -> bool:
-        """The quartiles are further apart than :data:`NOISY` times the median."""
+        """Whether the quartiles differ by more than :data:`NOISY` times the median."""
         return self.high - self.low > NOISY * self.median
 
     @property
     def remark(self) -> str:
-        """The words for a table where the ratios are noisy; otherwise empty."""
+        """A remark for the table if the ratios are noisy; otherwise an empty string."""
         return "too noisy to tell" if self.noisy else ""
 
 
 def sample_in_turn(
     samplers: Sequence[Callable[[], float]], *, least: int, most: int, seconds: float = math.inf
 ) -> list[tuple[float, ...]]:
-    """Call the samplers in turn, round after round, until the seconds are over.
+    """Call the samplers in turn, round after round, until ``seconds`` have passed.
 
-    In every second round the first two change places, so that each follows the other, and whatever
-    comes last in a round, equally often. An even number of rounds, where ``least`` and ``most`` are
-    even. Python's garbage collector is off meanwhile.
+    The first two samplers swap places in every second round, so that each of them runs equally
+    often after the other and after the last sampler of a round. If ``least`` and ``most`` are even,
+    so is the number of rounds. Python's garbage collector is disabled during the measurement.
 
     Args:
-        samplers: each measures something once, and returns seconds.
-        least, most: the number of rounds, whatever time they take.
+        samplers: functions that measure something once and return seconds.
+        least, most: the minimum and maximum number of rounds; they take precedence over
+            ``seconds``.
+
+    Returns:
+        For each round the seconds of every sampler, in the order of ``samplers``.
     """
     orders = [list(range(len(samplers))) for _ in range(2)]
     orders[1][:2] = 1, 0
@@ -77,9 +81,10 @@ def sample_in_turn(
 
 
 def step_sampler(step: Callable[[], object], device: str) -> Callable[[], float]:
-    """Measures the mean seconds of a step over :data:`SAMPLE_SECONDS`, or one step if it is longer.
+    """Create a function that returns the mean seconds of a step over :data:`SAMPLE_SECONDS`.
 
-    Takes a few steps first: one that makes the optimizer's state, others to find how many fit.
+    A single step is timed if it takes longer than that. A few steps are made in advance: one that
+    creates the optimizer's state, and others to find out how many steps a sample needs.
     """
 
     def sample(steps: int) -> float:
@@ -98,7 +103,7 @@ def step_sampler(step: Callable[[], object], device: str) -> Callable[[], float]
 
 
 def now(device: str) -> float:
-    """Seconds of a clock, after all that the device has been given to do is done."""
+    """The time in seconds, once the device has finished all work that was submitted to it."""
     if device != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""Whole training steps, forward, backward, clipping and update: Coupled Adam against AdamW."""
+"""Timing of whole training steps (forward, backward, clipping, update) with both optimizers."""
 
 import dataclasses
 import statistics
@@ -19,12 +19,12 @@ from coupled_adam.lab.training.loss import next_token_loss
 
 @dataclasses.dataclass(frozen=True)
 class TrainingSpeed:
-    """Training steps of two models of one recipe, taken in turn.
+    """Times of training steps of a recipe's model, alternately with Coupled Adam and with AdamW.
 
     Attributes:
         parameters: the number of parameters of each model.
         tokens: the number of tokens in a step.
-        samples: seconds of a step with Coupled Adam, and of one with AdamW right before or after.
+        samples: pairs of seconds: of a step with Coupled Adam, and of the adjacent step with AdamW.
     """
 
     recipe: str
@@ -34,13 +34,13 @@ class TrainingSpeed:
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """Medians: Coupled Adam, AdamW."""
+        """The medians for Coupled Adam and for AdamW."""
         ours, theirs = (statistics.median(times) for times in zip(*self.samples))
         return self.tokens / ours, self.tokens / theirs
 
     @property
     def ratio(self) -> Quartiles:
-        """Coupled Adam's tokens per second relative to AdamW's, within pairs."""
+        """Coupled Adam's tokens per second relative to AdamW's, computed within each pair."""
         return Quartiles.of(theirs / ours for ours, theirs in self.samples)
 
     @property
@@ -55,7 +55,7 @@ class TrainingSpeed:
         ).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """All fields and a summary, for JSON."""
         summary = {
             "tokens_per_second": self.tokens_per_second,
             "ratio": self.ratio,
@@ -65,19 +65,19 @@ class TrainingSpeed:
 
 
 def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> TrainingSpeed:
-    """Train two models on random tokens with fused optimizers, a step of each in turn.
+    """Train two models on random tokens with fused optimizers, with alternating steps.
 
-    AdamW's gradients are clipped by ``clip_grad_norm_``, Coupled Adam's in its own step. The
-    precision is float32, or bfloat16 autocast where the recipe says so; the recipe's batch is one
-    micro-batch.
+    AdamW's gradients are clipped by ``clip_grad_norm_``, those of Coupled Adam in its own step.
+    The precision is float32, or bfloat16 autocast if the recipe sets that. The recipe's batch is
+    not split into micro-batches.
 
     Args:
-        recipe: its model, batch and optimizer's options are used, and none of its data.
-        device: of the models.
-        steps: how many are timed with each optimizer, after two that are not; at least 2.
+        recipe: its model, batch size and optimizer options are used, but not its data.
+        device: the device of the models.
+        steps: the number of timed steps of each optimizer, at least 2; two warmup steps precede.
 
     Raises:
-        UsageError: fewer steps.
+        UsageError: ``steps`` is less than 2.
     """
     if steps < 2:
         raise UsageError(f"--steps {steps}: quartiles need 2 steps at least")
@@ -93,7 +93,7 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
 
 
 def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[], float]:
-    """Takes a training step of a new model with each call, and returns its seconds."""
+    """Create a model and a function that makes one training step and returns its seconds."""
     training = recipe.training
     model = build_model(recipe).train()
     nn.Module.to(model, device)

@@ -1,4 +1,4 @@
-"""Where text comes from: documents out of files, data sets, and Python itself."""
+"""Sources of text: files, data sets on the Hugging Face hub, and Python's own documentation."""
 
 import ast
 import dataclasses
@@ -25,7 +25,7 @@ from coupled_adam.text.source import Data
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
 else:
-    from backports.zstd import ZstdError  # fsspec uses it too: it notices files that were cut
+    from backports.zstd import ZstdError  # fsspec uses it, too; it detects truncated files
 
 _PLAIN = (".txt", ".md", ".rst")
 _TABLES = (".jsonl", ".json", ".parquet")
@@ -35,12 +35,12 @@ _CHUNK = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The documents of a source, none of them blank; every reading gives the same ones.
+    """The documents of a source. None of them is blank, and every pass yields the same documents.
 
-    source: its name in messages.
-    fingerprint: changes when the documents change.
-    readers: by split, a function that iterates over its documents. A held-out split without a
-        reader is taken from the training documents.
+    source: the name of the source in messages.
+    fingerprint: a string that changes when the documents change.
+    readers: for each split, a function that iterates over its documents. A held-out split without
+        a reader is taken from the training documents.
     """
 
     source: str
@@ -49,9 +49,9 @@ class Documents:
 
 
 def open_documents(data: Data) -> Documents:
-    """The documents of ``data.hub`` or ``data.text`` or, without either, Python's documentation.
+    """Open the documents of ``data.hub`` or ``data.text`` or, by default, Python's documentation.
 
-    The readers raise UsageError if something cannot be read, and if there is no text at all.
+    The readers raise UsageError if a document cannot be read or if there is no text at all.
 
     Raises:
         UsageError: the source is missing, or the hub cannot be reached.
@@ -82,7 +82,7 @@ def open_documents(data: Data) -> Documents:
 
 
 def content_digest(files: Iterable[Path]) -> str:
-    """A hash of the names and contents of files, in order."""
+    """Compute a hash of the names and contents of files, which depends on their order."""
     digest = hashlib.sha256()
     for path in files:
         content = hashlib.sha256()
@@ -97,9 +97,9 @@ def content_digest(files: Iterable[Path]) -> str:
 
 
 def text_files(path: Path) -> list[Path]:
-    """A file, or all files of one kind in a folder, plain text or tables, in order."""
+    """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
     if not path.is_dir():
-        if path.exists() and not path.is_file():  # a device or a pipe, which could have no end
+        if path.exists() and not path.is_file():  # a device or a pipe, which may never end
             raise UsageError(f"data.text={path}: not a file or folder")
         return [path]
     found = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
@@ -115,9 +115,9 @@ def text_files(path: Path) -> list[Path]:
 
 
 def python_documentation() -> Iterator[str]:
-    """Passages of the language reference's topics and of the standard library's docstrings.
+    """Yield passages of the language reference's topics and the standard library's docstrings.
 
-    They come with every CPython: about 2 MB of English prose, the same for the same version.
+    Every CPython contains them: about 2 MB of English prose, identical for the same version.
     """
     from pydoc_data.topics import topics
 
@@ -129,7 +129,7 @@ def python_documentation() -> Iterator[str]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 tree = ast.parse(path.read_bytes())
-        except SyntaxError:  # lib2to3 keeps some files in older dialects
+        except SyntaxError:  # lib2to3 contains some files in Python 2
             continue
         nodes = (node for node in ast.walk(tree) if isinstance(node, documented))
         text = "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
@@ -137,7 +137,10 @@ def python_documentation() -> Iterator[str]:
 
 
 def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
-    """Cut lines at the first blank one after ``length`` characters, or after four times that."""
+    """Join lines into passages that end at the first blank line after ``length`` characters.
+
+    A passage without such a line ends after four times that length.
+    """
     kept: list[str] = []
     size = 0
     for line in lines:
@@ -152,7 +155,7 @@ def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
 
 
 def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
-    """Split a stream of text at a separator."""
+    """Split a stream of text at a separator, which may lie across two chunks."""
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(separator)
@@ -171,7 +174,7 @@ def _with_text(reader: Callable[[], Iterator[str]], source: str) -> Iterator[str
 
 
 def _library() -> list[Path]:
-    """Python's files that hold documentation, the topics of the language reference first."""
+    """The files of Python's documentation, with the topics of the language reference first."""
     try:
         from pydoc_data import topics
     except ImportError:
@@ -194,13 +197,13 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _format(path: Path) -> str:
-    """The ending that tells the format, compressed or not."""
+    """The file extension that tells the format, without that of a compression."""
     suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes else ""
 
 
 def _read(path: Path, data: Data) -> Iterator[str]:
-    """The documents of one file, as its ending says; of any other ending it is plain text."""
+    """Yield the documents of a file; with an unknown extension it is read as plain text."""
     kind = _format(path)
     if kind == ".parquet":
         yield from _parquet(path, data.column)
@@ -211,7 +214,7 @@ def _read(path: Path, data: Data) -> Iterator[str]:
     else:
         with _opened(path) as stream:
             if data.separator is None:
-                # Pieces of very long lines; all others are whole.
+                # Only very long lines are read in pieces.
                 yield from passages(iter(functools.partial(stream.readline, _CHUNK), ""))
             else:
                 yield from separated(
@@ -221,9 +224,9 @@ def _read(path: Path, data: Data) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """A file as UTF-8 text, decompressed; what goes wrong while it is read is a UsageError."""
+    """Open a file as decompressed UTF-8 text; errors while it is read become UsageErrors."""
     try:
-        # By the local file system: fsspec.open takes some names for places elsewhere.
+        # The local file system, since fsspec.open takes some names for URLs.
         local = fsspec.filesystem("file")
         with local.open(path.absolute(), "rt", encoding="utf-8-sig", compression="infer") as stream:
             yield stream
@@ -238,7 +241,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
-    """The rows of JSON Lines, or of one array, which has to be read as a whole."""
+    """Yield the rows of JSON Lines, or of a single array, which is read as a whole."""
     first = stream.readline()
     number = 0
     try:
@@ -251,7 +254,7 @@ def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
                 yield json.loads(line)
     except UnicodeDecodeError:
         raise
-    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError also for thousands of digits
         where = f"data.text={path}" + (f", line {number}" if number else "")
         raise UsageError(f"{where}: not JSON ({error})") from None
 
@@ -272,7 +275,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 
 
 def _cell(row: Any, column: str, where: str) -> str:
-    """The text of a row; nothing where it is null."""
+    """The text of a row, which is empty for null."""
     if not isinstance(row, dict):
         raise UsageError(f"{where}: not a JSON object, but {str(row)[:50]!r}")
     _check_column(row, column, where)
@@ -281,7 +284,7 @@ def _cell(row: Any, column: str, where: str) -> str:
         return ""
     if not isinstance(text, str):
         raise UsageError(f"{where}: column {column!r} is not text, but {str(text)[:50]!r}")
-    return text.encode(errors="replace").decode()  # JSON can say half a surrogate pair
+    return text.encode(errors="replace").decode()  # JSON may contain half a surrogate pair
 
 
 def _check_column(names: Collection[str], column: str, where: str) -> None:
@@ -294,9 +297,9 @@ def _check_column(names: Collection[str], column: str, where: str) -> None:
 
 
 def _hub_state(data: Data) -> tuple[str, str | None]:
-    """What identifies a data set's content, and its revision: the full commit; None of a folder.
+    """A string that identifies a data set's content, and its full commit (None for a folder).
 
-    The commit is remembered in the hub's own cache, for when the hub is out of reach.
+    The hub's own cache remembers the commit, in case the hub cannot be reached later.
     """
     folder = Path(str(data.hub))
     if folder.exists():
@@ -315,7 +318,7 @@ def _hub_state(data: Data) -> tuple[str, str | None]:
 
 
 def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
-    from datasets import load_dataset  # takes a second
+    from datasets import load_dataset  # this import takes a second
 
     with _hub_errors(data):
         rows = load_dataset(
@@ -329,7 +332,7 @@ def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
 
 @contextmanager
 def _hub_errors(data: Data) -> Iterator[None]:
-    """One line for what goes wrong on the way to a data set, in many libraries' own classes."""
+    """Turn errors while a data set is read, which many libraries raise, into UsageErrors."""
     try:
         yield
     except UsageError:

@@ -1,4 +1,4 @@
-"""Token ids on disk: the files of prepared corpora, and those that nanoGPT and llm.c write."""
+"""Token ids on disk: the files of prepared corpora, and those written by nanoGPT and llm.c."""
 
 import dataclasses
 from pathlib import Path
@@ -16,7 +16,7 @@ _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-    """A range of token ids in a file: its offset in bytes, its length in tokens."""
+    """A range of token ids in a file, with its offset in bytes and its length in tokens."""
 
     path: str
     dtype: str
@@ -24,7 +24,7 @@ class TokenFile:
     length: int
 
     def __post_init__(self) -> None:
-        """Raise ValueError for what cannot be a range of ids: it may come from a file."""
+        """Raise ValueError for invalid fields, since they may come from a damaged file."""
         types = str, str, int, int
         values = dataclasses.astuple(self)
         fits = all(type(value) is kind for value, kind in zip(values, types))
@@ -32,8 +32,8 @@ class TokenFile:
             raise ValueError(f"{self} is not a range of token ids")
 
     def open(self, folder: Path) -> NDArray[Any]:
-        """The ids, memory-mapped; a relative path is one inside of ``folder``."""
-        if not self.length:  # cannot be mapped
+        """Memory-map the ids; a relative path is relative to ``folder``."""
+        if not self.length:  # an empty range cannot be mapped
             return np.empty(0, self.dtype)
         return np.memmap(folder / self.path, self.dtype, "r", self.offset, (self.length,))
 
@@ -43,7 +43,7 @@ class TokenFile:
         return path.is_file() and path.stat().st_size >= end
 
     def cut(self, at: int) -> tuple["TokenFile", "TokenFile"]:
-        """The first ``at`` tokens, and the rest."""
+        """Split into the first ``at`` tokens and the rest."""
         at = min(max(at, 0), self.length)
         return dataclasses.replace(self, length=at), dataclasses.replace(
             self,
@@ -53,7 +53,7 @@ class TokenFile:
 
 
 class Tokens:
-    """Token ids on disk, memory-mapped: ``len`` and slices, over one or several files."""
+    """Memory-mapped token ids of one or several files, with ``len`` and slices."""
 
     def __init__(self, parts: list[NDArray[Any]]) -> None:
         self._parts = parts
@@ -75,13 +75,13 @@ class Tokens:
 
 
 def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
-    """The token files in the folder ``data.tokens``, by split.
+    """Find the token files of each split in the folder ``data.tokens``.
 
-    ``*train*.bin``, ``*val*.bin`` and ``*test*.bin``, several of a split in the order of their
-    names. Without test files, the second half of the validation tokens is the test split.
+    They are named ``*train*.bin``, ``*val*.bin`` and ``*test*.bin``; several files of a split are
+    sorted by name. Without test files, the second half of the validation tokens is the test split.
 
     Raises:
-        UsageError: a split without files, or a file that is truncated or in another format.
+        UsageError: a split has no files, or a file is truncated or in another format.
     """
     folder = Path(str(data.tokens))
     found: dict[str, list[TokenFile]] = {}
@@ -103,14 +103,14 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
 
 
 def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> TokenFile:
-    """All tokens of a file, with or without llm.c's header.
+    """Describe all tokens of a file, which may have llm.c's header.
 
     Args:
-        token_dtype: ``"uint16"`` or ``"uint32"``; None is what the header says and, without one,
-            the smaller of the two that holds ids below ``vocab_size``.
+        token_dtype: ``"uint16"`` or ``"uint32"``; None selects the header's dtype or, without a
+            header, the smaller of the two that can represent the ids below ``vocab_size``.
 
     Raises:
-        UsageError: the file cannot be read, is truncated or in another format.
+        UsageError: the file cannot be read, is truncated, or is in another format.
     """
     try:
         if path.exists() and not path.is_file():
@@ -129,7 +129,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
             raise UsageError(
                 f"data.token_dtype={token_dtype}, but {path} says it has {dtype}: leave it out"
             )
-    elif magic // 10000 == 2024:  # llm.c's are dates; hardly how a bare file begins
+    elif magic // 10000 == 2024:  # llm.c's are dates; unlikely in a file of ids alone
         raise UsageError(
             f"data.tokens: {path} has the header {magic}, version {version}; of llm.c's files "
             f"those with {' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
@@ -146,7 +146,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
 
 
 def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFile]]:
-    """The first ``at`` tokens of some files, and the rest."""
+    """Split files into those with the first ``at`` tokens and those with the rest."""
     first, rest = [], []
     for file in files:
         one, other = file.cut(at)

@@ -1,1 +1,1 @@
-"""Text -> a corpus of token ids, cached by its content."""
+"""From text to a corpus of token ids, which is cached by its content."""

@@ -1,4 +1,4 @@
-"""Tokens -> blocks -> batches.
+"""Blocks of tokens, and batches of blocks.
 
 A block is a sequence and the token that follows its last one: ``length + 1`` token ids.
 """
@@ -18,11 +18,11 @@ from coupled_adam.text.token_files import Tokens
 
 
 class Batches:
-    """The training batches of one process: its share of each, [sequences, length + 1] token ids.
+    """One process's share of each training batch, as token ids [sequences, length + 1].
 
-    The order of the blocks follows from the seed and is new in each epoch. It is the same for every
-    arm, number of processes and micro-batch size. A batch is a function of its number, so the
-    whole state is the number of batches handed out; a resumed run continues from there.
+    The order of the blocks is determined by the seed and differs between epochs. It does not depend
+    on the arm, the number of processes or the micro-batch size. Each batch is a function of its
+    number, so the number of batches returned so far is all the state that a resumed run needs.
     """
 
     def __init__(
@@ -59,28 +59,28 @@ class Batches:
                 shuffled = epoch
             first = batch * self.batch_size + self.rank * share
             starts = order[first : first + share] * self.length
-            self.position += 1  # before the batch is used: the state is saved after its step
+            self.position += 1  # before yield: the state is saved after this batch's step
             yield torch.from_numpy(_blocks(self.tokens, starts, self.length))
 
     def state_dict(self) -> dict[str, int]:
-        """The number of batches handed out, for Lightning's checkpoints."""
+        """The number of batches returned so far, for Lightning's checkpoints."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the batches that had been handed out."""
+        """Continue after the batches that were returned before the checkpoint."""
         self.position = state["position"]
 
 
 def held_out_loader(
     tokens: Tokens | NDArray[Any], recipe: Recipe, *, rank: int = 0, world_size: int = 1
 ) -> DataLoader[Any]:
-    """One process's share of a held-out split, for the evaluations during training.
+    """Create a loader of one process's share of a held-out split, to evaluate during training.
 
-    Every process gets the same number of batches, since sharded models need all processes for a
-    forward pass; where the blocks do not divide evenly, some are given a block that is not counted.
+    Every process gets the same number of batches, since a forward pass of a sharded model needs all
+    processes. If the blocks do not divide evenly, some processes get a block that is not counted.
 
     Returns:
-        Batches of blocks, [batch, length + 1], each with a mask [batch] of those to be counted.
+        Batches of blocks, [batch, length + 1], each with a mask [batch] of the blocks to count.
     """
     training = recipe.training
     length, batch = training.sequence_length, training.batch_size // world_size
@@ -95,7 +95,7 @@ def held_out_loader(
 def held_out_batches(
     tokens: Tokens | NDArray[Any], batch_size: int, sequence_length: int
 ) -> Iterator[Tensor]:
-    """All whole blocks of a held-out split, in order, in batches [batch, sequence_length + 1]."""
+    """Yield all complete blocks of a split in order, in batches [batch, sequence_length + 1]."""
     starts = range(0, len(tokens) - sequence_length, sequence_length)
     for first in range(0, len(starts), batch_size):
         part = starts[first : first + batch_size]

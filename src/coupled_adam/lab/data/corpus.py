@@ -1,4 +1,4 @@
-"""Documents -> a tokenizer and token files on disk, cached by content."""
+"""From documents to a tokenizer and token files on disk, which are cached by content."""
 
 import contextlib
 import dataclasses
@@ -33,17 +33,18 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
-_LAYOUT = 1  # of a corpus folder: part of its key, to be raised when the layout changes
-_BATCH = 2_000_000  # characters that are tokenised at once, in the tokenizer's own threads
-_BPE_CHARACTERS = 10**9  # a BPE is trained on no more
+_LAYOUT = 1  # version of a corpus folder's layout, part of its key; raise it with each change
+_BATCH = 2_000_000  # characters per call of the tokenizer, which has its own threads
+_BPE_CHARACTERS = 10**9  # the most that a BPE is trained on
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: a folder, and the content of its ``corpus.json``.
+    """A prepared corpus: its folder, and the content of the ``corpus.json`` in it.
 
     facts: ``source``, ``fingerprint``, ``tokenizer``, ``vocab_size``, ``dtype``, ``end_of_text``
-        (an id or None); and by split ``tokens``, ``documents`` (None for token files), ``files``.
+        (an id or None); and for each split ``tokens``, ``documents`` (None for token files) and
+        ``files``.
     """
 
     folder: Path
@@ -59,19 +60,19 @@ class Corpus:
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The tokenizer in Hugging Face format; None for token files without one."""
+        """The tokenizer's folder in Hugging Face format; None for token files without one."""
         folder = self.folder / "tokenizer"
         return folder if folder.exists() else None
 
     @property
     def end_of_text(self) -> int | None:
-        """The id of the token before each document."""
+        """The id of the token that precedes each document, or None."""
         end_of_text: int | None = self.facts["end_of_text"]
         return end_of_text
 
 
 def default_cache() -> Path:
-    """The folder of prepared corpora: $COUPLED_ADAM_CACHE, or one in the user's cache."""
+    """The folder for prepared corpora: $COUPLED_ADAM_CACHE, or a folder in the user's cache."""
     chosen = os.environ.get("COUPLED_ADAM_CACHE")
     return Path(chosen) if chosen else platformdirs.user_cache_path("coupled-adam")
 
@@ -79,10 +80,10 @@ def default_cache() -> Path:
 def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     """Find the recipe's corpus in the cache, or create it there.
 
-    The name of its folder is a hash of the content of the source, of the tokenizer, and of the
-    settings of both. The folder appears when it is complete: it is written under a temporary name,
-    and processes that need the same corpus wait for the one that creates it. A cache that already
-    holds the corpus may be read-only.
+    The name of the corpus folder is a hash of the source's content, the tokenizer, and the settings
+    of both. The folder is written under a temporary name and renamed when it is complete. Other
+    processes that need the same corpus wait for the one that creates it. A cache that already
+    contains the corpus may be read-only.
 
     Raises:
         UsageError: the source or tokenizer cannot be used, the text is too short for the recipe,
@@ -95,7 +96,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         name = f"data.tokens={data.tokens}"
         source = find_token_files(data, vocab_size)
         paths = [Path(file.path) for files in source.values() for file in files]
-        # They are not copied, so changed files need a new check even if only their time changed.
+        # Token files are not copied: if only their time has changed, they still need a new check.
         identity: Any = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
     else:
         source = open_documents(data)
@@ -114,7 +115,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with FileLock(cache / f"{key}.lock"):
-                corpus = _find(cache / key, source)  # made by another process meanwhile
+                corpus = _find(cache / key, source)  # created by another process in the meantime
                 if corpus is None:
                     _remove_leftovers(cache, key)
                     corpus = _make(source, tokenizer, data, vocab_size, cache / key)
@@ -124,15 +125,16 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
                 "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
             ) from None
     _check_length(corpus, recipe)
-    # The cached corpus may have been read from another source with the same content.
+    # The cached corpus may have been created from another source with the same content.
     return Corpus(corpus.folder, {**corpus.facts, "source": name})
 
 
 def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A tokenizer from the hub or a folder, whose ids are below ``vocab_size``.
+    """Load a tokenizer, whose ids are below ``vocab_size``, from the hub or a folder.
 
     Raises:
-        UsageError: there is no such tokenizer, it has more tokens, or no end-of-text token.
+        UsageError: there is no such tokenizer, it has too many tokens, or it has no end-of-text
+            token.
     """
     try:
         tokenizer = load_tokenizer(name)
@@ -155,16 +157,16 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def held_out_split(document: str, share: float) -> str:
-    """The split of a document, a function of its text: valid and test get ``share`` each."""
+    """The split of a document, as a function of its text; valid and test get ``share`` each."""
     start = hashlib.sha256(document.encode()).digest()[:8]
     place = int.from_bytes(start, "big") / 2**64
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
 def _find(folder: Path, source: Documents | dict[str, list[TokenFile]]) -> Corpus | None:
-    """The corpus in a folder; None if there is none, or a damaged one.
+    """The corpus in a folder; None if it is missing or damaged.
 
-    A corpus that names any file but its own and those of the source counts as damaged.
+    A corpus that refers to files other than its own and those of the source counts as damaged.
     """
     paths = {f"{split}.bin" for split in SPLITS}
     if not isinstance(source, Documents):
@@ -185,7 +187,7 @@ def _find(folder: Path, source: Documents | dict[str, list[TokenFile]]) -> Corpu
 
 
 def _remove_leftovers(cache: Path, key: str) -> None:
-    """Remove what killed processes left: temporary folders whose lock is not held."""
+    """Remove temporary folders of killed processes: those whose lock is not held."""
     for folder in cache.glob("*.tmp"):
         its_key = folder.name.split(".")[0]
         if not re.fullmatch(r"[0-9a-f]{32}\.\w+\.tmp", folder.name):  # not ours
@@ -193,7 +195,7 @@ def _remove_leftovers(cache: Path, key: str) -> None:
         lock = (
             contextlib.nullcontext() if its_key == key else FileLock(cache / f"{its_key}.lock", 0)
         )
-        with contextlib.suppress(OSError), lock:  # a lock that is held, or another user's
+        with contextlib.suppress(OSError), lock:  # the lock is held, or belongs to another user
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -234,8 +236,8 @@ def _make(
         (temporary / "corpus.json").write_text(json.dumps(facts, indent=2))
         for path in (*written, temporary / "corpus.json"):
             with path.open("rb") as file:
-                os.fsync(file.fileno())  # before the name is there, so that a crash is no harm
-        shutil.rmtree(folder, ignore_errors=True)  # one that was damaged
+                os.fsync(file.fileno())  # before the folder gets its name, in case of a crash
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged corpus
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -243,7 +245,7 @@ def _make(
 
 
 def _assigned(documents: Documents, part: str, data: Data) -> Iterator[tuple[str, str]]:
-    """The documents of a reader, each after its split."""
+    """Yield the pairs (split, document) of a reader's documents."""
     for document in documents.readers[part]():
         split = held_out_split(document, data.held_out) if part == "train" else part
         yield part if split in documents.readers else split, document
@@ -255,7 +257,7 @@ def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTr
     def texts() -> Iterator[str]:
         left = _BPE_CHARACTERS
         if data.max_tokens is not None:
-            left = min(left, 4 * data.max_tokens)  # about what so many tokens are made from
+            left = min(left, 4 * data.max_tokens)  # about four characters a token
         for split, text in _assigned(documents, "train", data):
             if split == "train":
                 yield text
@@ -289,7 +291,7 @@ def _write_tokens(
     """Write the token ids of each split, with an end-of-text token before each document.
 
     Returns:
-        The files, and the number of documents, by split.
+        The files and the number of documents of each split.
     """
     end_of_text, encode = _end_of_text(tokenizer), _encoder(tokenizer)
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
@@ -327,9 +329,9 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
-    """A function from texts to ids; what looks like a special token in a text is text."""
+    """A function from texts to ids that treats special tokens within a text as plain text."""
     if tokenizer.is_fast:
-        rust = tokenizer.backend_tokenizer  # twice as fast as through transformers
+        rust = tokenizer.backend_tokenizer  # twice as fast as calling it through transformers
         rust.encode_special_tokens = True
         return lambda texts: (
             encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
@@ -350,7 +352,7 @@ def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # a full disk is a bare Exception in Rust
+    except Exception as error:  # tokenizers raises a bare Exception if the disk is full
         raise OSError(str(error)) from error
 
 
@@ -361,7 +363,7 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:
-    """Unigram counts of the training split, [V]; the ids of all splits are checked."""
+    """Count the tokens of the training split, [V], and check the ids of all splits."""
     counts = np.zeros(vocab_size, np.int64)
     for split, parts in files.items():
         for file in parts:

@@ -1,1 +1,1 @@
-"""A run, or a model -> what can be measured of it."""
+"""Evaluation of runs and of other models: loss, measures of the embeddings, accuracy, theory."""

@@ -1,4 +1,4 @@
-"""Downstream tasks, by the lm-evaluation-harness."""
+"""Accuracy on downstream tasks, measured with the lm-evaluation-harness."""
 
 import contextlib
 import difflib
@@ -23,21 +23,21 @@ PAPER_TASKS = (
 )
 """The tasks of arXiv 2502.08441."""
 
-_ACCURACIES = ("acc", "acc_norm", "exact_match")  # the first that a task has
-_FEWSHOT_SEED = 1234  # the harness's own, for tasks that show examples
+_ACCURACIES = ("acc", "acc_norm", "exact_match")  # the first one that a task reports
+_FEWSHOT_SEED = 1234  # the harness's default, for tasks with few-shot examples
 
 
 class Downstream:
-    """Tasks of the lm-evaluation-harness, loaded with their data, to be run on models.
+    """Tasks of the lm-evaluation-harness, loaded with their data, which can be run on models.
 
     Args:
         names: the names of tasks, groups or tags.
-        folder: a folder with the user's own tasks (YAML), which may be in folders below it. If a
-            name is not among them, the harness's own tasks are searched, too.
+        folder: a folder with the user's own tasks (YAML), which is searched recursively. Names that
+            are not found there are looked up among the harness's tasks.
 
     Raises:
-        UsageError: the harness is not installed; there is no such task, or its data cannot be
-            loaded, or it measures no accuracy.
+        UsageError: the harness is not installed, there is no such task, its data cannot be loaded,
+            or it does not report an accuracy.
     """
 
     def __init__(self, names: Sequence[str] = PAPER_TASKS, folder: Path | None = None) -> None:
@@ -63,7 +63,7 @@ class Downstream:
         self.names = list(dict.fromkeys(names))
         try:
             loaded = self._manager.load(self.names)
-        except Exception as error:  # in the classes of several libraries, and of the tasks' code
+        except Exception as error:  # raised by several libraries and by the tasks' own code
             reason = one_line(error)
             raise UsageError(
                 f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Can the "
@@ -81,28 +81,28 @@ class Downstream:
     def evaluate(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
     ) -> dict[str, Any]:
-        """The accuracy on each task, 0 to 1; zero-shot, unless the task itself shows examples.
+        """Measure the accuracy on each task, zero-shot unless the task itself shows examples.
 
         Args:
-            batch_size: sequences at a time.
+            batch_size: the number of sequences in a batch.
 
         Returns:
-            ``accuracy``, the mean over the tasks; ``stderr``, its standard error from those of the
-            tasks as independent ones, sqrt(sum se^2) / n; ``tasks``, for each ``accuracy``,
-            ``stderr`` and the ``metric`` that is taken as the accuracy; ``versions`` of harness and
-            tasks. A group is one task, a tag is all its tasks. A standard error is None where the
-            harness has none.
+            ``accuracy``, from 0 to 1, the mean over the tasks; ``stderr``, its standard error,
+            computed as sqrt(sum se^2) / n as if the tasks were independent; ``tasks``, with the
+            ``accuracy``, the ``stderr`` and the ``metric`` used as accuracy of each task; and the
+            ``versions`` of harness and tasks. A group counts as one task, a tag as all its tasks.
+            A standard error is None if the harness does not report it.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for results
             results = evaluate(
                 lm=lm,
                 task_dict=self._loaded,
                 log_samples=False,
-                # Standard errors of means have a formula; this is for perplexities, not used here.
+                # Only perplexities, not used here, are bootstrapped; means have a formula.
                 bootstrap_iters=2,
             )
         tasks = {
@@ -121,7 +121,7 @@ class Downstream:
         }
 
     def _scores(self, name: str, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """The scores of a task, of a group that has one, or of all tasks of a group or tag."""
+        """The scores of a task, of a group with a score, or of all tasks in a group or tag."""
         found = results["results"].get(name, {})
         for metric in _ACCURACIES:
             for key, value in found.items():

@@ -1,4 +1,4 @@
-"""A run, or any causal language model -> test loss, measures, word similarity, accuracy."""
+"""Test loss, embedding measures, word similarity and accuracy of a run or a language model."""
 
 import json
 import math
@@ -35,8 +35,8 @@ from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
 
-_TOKENS = 8192  # at a time, for the logits [tokens, V] to fit into memory
-_TEXT_BATCH = 8  # sequences of a text that are one of its batches
+_TOKENS = 8192  # tokens per forward pass, so that the logits [tokens, V] fit into memory
+_TEXT_BATCH = 8  # sequences in a batch of a text
 
 Sets = Mapping[str, WordSimilaritySet]
 
@@ -50,28 +50,30 @@ def evaluate_run(
     downstream: Downstream | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Evaluate what has not been evaluated of a finished run; return its ``evaluation.json``.
+    """Complete the evaluation of a finished run, and return the content of its ``evaluation.json``.
 
-    Each part is added to the file as soon as it is done. Parts that are in it are kept, unless they
-    were evaluated again.
+    Each part is written to the file as soon as it is done. Parts that the file already contains are
+    kept, unless they are evaluated again.
 
-    - ``test_loss``, in nats per token, over ``test_tokens`` predicted tokens, of ``test_batches``
-    - ``parameters``, N; ``embeddings``, :meth:`EmbeddingReport.to_dict` of the output embeddings;
-      ``input_embeddings``, null where the two are tied
-    - ``word_similarity``: :meth:`WordSimilarityReport.to_dict`, of the output embeddings, or null
-    - ``lm_eval``: :meth:`Downstream.evaluate`, or null
+    - ``test_loss``: in nats per token, over ``test_tokens`` predicted tokens in ``test_batches``
+    - ``parameters``: N
+    - ``embeddings``: :meth:`EmbeddingReport.to_dict` of the output embeddings
+    - ``input_embeddings``: the same of the input embeddings, or null if the two are tied
+    - ``word_similarity``: :meth:`WordSimilarityReport.to_dict` of the output embeddings, or null
+    - ``lm_eval``: the result of :meth:`Downstream.evaluate`, or null
 
     Args:
-        run: its folder.
-        corpus: the run's corpus, or a function that prepares it; it is called only if there is no
-            test loss yet.
-        batches: how many batches of the recipe's size the test loss is taken over, from the start
-            of the test split; None is the recipe's ``test_batches``, or all of the split.
-        sets: if given, word similarity is evaluated (again).
-        downstream: if given, accuracies are evaluated (again).
+        run: the run's folder.
+        corpus: the run's corpus, or a function that prepares it, which is called only if there is
+            no test loss yet.
+        batches: the number of batches, of the recipe's size and from the start of the test split,
+            over which the test loss is averaged; None uses the recipe's ``test_batches`` or, if
+            that is null, the whole split.
+        sets: if given, word similarity is evaluated, even if it was evaluated before.
+        downstream: if given, accuracies are evaluated, even if they were evaluated before.
 
     Raises:
-        UsageError: the folder is no run, or its training has not finished.
+        UsageError: the folder is not that of a run, or the run's training has not finished.
         OSError: the folder cannot be written.
     """
     recipe = recipe_of_run(run)
@@ -116,18 +118,18 @@ def evaluate_model(
     downstream: Downstream | None = None,
     device: str = "cpu",
 ) -> dict[str, Any]:
-    """Evaluate a causal language model in a folder in Hugging Face format; write nothing.
+    """Evaluate a causal language model in Hugging Face format, without writing any files.
 
     Args:
-        folder: its weights are safetensors, in any dtype; they are used in float32.
-        text: a file or folder, for the test loss and the unigram counts. Each of its documents (of
-            plain text, passages) follows the token that begins a text. The blocks are as long as
-            the model takes them, but at most 1024 tokens.
-        batches: how many batches of 8 blocks the test loss is taken over, from the start of the
-            text; None is all of it.
+        folder: the model's folder; its weights are safetensors of any dtype, converted to float32.
+        text: a file or folder, for the test loss and the unigram counts. Each document (or passage
+            of plain text) is preceded by the token that begins a text. Blocks are as long as the
+            model allows, but at most 1024 tokens.
+        batches: the number of batches of 8 blocks, from the start of the text, over which the test
+            loss is averaged; None uses the whole text.
 
     Returns:
-        The same parts as :func:`evaluate_run`; what was not asked for is None.
+        The same parts as :func:`evaluate_run`; parts that were not requested are None.
 
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
@@ -168,13 +170,13 @@ def evaluate_model(
 
 
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
-    """The measures of the output embeddings, and of the input embeddings where these are separate.
+    """Measure the output embeddings and, if they are not tied, also the input embeddings.
 
     Args:
         counts: unigram counts [V].
 
     Raises:
-        UsageError: embeddings that are not finite, or all zero; counts that do not fit.
+        UsageError: the embeddings are not finite or all zero, or the counts do not fit them.
     """
     output = output_embeddings(model).detach()
     inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
@@ -192,7 +194,9 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
 def held_out_loss(
     model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
 ) -> dict[str, Any]:
-    """The mean cross-entropy of all whole blocks, or of the first ``sequences``, and their tokens.
+    """Compute the mean cross-entropy of all complete blocks, or of the first ``sequences``.
+
+    The result also contains the number of predicted tokens.
 
     Raises:
         UsageError: the loss is not finite.
@@ -232,7 +236,7 @@ def _nothing_yet() -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The evaluation in a file; empty where there is none."""
+    """Read an evaluation from a file; it is empty if the file does not exist."""
     if not path.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Models and their tokenizers from folders, and what an evaluation has to know about them."""
+"""Load models and tokenizers from folders, and find out what an evaluation needs to know."""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder is that of a run, finished or not; a model's has a ``config.json``."""
+    """Whether this is a run's folder, finished or not; a model's folder has a ``config.json``."""
     return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
 
 
 def recipe_of_run(folder: Path) -> Recipe:
-    """The recipe of a run, from its folder.
+    """Read the recipe of a run from the run's folder.
 
     Raises:
-        UsageError: it has no recipe that can be read, or it was trained with a variant of the
-            recipe, whose model and loss only the program that trained it knows.
+        UsageError: the folder has no readable recipe, or the run was trained with a variant of its
+            recipe, so that only the program that trained it knows its model and loss.
     """
     path = folder / "config.yaml"
     recipe = load_recipe(str(path))
@@ -36,10 +36,10 @@ def recipe_of_run(folder: Path) -> Recipe:
 
 
 def load_model(folder: Path, device: str) -> PreTrainedModel:
-    """The causal language model in a folder, in float32, from safetensors only, never from pickle.
+    """Load a causal language model in float32; only safetensors are read, never pickle files.
 
     Raises:
-        UsageError: there is none; weights are damaged or missing.
+        UsageError: the folder has no model, or weights are damaged or missing.
     """
     if not (folder / "config.json").exists():
         raise UsageError(
@@ -54,7 +54,7 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except Exception as error:  # in the libraries' own classes
+    except Exception as error:  # raised by several libraries
         raise UsageError(f"{folder}: {type(error).__name__}: {one_line(error)}") from None
     model: PreTrainedModel
     model, found = loaded
@@ -67,10 +67,10 @@ def load_model(folder: Path, device: str) -> PreTrainedModel:
 
 
 def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model in a folder.
+    """Load the tokenizer of the model in a folder.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the folder has no tokenizer.
     """
     try:
         return load_tokenizer(folder)
@@ -79,16 +79,16 @@ def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def is_causal(model: PreTrainedModel) -> bool:
-    """Whether the logits are independent of later tokens, as a masked language model's are not."""
+    """Whether logits do not depend on later tokens, as those of a masked language model do."""
     ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
     ids[1, -1] = 1
     with torch.inference_mode():
         first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    # What is not finite is not this function's to judge.
+    # With values that are not finite, the model counts as causal; they are reported elsewhere.
     return not (first - second).abs().max() > 1e-4 * first.abs().max()
 
 
 def block_length(model: PreTrainedModel) -> int:
-    """How many tokens a model is given at a time: as many as it takes, but at most 1024."""
+    """The length of a model's input blocks: as many tokens as it allows, but at most 1024."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return min(positions or 1024, 1024)

@@ -1,9 +1,9 @@
-"""The paper's argument, measured on a trained model: what sums to zero over the vocabulary.
+"""The paper's argument, measured on a trained model: which updates sum to zero over the tokens.
 
-For a hidden state h and true token t the head's gradient is g_i = -(delta_it - p_i) h, and these
-sum to zero over i (arXiv 2502.08441). So do SGD's updates, and Coupled Adam's; AdamW's, which
-divide each row by its own second moment, do not, and the mean embedding drifts. With tied weights
-the input side adds a gradient that does not sum to zero either.
+For a hidden state h and true token t, the head's gradient of row i is g_i = -(delta_it - p_i) h,
+and these gradients sum to zero over i (arXiv 2502.08441). So do the updates of SGD and of Coupled
+Adam. Those of AdamW do not, since each row is divided by its own second moment, and so the mean
+embedding drifts. With tied weights, the input side adds a gradient that does not sum to zero.
 """
 
 import dataclasses
@@ -41,18 +41,18 @@ PAPER_BETAS, PAPER_EPS = (0.9, 0.95), 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """How far the gradients of an embedding matrix, and the updates by them, sum to zero.
+    """How closely the gradients of an embedding matrix, and the resulting updates, sum to zero.
 
-    ``gradient`` and ``updates`` are ||sum_i x_i|| / sum_i ||x_i||, over the rows: 0 where they sum
-    to zero, 1 where all point the same way.
+    ``gradient`` and ``updates`` are ||sum_i x_i|| / sum_i ||x_i|| over the rows x_i. This is 0 if
+    the rows sum to zero, and 1 if all rows point in the same direction.
 
     Attributes:
-        gradient: of the average gradient over the batches.
-        updates: of the last update, by optimizer.
-        input_share: which share of the sum of the updates, along that sum, is due to the gradient
-            of the input side, by optimizer. None if there is only one side.
-        away: the cosine of the sum of the updates and the mean embedding, by optimizer: if it is
-            positive, the mean moves further from the origin.
+        gradient: the value for the average gradient over the batches.
+        updates: the value for the last update of each optimizer.
+        input_share: for each optimizer, the share of the sum of the updates, measured along that
+            sum, that is due to the gradient of the input side. None if there is only one side.
+        away: for each optimizer, the cosine between the sum of the updates and the mean embedding.
+            If it is positive, the mean moves further away from the origin.
     """
 
     gradient: float
@@ -63,14 +63,14 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Theory:
-    """The sums of a model's matrix or matrices, and the last updates [V, H] by optimizer.
+    """The sums for a model's embedding matrices, and the last update [V, H] of each optimizer.
 
     Attributes:
-        tied: whether one matrix is input and output embeddings.
-        batches: how many gradients the optimizers were given.
-        sums: of the gradient from the head (``"output"``), from the lookup (``"input"``), and, of a
-            tied model, from both, which is what its optimizer sees.
-        updates: of what the optimizer of the output embeddings sees.
+        tied: whether a single matrix is used for input and output embeddings.
+        batches: the number of gradients that the optimizers were given.
+        sums: for the gradient from the head (``"output"``), for that from the lookup (``"input"``)
+            and, for a tied model, also for the sum of the two, on which its optimizer acts.
+        updates: the updates by the gradient on which the output embeddings' optimizer acts.
     """
 
     tied: bool
@@ -79,7 +79,7 @@ class Theory:
     updates: dict[str, Tensor]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: all but the updates."""
+        """All fields for JSON, except the updates."""
         sums = {side: dataclasses.asdict(values) for side, values in self.sums.items()}
         return {"tied": self.tied, "batches": self.batches, "sums": sums}
 
@@ -93,19 +93,19 @@ def measure_folder(
     cache: Path,
     device: str = "cpu",
 ) -> Theory:
-    """:func:`measure_theory` of a run, on its training text, or of a model, on a text of its own.
+    """Call :func:`measure_theory` for a run and its training text, or for a model and a text.
 
     Args:
-        folder: of a finished run, or of a causal language model in Hugging Face format.
-        text: of a model: a file, or a folder of text files.
-        batches: how many gradients are taken.
-        batch_size: sequences in a batch; they are as long as in the run's training, or as the model
-            takes them, but at most 1024 tokens.
-        cache: the folder of prepared corpora, which has the text of a run.
+        folder: the folder of a finished run, or of a causal language model in Hugging Face format.
+        text: for a model only: a file, or a folder of text files.
+        batches: the number of gradients.
+        batch_size: the number of sequences in a batch. They are as long as in the run's training
+            or, for a model, as long as it allows, but at most 1024 tokens.
+        cache: the folder of prepared corpora, which contains a run's text.
 
     Raises:
-        UsageError: a text for a run, or none for a model; a model that is not causal; as
-            :func:`measure_theory`.
+        UsageError: a text is given for a run, or none for a model; the model is not causal; or for
+            the reasons given in :func:`measure_theory`.
     """
     tokens: Tokens | NDArray[Any]
     if is_run(folder):
@@ -135,17 +135,17 @@ def measure_theory(
     betas: tuple[float, float] = PAPER_BETAS,
     eps: float = PAPER_EPS,
 ) -> Theory:
-    """Take the gradients of some batches at fixed weights, and the updates that optimizers make.
+    """Measure gradients of some batches at fixed weights, and the updates of several optimizers.
 
-    torch's own SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, are run on
-    the same gradients. Only their last update is examined, when the moments are averages over many
-    batches. A tied matrix is untied in memory, which separates the two sides of its gradient.
+    torch's SGD (with momentum) and AdamW (without weight decay), and CoupledAdamW, are run on the
+    same gradients. Only their last update is examined, since by then the moments are averages over
+    many batches. A tied matrix is untied in memory, which separates the two sides of its gradient.
 
     Args:
         model: a causal language model; its weights do not change, but are untied afterwards.
-        batches: token ids, [sequences, length + 1] each.
-        betas: of AdamW and Coupled Adam; the first is SGD's momentum, too.
-        eps: of AdamW and Coupled Adam.
+        batches: batches of token ids, [sequences, length + 1] each.
+        betas: the betas of AdamW and Coupled Adam; the first is also SGD's momentum.
+        eps: the eps of AdamW and Coupled Adam.
 
     Raises:
         UsageError: there are no batches, or a gradient is not finite.
@@ -181,7 +181,7 @@ def measure_theory(
 
 
 class _Stream:
-    """A stream of gradients of one matrix, and what each optimizer makes of it."""
+    """A stream of gradients of one matrix, and the updates that each optimizer computes from it."""
 
     def __init__(
         self, weight: Tensor, betas: tuple[float, float], eps: float, keep_input: bool
@@ -201,18 +201,18 @@ class _Stream:
 
     @torch.no_grad()
     def step(self, gradient: Tensor, input_gradient: Tensor) -> None:
-        """The next gradient, and the part of it that is the input side's."""
+        """Take the next gradient, and the part of it that comes from the input side."""
         self.total += gradient
         if self.input_average is not None:
             self.input_average.lerp_(input_gradient, 1 - self.betas[0])
         for name, parameter in self.parameters.items():
-            parameter.zero_()  # what it holds after the step is the update
+            parameter.zero_()  # so that it equals the update after the step
             parameter.grad = gradient
             self.optimizers[name].step()
 
     @property
     def updates(self) -> dict[str, Tensor]:
-        """The last update [V, H] by each optimizer."""
+        """The last update [V, H] of each optimizer."""
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def sums(self, mean: Tensor, batches: int, both: bool) -> Sums:
@@ -235,8 +235,8 @@ class _Stream:
         )
 
     def _denominator(self, name: str, batches: int) -> Tensor | float:
-        """What an optimizer divides the average gradient by, at a learning rate of one."""
-        if name == "SGD":  # whose momentum is a sum, not an average
+        """The divisor of the average gradient in an optimizer's update, at learning rate one."""
+        if name == "SGD":  # its momentum is a sum, not an average
             return 1 - self.betas[0]
         state = self.optimizers[name].state[self.parameters[name]]
         v_hat: Tensor = state["exp_avg_sq"].double() / (1 - self.betas[1] ** batches)

@@ -1,1 +1,1 @@
-"""Finished runs -> statistics, tables, pictures, one page."""
+"""Reports of finished runs: statistics, tables, figures and one page."""

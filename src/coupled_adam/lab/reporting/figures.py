@@ -1,4 +1,4 @@
-"""Which pictures a report has: all that its runs have the data for."""
+"""The choice of a report's pictures: all those for which its runs have the data."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ from coupled_adam.lab.reporting.toy_example import draw_toy_example
 from coupled_adam.rendering.pictures import Picture, single
 
 Draw = tuple[Callable[[Axes], None], str]
-"""What draws a picture, and its caption."""
+"""A function that draws a picture into axes, and the picture's caption."""
 
 
 def draw_all(runs: Sequence[Run]) -> list[Picture]:
-    """Every picture for which the runs have the data; those of single experiments come first."""
+    """Draw every picture for which the runs have the data, those of single experiments first."""
     drawn = []
     experiments = list(dict.fromkeys(run.experiment for run in runs))
     for number, experiment in enumerate(experiments, 1):
         mine = [run for run in runs if run.experiment == experiment]
-        name = mine[0].recipe.name  # which is fit for a folder, and has no ~
+        name = mine[0].recipe.name  # a valid name for a folder, without ~
         folder = f"figures/{name}" if experiment == name else f"figures/{name}~{number}"
         figure, captions = _overview(mine)
         file = "overview.png" if len(experiments) == 1 else f"{folder}/overview.png"
@@ -47,12 +47,12 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
 
 
 def _first_seeds(runs: Sequence[Run]) -> list[Run]:
-    """A run for each arm: pictures of single models show the first seed, curves show all."""
+    """The run with the lowest seed of each arm, for the pictures that show single models."""
     return [run for run in runs if run.seed == min(r.seed for r in runs if r.arm == run.arm)]
 
 
 def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
-    """The four pictures of an experiment that show the most, and what they show."""
+    """The four most informative pictures of an experiment as one figure, and its caption."""
     colors = arm_colors(runs)
     first = _first_seeds(runs)
     pair = [run for run in first if run.arm in ("adamw", "coupled_adam")] or first[:2]
@@ -84,7 +84,7 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
 
 
 def _details(runs: Sequence[Run]) -> dict[str, Draw]:
-    """The other pictures of an experiment, by the names of their files."""
+    """The other pictures of an experiment, by file name."""
     colors = arm_colors(runs)
     first = _first_seeds(runs)
     more: dict[str, Draw] = {
@@ -178,9 +178,10 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
 def _sweep(
     runs: Sequence[Run], optimizer: str, option: str, number: Callable[[float], float]
 ) -> dict[float, list[Run]]:
-    """Runs by the number that is swept, in order; Coupled Adam itself has the scale 1.
+    """Runs by the value of the option that is swept, in order; unscaled Coupled Adam has scale 1.
 
-    Runs in which another option differs, too, form sweeps of their own; the widest is returned.
+    Runs that also differ in another option form separate sweeps; the sweep with the most values is
+    returned.
     """
     found: dict[str, dict[float, list[Run]]] = {}
     for run in runs:

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else."""
+"""A report as a single, self-contained HTML page."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ def render(
     columns: Sequence[Column],
     pictures: Sequence[Picture],
 ) -> str:
-    """The page of a report, with the pictures embedded; all text is escaped."""
+    """Create the page of a report, with embedded pictures; all text is escaped."""
     first = {run.experiment: run for run in reversed(runs)}
     values = {
         "rows": rows,
@@ -42,7 +42,7 @@ def render(
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """What a run ran on; nothing of a file that is not there, or not as we write it."""
+    """The environment of a run; empty if its file is missing or not as training writes it."""
     try:
         found = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
         return {

@@ -1,4 +1,4 @@
-"""Finished runs, each picture drawn into the axes of a matplotlib figure."""
+"""Plots of finished runs; each function draws one picture into matplotlib axes."""
 
 import math
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from coupled_adam.rendering.pictures import (
 
 
 def arm_colors(runs: Sequence[Run]) -> dict[str, str]:
-    """The same two colours for the two main arms everywhere; the others along a scale."""
+    """A color for each arm: fixed ones for the two main arms, a color scale for the others."""
     fixed = {"adamw": ADAMW_COLOR, "coupled_adam": COUPLED_ADAM_COLOR}
     others = [arm for arm in dict.fromkeys(run.arm for run in runs) if arm not in fixed]
     scale = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(len(others), 1)))
@@ -30,12 +30,12 @@ def arm_colors(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
-    """Validation loss, and the training loss behind it, against tokens."""
+    """Plot the validation loss, and in the background the training loss, against tokens."""
     for run in runs:
         color = colors[run.arm]
         ax.plot(*run.curve("train_loss"), color=color, alpha=0.2, linewidth=0.8)
         ax.plot(*run.curve("valid_loss"), color=color, label=_label(run, runs), linewidth=1.2)
-    # Arms that diverge must not squeeze the others: the ends of all curves are visible.
+    # The limits show the ends of all curves, but diverging arms must not compress the others.
     main = [run for run in runs if run.arm in ("adamw", "coupled_adam")] or runs
     highest = [max(run.curve("valid_loss")[1], default=0) for run in main]
     ends = [loss for run in runs for loss in run.curve("valid_loss")[1][-1:]]
@@ -49,7 +49,7 @@ def plot_loss(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
 def plot_drift(
     ax: Axes, runs: Sequence[Run], colors: dict[str, str], metric: str = "mean_norm_ratio"
 ) -> None:
-    """The norm of the mean embedding against tokens, relative or absolute."""
+    """Plot the norm of the mean embedding, relative or absolute, against tokens."""
     for run in runs:
         ax.plot(*run.curve(metric), color=colors[run.arm], label=_label(run, runs))
     relative = metric == "mean_norm_ratio"
@@ -64,21 +64,21 @@ def plot_drift(
 
 
 def plot_projection(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
-    """Each cloud in the plane of its mean and of its largest spread across the mean."""
+    """Plot embeddings in the plane of their mean and of the largest variance orthogonal to it."""
     for run in runs:
         pictures.plot_cloud(ax, run.embeddings(), colors[run.arm], _label(run, runs))
     pictures.finish_clouds(ax)
 
 
 def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
-    """Norms of the embeddings against how often their tokens occur in the training text."""
+    """Plot the norms of the embeddings against the tokens' frequencies in the training text."""
     for run in runs:
         norms, label = row_norms(run.embeddings()), _label(run, runs)
         pictures.plot_norms(ax, norms, run.probabilities(), colors[run.arm], label)
 
 
 def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
-    """The singular values relative to the largest."""
+    """Plot the singular values relative to the largest one."""
     for run in runs:
         values = np.array(run.value(("embeddings", "singular_values")))
         pictures.plot_spectrum(ax, values, colors[run.arm], run.label)
@@ -86,7 +86,7 @@ def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
 
 
 def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
-    """A and R^2 of the least-squares fit y = A x, through the origin; NaN where all y are one."""
+    """A and R^2 of the least-squares fit y = A x; R^2 is NaN if all y are equal."""
     a = float(x @ y / (x @ x))
     residual = float(((y - a * x) ** 2).sum())
     variation = float(((y - y.mean()) ** 2).sum())
@@ -94,7 +94,7 @@ def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
 
 
 def plot_second_moment(ax: Axes, run: Run) -> None:
-    """AdamW's second moment of each token against its unigram probability."""
+    """Plot AdamW's second moment of each token against the token's unigram probability."""
     moments = run.second_moments()
     moment, probability = moments[max(moments)], run.probabilities()
     seen = probability > 0
@@ -113,7 +113,7 @@ def plot_second_moment(ax: Axes, run: Run) -> None:
 
 
 def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
-    """A of the fit at each evaluation, for each number of parameters."""
+    """Plot the fitted A at each evaluation, for each number of parameters."""
     sizes = sorted({run.parameters for run in runs})
     scale = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(sizes)))
     for run in runs:
@@ -136,7 +136,7 @@ def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xlabel: str) -> None:
-    """The test loss against what is swept, mean and range over seeds, and AdamW's."""
+    """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
     losses = [[run.evaluation["test_loss"] for run in sweep[x]] for x in sweep]
     means = np.array([np.mean(values) for values in losses])
     ranges = np.array(
@@ -158,7 +158,7 @@ def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xla
 
 
 def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) -> None:
-    """Isotropy, relative mean norm and the correlation with frequency against what is swept."""
+    """Plot isotropy, relative mean norm and correlation with frequency against the swept option."""
     measures = {
         "isotropy": ("Iso", "#009e73"),
         "mean_norm_ratio": ("‖μ‖ʳ", "#cc79a7"),
@@ -176,7 +176,7 @@ def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) ->
 
 
 def plot_against_tokens(ax: Axes, runs: Sequence[Run], path: tuple[str, ...], ylabel: str) -> None:
-    """A number against D, for each N and arm: mean over seeds, with their range."""
+    """Plot a result against D for each N and arm, as mean and range over seeds."""
     markers = "osD^vP*"
     colors = arm_colors(runs)
     sizes = sorted({run.parameters for run in runs})
@@ -207,7 +207,7 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], path: tuple[str, ...], yl
 
 
 def plot_map(ax: Axes, runs: Sequence[Run]) -> None:
-    """Where the experiments lie in the plane of tokens and parameters."""
+    """Plot each experiment at its number of tokens and of parameters."""
     points = sorted({(run.recipe.tokens, run.parameters) for run in runs})
     tokens, parameters = np.array(points, dtype=float).T
     line = np.array([tokens.min() / 2, tokens.max() * 2])
@@ -224,5 +224,5 @@ def plot_map(ax: Axes, runs: Sequence[Run]) -> None:
 
 
 def _label(run: Run, runs: Sequence[Run]) -> str | None:
-    """The arm's label, once in a legend."""
+    """The arm's label for the arm's first run, and None for others: once in a legend."""
     return run.label if run is next(r for r in runs if r.arm == run.arm) else None

@@ -1,4 +1,4 @@
-"""Finished runs -> tables, pictures and one page, in ``report/``; it can always be made again."""
+"""Write the report of finished runs: tables, pictures and one page."""
 
 import json
 import os
@@ -24,15 +24,16 @@ from coupled_adam.lab.reporting.tables import (
 
 
 def report(folders: Sequence[Path], out: Path) -> Table:
-    """Write the report of all finished runs in some folders; return the table for the terminal.
+    """Write a report of all finished runs in some folders, and return the table for the terminal.
 
-    ``index.html`` holds everything, for a browser. Beside it ``table.md``, ``table.tex``,
-    ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (every number of every
-    run), ``overview.png`` and ``figures/``. A dash stands for what was not run. If ``out`` is a
-    report, it is replaced as a whole when the new one is complete; anything else is never replaced.
+    ``index.html`` contains everything, for a browser. The other files are ``table.md``,
+    ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
+    results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
+    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete;
+    anything else is never replaced.
 
     Raises:
-        UsageError: there is no finished run, a run is damaged, or ``out`` holds something else.
+        UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
     """
     if out.exists() and not _is_report(out):
         raise UsageError(
@@ -47,7 +48,7 @@ def report(folders: Sequence[Path], out: Path) -> Table:
         )
     rows = table_rows(runs)
     columns = shown_columns(rows)
-    out = out.resolve()  # a link goes on leading to the report
+    out = out.resolve()  # so that a symbolic link stays one
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
@@ -79,7 +80,7 @@ def report(folders: Sequence[Path], out: Path) -> Table:
 
 
 def _write(path: Path, text: str) -> None:
-    # Names of folders, and JSON, can hold bytes and halves of pairs that UTF-8 cannot.
+    # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
     path.write_text(text, encoding="utf-8", errors="replace")
 
 
@@ -96,5 +97,5 @@ _FILES = {
 
 
 def _is_report(folder: Path) -> bool:
-    """Whether a folder is empty or holds what this module writes, and nothing else."""
+    """Whether a folder is empty or contains only files that this module writes."""
     return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES

@@ -1,4 +1,4 @@
-"""Finished run folders, as objects."""
+"""Read the folders of finished runs."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from coupled_adam.lab.recipe import Recipe, parse_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
-_NUMBERS = (  # of an evaluation, where it has them
+_NUMBERS = (  # the numbers of an evaluation, if it has them
     ("test_loss",),
     ("lm_eval", "accuracy"),
     ("word_similarity", "mean"),
@@ -28,15 +28,15 @@ _NUMBERS = (  # of an evaluation, where it has them
     ("embeddings", "condition"),
     ("embeddings", "norm_frequency_correlation"),
 )
-_LARGEST = 1e100  # of all numbers: its square is a float, too
+_LARGEST = 1e100  # the limit of all numbers; its square is still a float
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A finished run folder. Its arrays are read when they are asked for.
+    """The folder of a finished run. Its arrays are read only when they are needed.
 
-    ``experiment`` is the name of the experiment that it belongs to: the runs it may be compared
-    with, whose recipes differ at most in name, arms and seeds.
+    ``experiment`` is the name of the experiment that the run belongs to. Runs of one experiment may
+    be compared; their recipes differ only in name, arms and seeds.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def setup(self) -> str:
-        """The arm's optimizer and options: equal for the same arm under another name."""
+        """The arm's optimizer and options, which are equal for the same arm under another name."""
         return repr(self.recipe.arm(self.arm))
 
     @property
@@ -64,19 +64,19 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        """N."""
+        """N, the number of parameters."""
         number: int = self.evaluation["parameters"]
         return number
 
     def value(self, path: Sequence[str]) -> Any:
-        """A result of the evaluation, mostly a number; None where it was not measured."""
+        """A result of the evaluation, usually a number; None if it was not measured."""
         found: Any = self.evaluation
         for key in path:
             found = found.get(key) if isinstance(found, dict) else None
         return found
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
-        """Tokens seen, and the metric there, where it is finite."""
+        """The numbers of training tokens, and the metric at each of them, where it is finite."""
         points = [
             (line["step"], line[metric])
             for line in self.metrics
@@ -86,15 +86,15 @@ class Run:
 
     @property
     def has_model(self) -> bool:
-        """Whether its model and counts still exist: some users delete them to save space."""
+        """Whether model and counts still exist; some users delete them to save space."""
         files = ("model/model.safetensors", "unigram_counts.npy")
         return all((self.folder / file).exists() for file in files)
 
     def embeddings(self) -> NDArray[np.float64]:
-        """The output embeddings [V, H] of its model.
+        """The output embeddings [V, H] of the run's model.
 
         Raises:
-            UsageError: the file is damaged, or belongs to another model.
+            UsageError: the file is damaged or belongs to another model.
         """
         model = self.recipe.model
         path = self.folder / "model" / "model.safetensors"
@@ -109,7 +109,7 @@ class Run:
         return _checked(path, read, (model.vocab_size, model.n_embd))
 
     def probabilities(self) -> NDArray[np.float64]:
-        """The unigram probabilities of the training tokens, [V]; raises as :meth:`embeddings`."""
+        """The unigram probabilities [V] of the training text; raises like :meth:`embeddings`."""
         counts = self._of_tokens(self.folder / "unigram_counts.npy")
         if not counts.any():
             raise UsageError(f"{self.folder} is damaged (no token was ever seen): move it away")
@@ -117,9 +117,9 @@ class Run:
         return probabilities
 
     def second_moments(self) -> dict[int, NDArray[np.float64]]:
-        """Tokens seen, and AdamW's second moment of each row, averaged over H, [V].
+        """AdamW's second moments [V], averaged over H, by the number of training tokens.
 
-        Raises as :meth:`embeddings`.
+        Raises the same errors as :meth:`embeddings`.
         """
         paths = (self.folder / "second_moments").glob("step-*.npy")
         steps = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
@@ -129,7 +129,7 @@ class Run:
         }
 
     def _of_tokens(self, path: Path) -> NDArray[np.float64]:
-        """Numbers [V], from 0."""
+        """Read an array [V] of numbers that are at least 0."""
         values = _checked(path, lambda: read_array(path), (self.recipe.model.vocab_size,))
         if values.min() < 0:
             raise UsageError(f"{path} is damaged (numbers below 0): move it away")
@@ -137,10 +137,10 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
-    """The finished runs below some folders, in the table's order, and why others are left out.
+    """Find the finished runs below some folders, in the table's order, and why others are left out.
 
     Raises:
-        UsageError: a file of a run cannot be understood.
+        UsageError: a file of a run is damaged.
     """
     runs, left_out = [], {}
     configs = {path.resolve(): path for folder in folders for path in folder.rglob("config.yaml")}
@@ -151,7 +151,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
             if not isinstance(config, dict) or not {"arm", "seed", "recipe"} <= config.keys():
                 continue
             evaluation = _json(folder / "evaluation.json")
-            # Its parts are written one after the other; these two come first.
+            # The parts of an evaluation are written one after the other; these two come first.
             if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
@@ -169,13 +169,13 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
     kept: dict[tuple[str, str, int], Run] = {}
     for run in runs:
         first = kept.setdefault((run.experiment, run.setup, run.seed), run)
-        if first is not run:  # counted twice, it would feign a smaller p
+        if first is not run:  # counting a run twice would make p too small
             left_out[run.folder] = f"the same arm and seed as {first.folder}"
     return list(kept.values()), left_out
 
 
 def _json(path: Path) -> list[Any]:
-    """The objects in a file: one, or one for each line; none if there is no file."""
+    """The objects in a JSON or JSON Lines file; an empty list if there is no file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
@@ -189,7 +189,7 @@ def _json(path: Path) -> list[Any]:
 
 
 def _check(run: Run) -> None:
-    """Raise ValueError where a run is not what training and evaluation write."""
+    """Raise ValueError if a run is not as training and evaluation write it."""
     if run.arm not in [*run.recipe.arms] or run.seed not in run.recipe.seeds:
         raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
     if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
@@ -216,7 +216,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number; NaN and infinity are numbers, of runs that diverged."""
+    """Whether a value is a number, including NaN and infinity, which diverged runs contain."""
     if type(value) is int:
         return abs(value) <= _LARGEST
     return type(value) is float and (not math.isfinite(value) or abs(value) <= _LARGEST)
@@ -225,10 +225,10 @@ def _is_number(value: Any) -> bool:
 def _checked(
     path: Path, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Finite numbers of that shape.
+    """Read finite numbers of the given shape.
 
     Raises:
-        UsageError: the file holds others, or cannot be read.
+        UsageError: the file has other contents or cannot be read.
     """
     try:
         values = read()
@@ -242,7 +242,7 @@ def _checked(
 
 
 def _name_experiments(runs: Sequence[Run]) -> list[Run]:
-    """With ``experiment``: the recipe's name, and what sets it apart from others of that name."""
+    """Set ``experiment``: the recipe's name, and the settings that differ under the same name."""
     settings: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
     keys = []
@@ -256,7 +256,7 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
         key = json.dumps(flat, sort_keys=True)
         keys.append(key)
         settings[key] = flat
-        # 124M-20B-scaled and 124M-20B are one experiment, by the shorter name.
+        # 124M-20B-scaled and 124M-20B are one experiment, with the shorter name.
         names[key] = min(names.get(key, recipe["name"]), recipe["name"], key=lambda n: (len(n), n))
     full = {}
     for key, name in names.items():
@@ -271,17 +271,17 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
 
 
 def _place(run: Run) -> tuple[Any, ...]:
-    """The sort key: size, experiment, AdamW before Coupled Adam, the plain arm before its sweep."""
+    """The sort key: size, experiment, AdamW before Coupled Adam, a plain arm before its sweep."""
     options = run.recipe.arms[run.arm]
     kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
-    scale = float(options.get("second_moment_scale", 1))  # 1e-3 is text in YAML
+    scale = float(options.get("second_moment_scale", 1))  # YAML reads 1e-3 as text
     swept = -np.log2(scale) if scale != 1 else -np.inf, float(options.get("lr_factor", 0))
     size = run.parameters, run.recipe.tokens, run.experiment
     return size, kind, swept, run.setup, run.seed
 
 
 def short(number: float) -> str:
-    """123456789 -> 123M, three digits."""
+    """Abbreviate a number to three digits: 123456789 becomes 123M."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{float(f'{number / size:.3g}'):g}{unit}"

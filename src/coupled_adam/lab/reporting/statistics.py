@@ -1,4 +1,4 @@
-"""Numbers over seeds."""
+"""Statistics over seeds."""
 
 import math
 from collections.abc import Sequence
@@ -8,13 +8,13 @@ import numpy as np
 from scipy import stats
 
 SIGNIFICANCE = 0.05
-"""Below this p a difference is called significant: the 95 % of App. F."""
+"""A difference is called significant if p is below this value, the 95 % level of App. F."""
 
 
 def sample_deviation(values: Sequence[float]) -> float | None:
-    """The standard deviation with n - 1; None for fewer than two values.
+    """The sample standard deviation, which divides by n - 1; None for fewer than two values.
 
-    It is exactly 0 where the values differ by no more than the rounding of float64.
+    It is exactly 0 if the values differ by no more than float64 rounding.
     """
     if len(values) < 2:
         return None
@@ -24,10 +24,10 @@ def sample_deviation(values: Sequence[float]) -> float | None:
 
 
 def shorthand(values: Sequence[float], digits: int = 3) -> str:
-    """Mean and sample standard deviation as ``0.123 (4)``, which is 0.123 +- 0.004 (App. F).
+    """Format mean and sample standard deviation: ``0.123 (4)`` is 0.123 +- 0.004 (App. F).
 
-    A single value has no deviation: it is written alone, with ``digits`` decimals, as are values
-    that are all equal. Without values, or where one is not finite, the result is a dash.
+    A single value, which has no deviation, is written with ``digits`` decimals, and so are values
+    that are all equal. The result is a dash if there are no values or if one is not finite.
     """
     if not values or not all(map(math.isfinite, values)):
         return "–"
@@ -35,7 +35,7 @@ def shorthand(values: Sequence[float], digits: int = 3) -> str:
     deviation = sample_deviation(values)
     if not deviation:
         return _fixed(mean, digits)
-    # As text, for rounding may carry: 0.0096 is 0.01, two decimals and not three.
+    # As text, since rounding may carry: 0.0096 becomes 0.01, with two decimals instead of three.
     digit, _, exponent = f"{deviation:.0e}".partition("e")
     if int(exponent) > 0:
         return f"{_fixed(mean, 0)} ({deviation:.0f})"
@@ -49,10 +49,10 @@ def _fixed(number: float, decimals: int) -> str:
 def one_sided_t_test(
     values: Sequence[float], baseline: Sequence[float], better: Literal["lower", "higher"]
 ) -> float | None:
-    """Student's p that ``values`` are better than ``baseline`` by chance alone (App. F).
+    """The p-value of Student's one-sided t-test that ``values`` are better (App. F).
 
-    Equal variances are assumed, as Student did. Returns None with fewer than two values on either
-    side, or where one is not finite: there is no test to make.
+    The test assumes equal variances. It is not possible, and the result is None, if either side has
+    fewer than two values or if a value is not finite.
     """
     if not all(map(math.isfinite, (*values, *baseline))):
         return None
@@ -60,10 +60,10 @@ def one_sided_t_test(
     if deviations[0] is None or deviations[1] is None:
         return None
     means = float(np.mean(values)), float(np.mean(baseline))
-    if deviations == (0, 0):  # no variance: the difference is exact
+    if deviations == (0, 0):  # without variance the difference is exact
         difference = means[0] - means[1] if better == "higher" else means[1] - means[0]
         return 0.0 if difference > 1e-12 * max(map(abs, means)) else 1.0
-    # From the moments: ttest_ind takes its own, and warns where one side has no variance.
+    # From the moments, since ttest_ind computes its own and warns if a side has no variance.
     result = stats.ttest_ind_from_stats(
         mean1=means[0],
         std1=deviations[0],

@@ -1,4 +1,4 @@
-"""Runs -> the table of results: terminal, Markdown, LaTeX, CSV."""
+"""The table of results for the terminal and in Markdown, LaTeX and CSV."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ from coupled_adam.rendering.tables import csv_text, terminal_table
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """A column of the table: where its number is in ``evaluation.json``, and how it is shown."""
+    """A column of the table: the path of its number in ``evaluation.json``, and its format."""
 
     key: str
     header: str
@@ -69,12 +69,12 @@ COLUMNS = (
     ),
     Column("condition", "κ ↑", r"$\kappa$ $\uparrow$", ("embeddings", "condition"), 2, "higher"),
 )
-"""In the order of the paper's Table 1; accuracy and word similarity are shown where measured."""
+"""In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A metric of an arm, over its seeds; ``p`` compares with the baseline where a test is made."""
+    """A metric of an arm over its seeds; ``p`` is that of the test against the baseline, if any."""
 
     values: list[float]
     text: str
@@ -84,7 +84,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """An arm of an experiment: a row of the table."""
+    """A row of the table, which shows one arm of an experiment."""
 
     experiment: str
     tokens: int
@@ -97,10 +97,10 @@ class Row:
 
 
 def table_rows(runs: Sequence[Run]) -> list[Row]:
-    """A row for each experiment and arm, the significantly better value of each pair in bold.
+    """Create a row for each arm of each experiment, with significantly better values in bold.
 
     Each arm is compared with plain AdamW of the same experiment by a one-sided Student t-test at
-    95 % (App. F). AdamW is bold if there is only one other arm, and that is significantly worse.
+    95 % (App. F). AdamW is bold if there is only one other arm and that arm is significantly worse.
     """
     experiments: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
@@ -114,7 +114,7 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
             if arm is baseline:
                 against = others[0] if len(others) == 1 else None
             cells = {column.key: _cell(column, arm, against) for column in COLUMNS}
-            if arm is baseline:  # its p would be for the reader the one of the other row
+            if arm is baseline:  # readers would take its p for that of the other row
                 cells = {key: dataclasses.replace(cell, p=None) for key, cell in cells.items()}
             first = arm[0]
             rows.append(
@@ -145,7 +145,7 @@ def _values(column: Column, runs: list[Run]) -> list[float]:
 
 
 def shown_columns(rows: Sequence[Row]) -> list[Column]:
-    """All columns, without accuracy and word similarity where no run has them."""
+    """The columns to show: all except accuracy and word similarity if no run has these."""
     optional = ("accuracy", "word_similarity")
     return [
         column
@@ -155,7 +155,7 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
 
 
 def footnotes(rows: Sequence[Row]) -> list[str]:
-    """What readers of the table must know about its statistics."""
+    """The notes below the table, which explain its statistics."""
     counts = {len(row.seeds) for row in rows}
     notes = []
     if max(counts) > 1:
@@ -176,7 +176,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table in Markdown."""
+    """Format the table in Markdown."""
     header = ["D", "N", "Optimizer", *(column.header for column in columns)]
     lines = [header, ["---:", "---:", "---", *("---:" for _ in columns)]]
     for row in rows:
@@ -190,7 +190,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """The table in LaTeX, for the package booktabs."""
+    """Format the table in LaTeX, for the package booktabs."""
     header = ["$D$", "$N$", "Optimizer", *(column.latex for column in columns)]
     lines = [
         "\\begin{tabular}{rrl" + "r" * len(columns) + "}",
@@ -223,7 +223,7 @@ def _latex_cell(cell: Cell) -> str:
 
 
 def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A line for each arm: mean, standard deviation, number of seeds and p of each metric."""
+    """Write a line for each arm: mean, standard deviation, number of seeds and p of each metric."""
     statistics = ("mean", "std", "n", "p")
     header = ["experiment", "tokens", "parameters", "arm"]
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
@@ -239,7 +239,7 @@ def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
 
 
 def runs_csv(runs: Sequence[Run]) -> str:
-    """A line for each run, in full precision."""
+    """Write a line for each run, in full precision."""
     header = [
         "experiment",
         "arm",
@@ -259,8 +259,8 @@ def runs_csv(runs: Sequence[Run]) -> str:
 
 
 def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """The table for the terminal."""
-    # One size's D and N go into the title, so that the rest fits into 80 characters.
+    """Create the table for the terminal."""
+    # If all rows have the same D and N, the title shows them, so that the rest fits 80 characters.
     first = rows[0]
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
     names = ", ".join(dict.fromkeys(row.experiment for row in rows))

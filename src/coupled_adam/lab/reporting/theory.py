@@ -1,4 +1,4 @@
-"""What was measured of the paper's argument, as a table, a picture and a page."""
+"""Show measurements of the paper's argument as a table, a picture and a page."""
 
 from matplotlib.figure import Figure
 from rich.table import Table
@@ -23,7 +23,7 @@ _SIDES: dict[Side, str] = {
 
 
 def theory_rows(theory: Theory) -> list[tuple[str, list[str]]]:
-    """For the terminal and the page: label, and the numbers for gradient and optimizers."""
+    """Rows for the terminal and the page: a label, and the numbers for gradient and optimizers."""
     rows = []
     for side, sums in theory.sums.items():
         values = [sums.gradient, *sums.updates.values()]
@@ -38,7 +38,7 @@ def theory_rows(theory: Theory) -> list[tuple[str, list[str]]]:
 
 
 def theory_table(theory: Theory, name: str) -> Table:
-    """For the terminal."""
+    """Create the table for the terminal."""
     table = terminal_table(
         title=f"{name}: {theory.batches} gradients at fixed weights",
         caption="‖sum of the rows‖ / sum of their norms: 0, they cancel; 1, all point one way.",
@@ -51,7 +51,7 @@ def theory_table(theory: Theory, name: str) -> Table:
 
 
 def theory_page(theory: Theory, name: str) -> str:
-    """The table and the picture as one page of HTML."""
+    """Create an HTML page with the table and the picture."""
     title = f"{name}: what sums to zero over the vocabulary"
     columns = ["gradient", *OPTIMIZERS]
     rows = [(label, "", values) for label, values in theory_rows(theory)]
@@ -59,7 +59,7 @@ def theory_page(theory: Theory, name: str) -> str:
 
 
 def theory_picture(theory: Theory) -> Picture:
-    """Each optimizer's last update of every row, as a cloud: where its mean is, and the origin."""
+    """Draw each optimizer's last updates of all rows as a cloud, with their mean and the origin."""
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     for ax, (name, update) in zip(figure.subplots(1, 3), theory.updates.items()):
         scaled = update / update.norm(dim=1).mean()
@@ -67,7 +67,7 @@ def theory_picture(theory: Theory) -> Picture:
         pictures.finish_clouds(ax)
         side = theory.sums["both" if theory.tied else "output"]
         ax.set_title(f"{name}: sum {side.updates[name]:.1e}")
-        # The updates of a few frequent tokens are many times the mean, and would hide the others.
+        # The updates of a few frequent tokens are much larger and would compress all others.
         limits = {"xlim": (-4, 4), "ylim": (-3, 3)}
         ax.set(xlabel="along the mean update", adjustable="box", **limits)
     return Picture(

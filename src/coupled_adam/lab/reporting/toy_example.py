@@ -1,4 +1,4 @@
-"""The effect in small, as in the paper's Fig. 1: three embeddings, one update by each optimizer."""
+"""A toy example, as in the paper's Fig. 1: one update of three embeddings by each optimizer."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ TOY_EMBEDDINGS = ((-0.5, 0.9), (1.4, -0.3), (-0.1, -0.7))
 
 
 def toy_updates() -> dict[str, Array]:
-    """The first update of three embeddings in the plane by three optimizers, [3, 2] each.
+    """The first updates, [3, 2] each, of three embeddings in the plane by three optimizers.
 
-    The head's gradient for hidden state h and true token 0 is -(delta_i0 - p_i) h, which sums to
-    zero over the tokens.
+    For hidden state h and true token 0, the head's gradient of row i is -(delta_i0 - p_i) h; these
+    gradients sum to zero over the tokens i.
     """
     hidden = torch.tensor([1.0, 0.5], dtype=torch.float64)
     start = torch.tensor(TOY_EMBEDDINGS, dtype=torch.float64)
@@ -36,7 +36,7 @@ def toy_updates() -> dict[str, Array]:
 
 
 def draw_toy_example() -> Picture:
-    """The updates as arrows from the embeddings, and their sum from the origin."""
+    """Draw the updates as arrows at the embeddings, and their sum as an arrow at the origin."""
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     start = np.array(TOY_EMBEDDINGS)
     for ax, (name, updates) in zip(figure.subplots(1, 3, sharey=True), toy_updates().items()):
@@ -47,7 +47,7 @@ def draw_toy_example() -> Picture:
         for i, point in enumerate(start, 1):
             ax.annotate(f"e{'₀₁₂₃'[i]}", point, xytext=(-4, 8), textcoords="offset points")
         ax.quiver(*start.T, *updates.T, color=COUPLED_ADAM_COLOR, **arrows)
-        total = updates.sum(0).round(9) + 0.0  # and no minus before a zero
+        total = updates.sum(0).round(9) + 0.0  # + 0.0: no minus sign before a zero
         if np.linalg.norm(total) > 1e-6:
             ax.quiver(0, 0, *total, color="#d00000", **arrows)
         ax.plot(0, 0, "+", color="black", markersize=14)

@@ -1,9 +1,9 @@
-"""What is compared: optimizers for the token embeddings.
+"""The arms of a comparison: optimizers for the token embeddings.
 
 In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
 a small class whose fields are its options in a recipe; to add one, write the class and add it to
-:data:`OPTIMIZERS`. torch is imported only when an optimizer is made: recipes are checked and listed
-without it.
+:data:`OPTIMIZERS`. torch is imported only when an optimizer is created, since listing and checking
+recipes does not need it.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class Arm(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in tables and figures."""
+        """The arm's name in tables and figures."""
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Its optimizer, for the trainable parameters of a model."""
+        """Create the arm's optimizer for the trainable parameters of a model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,11 @@ class AdamWArm:
 
     @property
     def label(self) -> str:
-        """AdamW, and the options that are not the default."""
+        """AdamW, followed by the options that differ from their defaults."""
         return ", ".join(["AdamW", *_embedding_options(self)])
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """torch's AdamW on the groups of :func:`coupled_adam.param_groups`."""
+        """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
         from coupled_adam import param_groups
@@ -71,8 +71,8 @@ class CoupledAdamArm:
     """Coupled Adam for the token embeddings.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
-    couple: which of an untied model's two embedding matrices are coupled.
-    lr_factor: the learning rate of what is coupled, relative to that of all other parameters.
+    couple: which of the two embedding matrices of an untied model are coupled.
+    lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings.
     """
 
@@ -89,7 +89,7 @@ class CoupledAdamArm:
 
     @property
     def label(self) -> str:
-        """Coupled Adam, and the options that are not the default."""
+        """Coupled Adam, followed by the options that differ from their defaults."""
         parts = ["Coupled Adam"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
@@ -98,7 +98,7 @@ class CoupledAdamArm:
         return ", ".join([*parts, *_embedding_options(self)])
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """CoupledAdamW on the groups of :func:`coupled_adam.param_groups`."""
+        """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW, param_groups
 
         groups = param_groups(
@@ -137,7 +137,7 @@ def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
 class SGDArm:
     """SGD with momentum for the token embeddings (Algorithm 2).
 
-    lr_factor: their learning rate, relative to that of all other parameters.
+    lr_factor: the learning rate of the token embeddings, relative to that of other parameters.
     momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
     """
 
@@ -159,11 +159,11 @@ class SGDArm:
 
     @property
     def label(self) -> str:
-        """SGD, and its ``lr_factor`` f."""
+        """SGD, followed by its ``lr_factor`` f."""
         return f"SGD, f = {self.lr_factor:g}"
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """AdamW, with SGD for the group of the token embeddings."""
+        """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam import param_groups
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
@@ -184,4 +184,4 @@ OPTIMIZERS: dict[str, type[Arm]] = {
     "coupled_adam": CoupledAdamArm,
     "sgd": SGDArm,
 }
-"""The values of an arm's ``optimizer`` in a recipe."""
+"""The arms' classes, by the value of ``optimizer`` in a recipe."""

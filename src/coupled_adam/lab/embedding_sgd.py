@@ -1,4 +1,4 @@
-"""SGD for the embeddings, and AdamW for all other parameters, as one optimizer."""
+"""A single optimizer that uses SGD for the embeddings and AdamW for all other parameters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +9,15 @@ from torch.optim.sgd import sgd
 
 
 class EmbeddingSGD(torch.optim.AdamW):
-    """AdamW whose param groups with an option ``sgd`` are updated by SGD instead.
+    """AdamW, except that param groups with the option ``sgd`` are updated by SGD.
 
-    ``sgd`` holds the momentum, dampening and nesterov of :class:`torch.optim.SGD`; the group's
-    ``lr`` and ``weight_decay`` are those of SGD. It is a single optimizer, so that one schedule and
-    one checkpoint serve both.
+    ``sgd`` contains the options momentum, dampening and nesterov of :class:`torch.optim.SGD`; SGD
+    also uses the group's ``lr`` and ``weight_decay``. Since this is a single optimizer, it needs
+    only one schedule and one checkpoint.
     """
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of AdamW and one of SGD."""
+        """Make one step, by AdamW or SGD depending on the param group."""
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if "sgd" not in group]
@@ -45,6 +45,6 @@ class EmbeddingSGD(torch.optim.AdamW):
         )
         for p, buffer in zip(params, buffers):
             state = self.state[p]
-            state["step"] = state.get("step", torch.tensor(0.0)) + 1  # Adam's loading expects it
+            state["step"] = state.get("step", torch.tensor(0.0)) + 1  # AdamW's loading expects it
             if buffer is not None:
                 state["momentum_buffer"] = buffer

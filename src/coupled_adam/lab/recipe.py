@@ -1,7 +1,8 @@
-"""What to run: a recipe, typed and validated, from YAML.
+"""Recipes: typed and validated descriptions, in YAML, of what to run.
 
-A file that says ``extends: NAME`` needs to give only what differs from that recipe; values given as
-``key=value`` on the command line are applied last. The arms of a file replace all inherited arms.
+A file with ``extends: NAME`` needs to contain only the values that differ from that recipe. Values
+given as ``key=value`` on the command line are applied last. If a file has arms, they replace all
+inherited arms.
 """
 
 import dataclasses
@@ -20,13 +21,13 @@ from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
 from coupled_adam.lab.sections import Model, Training, require, require_counts
 from coupled_adam.text.source import Data
 
-_parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # to make one takes a while
+_parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # creating one is slow
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: what all its runs share (model, data, training), the arms and the seeds."""
+    """A comparison: the model, data and training that all runs share, the arms, and the seeds."""
 
     name: str
     model: Model
@@ -48,7 +49,7 @@ class Recipe:
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
         require(bool(self.arms), "arms must name at least one arm")
-        _check_arms(self.arms, "recipe")  # jsonargparse makes a list of the text "[]"
+        _check_arms(self.arms, "recipe")  # jsonargparse converts the text "[]" to a list
         for name in self.arms:
             require(
                 re.fullmatch(r"\w[\w+-]{,49}", name) is not None,
@@ -63,7 +64,7 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """The optimizer steps of one run."""
+        """The number of optimizer steps of one run."""
         if self.training.steps is not None:
             return self.training.steps
         assert self.training.tokens is not None
@@ -71,17 +72,17 @@ class Recipe:
 
     @property
     def tokens_per_step(self) -> int:
-        """The tokens of one batch."""
+        """The number of tokens in one batch."""
         return self.training.batch_size * self.training.sequence_length
 
     @property
     def tokens(self) -> int:
-        """D: the tokens that one run trains on."""
+        """D, the number of tokens that one run is trained on."""
         return self.steps * self.tokens_per_step
 
     @property
     def parameters(self) -> int:
-        """N: the trained parameters of a run's model, a tied matrix once."""
+        """N, the number of trained parameters of a run's model; a tied matrix counts once."""
         model = self.model
         width, layers = model.n_embd, model.n_layer
         inner = model.intermediate_size or 4 * width
@@ -100,12 +101,12 @@ class Recipe:
 
     @property
     def warmup_steps(self) -> int:
-        """The warmup, in steps."""
+        """The number of warmup steps."""
         warmup = self.training.warmup
         return int(warmup) if warmup >= 1 else round(warmup * self.steps)
 
     def arm(self, name: str) -> Arm:
-        """The arm of that name, from its options."""
+        """Create the arm of that name from its options."""
         options = dict(self.arms[name])
         kind = options.pop("optimizer", None)
         if kind not in OPTIMIZERS:
@@ -120,11 +121,11 @@ class Recipe:
         return arm
 
     def only(self, arm: str, seed: int) -> "Recipe":
-        """The recipe of one run: the same whatever other arms and seeds it is compared with."""
+        """The recipe of a single run, which does not depend on the other arms and seeds."""
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, dicts and numbers, as in the YAML file."""
+        """Convert to plain lists, dicts and numbers, as in the YAML file."""
         data = dataclasses.asdict(self)
         data["training"]["betas"] = list(self.training.betas)
         return data
@@ -136,16 +137,16 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Read a recipe of this package by its name, or a YAML file (or a run's config) by its path.
+    """Read one of this package's recipes by name, or a YAML file (or a run's config) by path.
 
     Raises:
-        UsageError: there is no such recipe or file, or it has a key or value that is not allowed.
+        UsageError: there is no such recipe or file, or it has an invalid key or value.
     """
     return _build(_read_inherited(name, []), f"recipe {name!r}")
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """A copy of the recipe with other values, by dotted keys: ``{"model.n_layer": 24}``."""
+    """Copy a recipe and replace values, given by dotted keys: ``{"model.n_layer": 24}``."""
     changed = recipe.to_dict()
     for key, value in values.items():
         *sections, last = key.split(".")
@@ -159,7 +160,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """The values of arguments such as ``"model.n_layer=24"``, by their keys; values are YAML."""
+    """Parse arguments such as ``"model.n_layer=24"`` into a dict; the values are YAML."""
     values = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
@@ -172,22 +173,22 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
-    """Read a complete recipe from YAML text; ``source`` names it in errors."""
+    """Read a complete recipe from YAML text; ``source`` is its name in errors."""
     return _build(_read_mapping(text, source), source)
 
 
 def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
-    """The values of a recipe and of those that it extends."""
+    """Read the values of a recipe and of all recipes that it extends."""
     if name in extended:
         raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
     source = f"recipe {name!r}" + (f", which {extended[-1]!r} extends" if extended else "")
     path = Path(name) if name not in recipe_names() else _FOLDER / f"{name}.yaml"
     try:
-        if extended and not path.is_file():  # a recipe must not make us wait for a device
+        if extended and not path.is_file():  # reading a device could block
             raise OSError(None, "no such file")
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the name
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
@@ -237,7 +238,7 @@ def _build(values: dict[str, Any], source: str) -> Recipe:
 
 
 def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
-    """An instance of a dataclass from plain values, after checking their types."""
+    """Create an instance of a dataclass from plain values, after checking their types."""
     parser = _parsers.get(cls)
     if parser is None:
         parser = _parsers[cls] = jsonargparse.ArgumentParser(exit_on_error=False)
@@ -256,7 +257,7 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
             raise UsageError(f"{where} has no key {key!r}: {hint}")
         if value is None and type(None) not in get_args(known[key]):
             raise UsageError(f"{where}: {key}=null must be a value")
-        # jsonargparse would open a file of that name, or import the class that it names.
+        # If it is text, jsonargparse would open the file or import the class of that name.
         if dataclasses.is_dataclass(known[key]):
             if not isinstance(value, dict):
                 raise UsageError(f"{where}: {key}={value!r} must be keys and values")

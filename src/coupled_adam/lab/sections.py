@@ -7,7 +7,7 @@ from typing import Any, Literal
 from coupled_adam.errors import UsageError
 
 LARGEST = 10**15
-"""The limit of all numbers that count something: far beyond use, and exact as a float."""
+"""The limit of all counts: far larger than any in use, and exact as a float."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -17,7 +17,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def require_counts(section: Any, name: str, *fields: str) -> None:
-    """Raise UsageError unless these fields of a section are None or from 1 to 10^15."""
+    """Raise UsageError unless each of these fields of a section is None or from 1 to 10^15."""
     for field in fields:
         value = getattr(section, field)
         require(value is None or value >= 1, f"{name}.{field}={value} must be 1 or more")
@@ -26,11 +26,11 @@ def require_counts(section: Any, name: str, *fields: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The architecture; H = n_embd.
+    """The architecture of the model. Its hidden size H is ``n_embd``.
 
-    n_positions: null is the training's sequence length.
-    intermediate_size: the width of the feed-forward layers; null is four times H.
-    tied: one matrix embeds the input and gives the logits.
+    n_positions: the maximum sequence length; null means the training's sequence length.
+    intermediate_size: the width of the feed-forward layers; null means four times H.
+    tied: whether input and output embeddings are one matrix.
     """
 
     architecture: Literal["gpt2", "stablelm"]
@@ -48,7 +48,7 @@ class Model:
         require_counts(
             self, "model", "n_layer", "n_head", "n_embd", "n_positions", "intermediate_size"
         )
-        # 256 bytes and the end-of-text token are the smallest byte-level vocabulary.
+        # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
         require(
             257 <= self.vocab_size <= LARGEST,
             f"model.vocab_size={self.vocab_size} must be 257 or more, and at most 1e15",
@@ -66,18 +66,22 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One run. Times are in optimizer steps; ``batch_size`` is in sequences, over all processes.
+    """How each run is trained. Durations are numbers of optimizer steps.
 
-    warmup: in steps or, below 1, as a share of them.
-    steps, tokens: one of the two gives the length of the run.
-    schedule: cosine; constant; wsd (warmup, stable, decay). Each starts after the warmup.
-    decay: the share of the steps in which wsd decays.
-    final_lr: where cosine and wsd end, as a share of ``lr``.
-    max_grad_norm: gradients are clipped to this norm; ``.inf`` never clips.
-    precision: of parameters and arithmetic, as named by Lightning.
-    evaluate_every: steps between two evaluations, each with a checkpoint.
-    evaluation_batches: of the validation split; null is all of it.
-    test_batches: of the test split in the final evaluation; null is all of it.
+    batch_size: the number of sequences in a batch, over all processes.
+    warmup: the number of warmup steps or, if it is below 1, their share of all steps.
+    steps, tokens: the length of the run, which is given by exactly one of the two.
+    schedule: the learning rate's schedule after the warmup: cosine, constant, or wsd (warmup,
+        stable, decay).
+    decay: the share of the steps in which wsd decays the learning rate.
+    final_lr: the final learning rate of cosine and wsd, as a share of ``lr``.
+    max_grad_norm: the norm to which gradients are clipped; ``.inf`` disables clipping.
+    precision: the precision of parameters and arithmetic, in Lightning's names.
+    evaluate_every: the number of steps between evaluations; each is followed by a checkpoint.
+    evaluation_batches: the number of batches of the validation split used in each evaluation; null
+        means the whole split.
+    test_batches: the number of batches of the test split used in the final evaluation; null means
+        the whole split.
     """
 
     batch_size: int

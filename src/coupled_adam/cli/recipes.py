@@ -11,18 +11,18 @@ from coupled_adam.cli.terminal import print_table
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments."""
+    """The arguments of ``coupled-adam recipes``."""
 
     name: str | None
 
 
 def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add the arguments to a parser."""
     parser.add_argument("name", nargs="?", help="the recipe to print (default: list all of them)")
 
 
 def run(options: Options) -> None:
-    """Print the list, or the recipe."""
+    """Print the list of recipes, or one recipe."""
     import yaml
 
     from coupled_adam.lab.recipe import load_recipe, recipe_names

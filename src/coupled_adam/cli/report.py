@@ -16,14 +16,14 @@ from coupled_adam.errors import UsageError
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments."""
+    """The arguments of ``coupled-adam report``."""
 
     folders: list[str]
     out: str | None
 
 
 def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add the arguments to a parser."""
     parser.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
     parser.add_argument("--out", help="the report's folder (default: report in the first DIR)")
 

@@ -1,4 +1,4 @@
-"""The terminal; of several processes, rank 0 alone writes to it."""
+"""Output to the terminal. If there are several processes, only rank 0 writes to it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """The terminal, quiet on all ranks but 0."""
+    """Create a console for the terminal, which is quiet on all ranks except 0."""
     from rich.console import Console
 
     return Console(quiet=is_other_rank())
 
 
 def print_path(what: str, path: Path) -> None:
-    """Print a path as it is: brackets in it are no markup."""
+    """Print a path unchanged: brackets in it are not markup."""
     from rich.text import Text
 
     console().print(Text(f"{what} {path}"), soft_wrap=True)
 
 
 def print_table(table: Table) -> None:
-    """Print a whole table: in a narrow terminal, or a file, lines become longer and are not cut."""
+    """Print a complete table: lines that are too long for the terminal are not cut off."""
     terminal = console()
     wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
     terminal.width = max(terminal.width, wide)
@@ -36,14 +36,15 @@ def print_table(table: Table) -> None:
 
 
 def is_other_rank() -> bool:
-    """Whether this is one of several processes, and not the first."""
+    """Whether this is one of several processes, but not the first."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
 
 
 def quiet_libraries() -> None:
-    """Leave the terminal to our own lines and bars; warnings and errors stay.
+    """Hide the messages and progress bars of libraries, except for warnings and errors.
 
-    Libraries that are imported later read the variables; those that are here already are told.
+    Libraries that are imported later read the environment variables; those that are already
+    imported are configured directly.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

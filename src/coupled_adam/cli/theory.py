@@ -28,7 +28,7 @@ from coupled_adam.cli.terminal import print_table, quiet_libraries
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments."""
+    """The arguments of ``coupled-adam theory``."""
 
     model: str
     text: str | None
@@ -41,7 +41,7 @@ class Options:
 
 
 def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add the arguments to a parser."""
     parser.add_argument("model", help="the folder of a run, or of a causal language model")
     parser.add_argument("--text", help="text for a model: a file, or a folder of text files")
     parser.add_argument("--batches", type=PositiveInt, default=50, help="gradients to take")
@@ -53,7 +53,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
 
 
 def run(options: Options) -> None:
-    """Measure, and print or write the sums."""
+    """Measure the sums, and print or write them."""
     from coupled_adam.files import write_atomically
     from coupled_adam.lab.evaluation.theory import measure_folder
     from coupled_adam.lab.reporting.theory import theory_page, theory_table

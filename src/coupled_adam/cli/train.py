@@ -25,14 +25,14 @@ from coupled_adam.cli.terminal import print_path
 
 @dataclass(frozen=True)
 class Options(RunOptions):
-    """The arguments."""
+    """The arguments of ``coupled-adam train``."""
 
     arm: str
     seed: int
 
 
 def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
-    """Add them to a parser."""
+    """Add the arguments to a parser."""
     add_run_arguments(parser, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
     parser.add_argument("--arm", required=True, help="an arm of the recipe")
     parser.add_argument("--seed", type=NonNegativeInt, default=1, help="the seed of the run")

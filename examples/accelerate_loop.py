@@ -1,8 +1,8 @@
-"""Accelerate: prepare model and optimizer; accumulate, clip, save and load the state.
+"""Coupled Adam with Accelerate: gradient accumulation, clipping, saving and loading the state.
 
     accelerate launch examples/accelerate_loop.py --steps 300 --out /tmp/accelerate
 
-Called again it continues from what it has saved.
+Run it again to continue from the saved state.
 """
 
 import argparse
@@ -34,7 +34,7 @@ if state.exists():
     accelerator.load_state(state)
 start = scheduler.last_epoch
 
-share = 16 // (ACCUMULATE * accelerator.num_processes)  # of a batch: sequences at a time
+share = 16 // (ACCUMULATE * accelerator.num_processes)  # sequences per forward pass
 for step in range(start, options.steps):
     for part in range(ACCUMULATE):
         first = (part * accelerator.num_processes + accelerator.process_index) * share

@@ -1,8 +1,8 @@
-"""Hugging Face Trainer: override ``create_optimizer``, and everything else stays.
+"""Coupled Adam with the Hugging Face Trainer: only ``create_optimizer`` is overridden.
 
     python examples/huggingface_trainer.py --steps 300 --out /tmp/trainer
 
-Called again with ``--resume`` it continues from the Trainer's last checkpoint.
+Run it again with ``--resume`` to continue from the Trainer's last checkpoint.
 """
 
 import argparse
@@ -24,10 +24,10 @@ options = parser.parse_args()
 
 
 class CoupledTrainer(Trainer):
-    """A Trainer with Coupled Adam, whatever the strategy."""
+    """A Trainer with Coupled Adam, for every distributed strategy."""
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Called by the Trainer, with the model as it wraps it."""
+        """Create the optimizer. The Trainer calls this, and may pass the model that it has wrapped."""
         if self.optimizer is None:
             self.optimizer = CoupledAdamW(
                 param_groups(model or self.model, weight_decay=self.args.weight_decay),
@@ -38,14 +38,14 @@ class CoupledTrainer(Trainer):
 
 
 class Bytes(Dataset):
-    """One sequence for each index."""
+    """A data set of byte sequences, one for each index."""
 
     def __len__(self) -> int:
-        """As many as are needed."""
+        """The number of sequences that the training needs."""
         return 16 * options.steps
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Input and labels, [64]."""
+        """Input and labels of a sequence, [64] each."""
         ids = batch(index, size=1)[0]
         return {"input_ids": ids, "labels": ids}
 

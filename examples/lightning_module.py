@@ -1,8 +1,8 @@
-"""Lightning: return Coupled Adam from ``configure_optimizers``.
+"""Coupled Adam with Lightning, returned from ``configure_optimizers``.
 
     python examples/lightning_module.py --steps 300 --out /tmp/lightning
 
-Called again it continues from the Trainer's last checkpoint.
+Run it again to continue from the Trainer's last checkpoint.
 """
 
 import argparse
@@ -26,26 +26,26 @@ options = parser.parse_args()
 
 
 class Batches:
-    """The batches in order; its state, which Lightning saves, makes a resumed run exact."""
+    """The batches in order. Lightning saves their state, which makes a resumed run exact."""
 
     position = 0
 
     def __len__(self) -> int:
-        """One for each step."""
+        """The number of batches, one for each step."""
         return options.steps
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Token ids, [16, 64]."""
+        """Yield batches of token ids, [16, 64]."""
         while self.position < len(self):
             self.position += 1
             yield batch(self.position - 1)
 
     def state_dict(self) -> dict[str, int]:
-        """For checkpoints."""
+        """The position, which Lightning saves in checkpoints."""
         return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """From checkpoints."""
+        """Restore the position from a checkpoint."""
         self.position = state["position"]
 
 
@@ -63,7 +63,7 @@ class LanguageModel(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Coupled Adam, and a schedule that is stepped after each of its steps."""
+        """Coupled Adam, and a learning-rate schedule that advances after each optimizer step."""
         optimizer = CoupledAdamW(param_groups(self), lr=3e-3, betas=(0.9, 0.95))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

@@ -17,11 +17,11 @@ parser.add_argument("--embeddings", choices=["coupled", "adamw"], default="coupl
 options = parser.parse_args()
 
 model = small_gpt2()
-# Muon is for matrices that map one hidden state to another: in GPT-2 those of the blocks.
+# Muon is for matrices that map hidden states to hidden states: in GPT-2, those of the blocks.
 hidden = [p for p in model.transformer.h.parameters() if p.dim() == 2]
 muon = torch.optim.Muon(hidden, lr=2e-2, weight_decay=0.1)
 
-# param_groups sees all parameters; those that Muon has are frozen while it looks.
+# param_groups takes all trainable parameters, so those of Muon are frozen during the call.
 for p in hidden:
     p.requires_grad_(False)
 groups = param_groups(model)

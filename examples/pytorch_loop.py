@@ -1,8 +1,8 @@
-"""A bare PyTorch loop: Coupled Adam beside AdamW, a schedule, clipping, a checkpoint.
+"""Coupled Adam in a plain PyTorch loop, with a schedule, gradient clipping and a checkpoint.
 
     python examples/pytorch_loop.py --steps 300 --checkpoint /tmp/run.pt
 
-Stopped and started again, it continues from the checkpoint.
+Run it again to continue from the checkpoint.
 """
 
 import argparse
@@ -22,7 +22,8 @@ parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
 options = parser.parse_args()
 
 model = small_gpt2()
-groups = param_groups(model)  # finds the token embeddings; biases, norms, embeddings do not decay
+# Finds the token embeddings, which are coupled; biases, norms and embeddings do not decay.
+groups = param_groups(model)
 print(groups)
 if options.optimizer == "coupled":
     optimizer = CoupledAdamW(groups, lr=3e-3, betas=(0.9, 0.95))

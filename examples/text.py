@@ -1,4 +1,4 @@
-"""What the examples train on: the language reference that comes with Python, byte by byte."""
+"""Model and text of the examples: a small GPT-2, and the bytes of Python's language reference."""
 
 from pydoc_data.topics import topics
 
@@ -11,7 +11,7 @@ LENGTH = 64
 
 
 def small_gpt2(seed: int = 0) -> GPT2LMHeadModel:
-    """A GPT-2 for bytes, with tied embeddings [256, 64] and no dropout."""
+    """Create a small GPT-2 for bytes, with tied embeddings [256, 64] and no dropout."""
     torch.manual_seed(seed)
     config = GPT2Config(
         vocab_size=256,
@@ -26,12 +26,12 @@ def small_gpt2(seed: int = 0) -> GPT2LMHeadModel:
         eos_token_id=None,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # the default, which transformers would mention otherwise
+    model.loss_type = "ForCausalLM"  # the default; setting it avoids a message
     return model
 
 
 def batch(step: int, size: int = 16) -> Tensor:
-    """The batch of a step, [size, LENGTH] token ids: always the same for the same step."""
+    """Token ids [size, LENGTH] of a step's batch, which is always the same for the same step."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(TEXT) - LENGTH, (size,), generator=generator)
     return TEXT[starts[:, None] + torch.arange(LENGTH)]

@@ -1,1 +1,4 @@
-"""The study: ten questions, answered by runs. ``questions`` says what is run, ``run`` runs it."""
+"""The study: ten questions and the runs that answer them.
+
+``questions`` defines the runs, and ``run`` trains and evaluates them.
+"""

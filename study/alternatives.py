@@ -1,7 +1,7 @@
-"""Other ways to keep the mean embedding at the origin, or the logits in bounds.
+"""Alternatives that keep the mean embedding at the origin, or the logits bounded.
 
-Subtracting the mean after each step, and a penalty on the mean: arXiv 2601.02031. z-loss: Chowdhery
-et al., arXiv 2204.02311. Soft-capping: Gemma 2, arXiv 2408.00118.
+Subtracting the mean after each step and a penalty on the mean are from arXiv 2601.02031, z-loss is
+from PaLM (arXiv 2204.02311), and soft-capping of the logits is from Gemma 2 (arXiv 2408.00118).
 """
 
 from collections.abc import Callable
@@ -17,22 +17,22 @@ from coupled_adam.lab.training.loss import cross_entropy_by_sequence
 from coupled_adam.lab.training.variant import Variant
 
 Penalty = Callable[[PreTrainedModel, Tensor], Tensor]
-"""A number from the model and its logits, [batch, length, V]."""
+"""A function from the model and its logits [batch, length, V] to a scalar."""
 
 
 def subtract_mean(model: PreTrainedModel) -> None:
-    """Subtract the mean embedding from each: e_i - mu."""
+    """Subtract the mean embedding mu from each embedding e_i, in place."""
     with torch.no_grad():
         weight = output_embeddings(model)
         weight -= weight.mean(0)
 
 
 def recenter(model: PreTrainedModel) -> None:
-    """Subtract the mean embedding from each, and preserve the function of the model.
+    """Subtract the mean embedding mu from each embedding without changing the model's predictions.
 
-    All logits of a position change by the same mu . h, which does not affect the softmax. What the
-    inputs of tied embeddings lose is added to the learned positions, one of which is added to every
-    token.
+    As output embeddings: all logits of a position decrease by the same mu . h, which does not
+    affect the softmax. As input embeddings: every token's embedding decreases by mu, and mu is
+    added to all position embeddings instead, so that their sum does not change.
     """
     assert isinstance(model, GPT2LMHeadModel)
     assert model.config.tie_word_embeddings
@@ -44,17 +44,17 @@ def recenter(model: PreTrainedModel) -> None:
 
 
 def mean_penalty(strength: float) -> Penalty:
-    """``strength`` |mu|^2."""
+    """The penalty ``strength`` * |mu|^2 on the mean of the output embeddings."""
     return lambda model, _: strength * output_embeddings(model).mean(0).square().sum()
 
 
 def z_loss(strength: float) -> Penalty:
-    """``strength`` times the mean of log(sum_i exp(l_i))^2."""
+    """The penalty ``strength`` * mean((log sum_i exp(l_i))^2) on the logits l_i."""
     return lambda _, logits: strength * logits.logsumexp(-1).square().mean()
 
 
 def penalized(penalty: Penalty) -> Callable[[PreTrainedModel, Tensor], Tensor]:
-    """The losses of sequences, in training with a penalty."""
+    """The loss of each sequence, to which the penalty is added in training."""
 
     def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
         logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
@@ -65,10 +65,10 @@ def penalized(penalty: Penalty) -> Callable[[PreTrainedModel, Tensor], Tensor]:
 
 
 class SoftCappedGPT2(GPT2LMHeadModel):  # type: ignore[no-untyped-call]
-    """GPT-2 with the logits cap tanh(l / cap); ``soft_cap`` is part of its configuration."""
+    """GPT-2 with logits cap * tanh(l / cap), where cap is the configuration's ``soft_cap``."""
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
-        """As of GPT-2, without a loss of its own."""
+        """Same as for GPT-2, but without computing a loss."""
         output = super().forward(*arguments, **options)
         cap = self.config.soft_cap
         output.logits = cap * torch.tanh(output.logits / cap)
@@ -76,7 +76,7 @@ class SoftCappedGPT2(GPT2LMHeadModel):  # type: ignore[no-untyped-call]
 
 
 def soft_capped(cap: float) -> Callable[[Recipe], PreTrainedModel]:
-    """The recipe's GPT-2, with bounded logits."""
+    """A function that builds the recipe's GPT-2 with logits between -cap and cap."""
 
     def build(recipe: Recipe) -> PreTrainedModel:
         config = model_config(recipe)
@@ -100,4 +100,4 @@ ALTERNATIVES = {
         Variant("recentered_at_the_end", at_the_end=recenter),
     )
 }
-"""By name, all trained with AdamW."""
+"""The variants by name, all trained with AdamW."""

@@ -1,4 +1,4 @@
-"""A finished run of the study -> its numbers."""
+"""The evaluation of the study's finished runs."""
 
 import itertools
 import json
@@ -29,20 +29,21 @@ MEASURES = (
 )
 
 Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
-"""More numbers of a trained model, from blocks of held-out text, [batch, length + 1]."""
+"""A function from a model and blocks of held-out text, [batch, length + 1], to more results."""
 
 
 def evaluate(
     run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None
 ) -> dict[str, Any]:
-    """Evaluate a run's trained model, with the variant's losses.
+    """Evaluate the trained model of a run, with the losses of its variant.
 
-    The laboratory's ``evaluate_run`` knows causal language models only.
+    The laboratory's ``evaluate_run`` only supports causal language models.
 
     Returns:
-        ``parameters``, ``valid_loss``, ``test_loss``, :data:`MEASURES` of the output embeddings and
-        (after ``input_``) of input embeddings that are not tied to them, ``word_similarity``, for a
-        run of AdamW ``second_moment``, and from the log ``initial_mean_norm`` and ``curve``.
+        ``parameters``, ``valid_loss``, ``test_loss``, :data:`MEASURES` of the output embeddings
+        and, with the prefix ``input_``, of untied input embeddings, ``word_similarity``,
+        ``second_moment`` if the run used AdamW, and ``initial_mean_norm`` and ``curve`` from the
+        log.
     """
     recipe, folder = run.recipe, run.folder
     model = load_model(run)
@@ -76,7 +77,7 @@ def evaluate(
 
 
 def load_model(run: TrainingRun) -> PreTrainedModel:
-    """The trained model of a run, of the class that its variant builds."""
+    """Load the trained model of a run, whose class is that which the run's variant builds."""
     with torch.device("meta"):
         cls = type(run.variant.build_model(run.recipe))
     model: PreTrainedModel = cls.from_pretrained(run.folder / "model", local_files_only=True)
@@ -84,7 +85,7 @@ def load_model(run: TrainingRun) -> PreTrainedModel:
 
 
 def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, split: str) -> float:
-    """The mean loss on the first batches of a split, as many as the recipe says."""
+    """The mean loss on the first batches of a split; the recipe gives their number."""
     options = run.recipe.training
     limit = options.evaluation_batches if split == "valid" else options.test_batches
     batches = held_out_batches(corpus.tokens(split), options.batch_size, options.sequence_length)
@@ -102,7 +103,7 @@ def _measures(matrix: Tensor, counts: NDArray[Any]) -> dict[str, Any]:
 
 
 def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:
-    """The fit of AdamW's second moments at each evaluation that saved some, in order."""
+    """Fit AdamW's second moments at each evaluation that saved them, in order."""
     saved = (run.folder / "second_moments").glob("step-*.npy")
     moments = {int(path.stem.removeprefix("step-")): np.load(path) for path in saved}
     probability = counts / counts.sum()
@@ -116,11 +117,11 @@ def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str,
 
 
 def second_moment_fit(probability: NDArray[Any], moment: NDArray[Any]) -> dict[str, float]:
-    """Fit E[v] = A p to the tokens that occur; also the exponent of p where it is free.
+    """Fit E[v] = A p, and also a power law with a free exponent of p, to the tokens that occur.
 
-    The exponent is fitted to the means of twenty groups of similar frequency: the moments of single
-    tokens scatter, those of rare ones most, and the mean of logarithms lies below the logarithm of
-    the mean.
+    The exponent is fitted to the means of twenty groups of tokens with similar frequency. The
+    moments of single tokens scatter, in particular those of rare tokens, and a fit to their
+    logarithms would be biased, since the mean of logarithms lies below the logarithm of the mean.
     """
     order = probability.argsort()[(probability == 0).sum() :]
     p, v = probability[order], moment[order].astype(float)

@@ -1,4 +1,4 @@
-"""A small mixture of experts: eight, of which two compute each token; Mixtral's layout."""
+"""A small mixture-of-experts model with Mixtral's architecture: two of eight experts per token."""
 
 import math
 
@@ -12,11 +12,11 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import cross_entropy_by_sequence
 from coupled_adam.lab.training.variant import Variant
 
-BALANCE = 0.02  # weight of the load-balancing loss, Mixtral's own is 0.001 to 0.02
+BALANCE = 0.02  # weight of the load-balancing loss; Mixtral uses 0.001 to 0.02
 
 
 def build(recipe: Recipe) -> PreTrainedModel:
-    """A Mixtral of the recipe's size; each expert is a quarter as wide as GPT-2's feed-forward."""
+    """Build a Mixtral of the recipe's size; experts have 1/4 of GPT-2's feed-forward width."""
     options = recipe.model
     return MixtralForCausalLM(
         MixtralConfig(
@@ -38,14 +38,14 @@ def build(recipe: Recipe) -> PreTrainedModel:
 
 
 def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
-    """Mean cross-entropy of each sequence, [batch]; in training with the load-balancing loss."""
+    """The mean cross-entropy of each sequence, [batch]; training adds the load-balancing loss."""
     output = model(input_ids=blocks[:, :-1], use_cache=False)
     found = cross_entropy_by_sequence(output.logits, blocks)
     return found + BALANCE * output.aux_loss if model.training else found
 
 
 def coupled_router(model: PreTrainedModel, recipe: Recipe, _: str) -> CoupledAdamW:
-    """Coupled Adam for the embeddings and for each router's matrix, with the usual decay."""
+    """Coupled Adam for the embeddings and each router's matrix, with the usual weight decay."""
     options = recipe.training
     routers = {id(p) for p in router_matrices(model)}
     groups = list(param_groups(model, weight_decay=options.weight_decay))
@@ -58,15 +58,15 @@ def coupled_router(model: PreTrainedModel, recipe: Recipe, _: str) -> CoupledAda
 
 
 def router_matrices(model: PreTrainedModel) -> list[Tensor]:
-    """[experts, H], one for each layer."""
+    """The routers' matrices, one [experts, H] for each layer."""
     return [p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
 
 
 def balance(model: PreTrainedModel, blocks: Tensor) -> dict[str, float]:
     """How evenly the tokens are distributed over the experts, and the routers' mean rows.
 
-    ``load_entropy``, averaged over layers, is 1 where each expert computes the same number of
-    tokens; ``router_mean_norm_ratio`` is the norm of the mean row divided by the mean norm.
+    ``load_entropy``, averaged over layers, is 1 if all experts process the same number of tokens.
+    ``router_mean_norm_ratio`` is the norm of the mean row divided by the mean norm of the rows.
     """
     with torch.inference_mode():
         routed = model(input_ids=blocks[:, :-1], use_cache=False).router_logits

@@ -1,4 +1,4 @@
-"""Results -> the pictures in ``docs/images/study/``.
+"""Draw the pictures in ``docs/images/study/`` from the study's results.
 
 python -m study.figures
 """
@@ -35,7 +35,7 @@ COLORS = {"adamw": ORANGE, "coupled": BLUE}
 
 
 def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
-    """Plot mean and sample standard deviation over seeds, where the values of all are finite."""
+    """Plot mean and sample standard deviation over seeds, if all of their values are finite."""
     shown = {x: found for x, line in points.items() if (found := values(line, measure))}
     shown = {x: found for x, found in shown.items() if all(map(math.isfinite, found))}
     means = [float(np.mean(found)) for found in shown.values()]
@@ -44,20 +44,20 @@ def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object
 
 
 def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
-    """Plot a measure against the step, a curve for each seed."""
+    """Plot a measure against the step, with one curve for each seed."""
     for number, line in enumerate(lines):
         for seed, run in enumerate(runs(line)):
             steps = [point["step"] for point in run["curve"]]
             found = [point[measure] for point in run["curve"]]
             label = None if seed else line.label
-            # Dashes, for some lie on each other.
+            # Dashed, since some curves coincide.
             style = (2 * number, (4, number))
             ax.plot(steps, found, color=f"C{number}", linestyle=style, label=label)
     ax.set(xlabel="step")
 
 
 def scale() -> Figure:
-    """How much lower the loss is with Coupled Adam, against D and N."""
+    """Plot the reduction of the loss by Coupled Adam against D and N."""
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for (tokens, size), (question, name) in SCALE.items():
@@ -74,7 +74,7 @@ def scale() -> Figure:
 
 
 def scaled() -> Figure:
-    """Loss and mean norm against n, with AdamW's embeddings at the same learning rate."""
+    """Plot loss and mean norm against n, and for AdamW at the same embedding learning rate."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True)
     for column, (question, title) in enumerate(
@@ -95,7 +95,7 @@ def scaled() -> Figure:
 
 
 def sgd() -> Figure:
-    """Loss against the factor of SGD's learning rate."""
+    """Plot the loss against the factor of SGD's learning rate."""
     figure = Figure(figsize=(5.5, 4), layout="constrained")
     ax = figure.subplots()
     factors = [float(name.removeprefix("f=")) for name in QUESTIONS["sgd"]]
@@ -110,7 +110,7 @@ def sgd() -> Figure:
 
 
 def second_moment() -> Figure:
-    """The fit of E[v] = A p against the tokens seen."""
+    """Plot the fit of E[v] = A p against the number of training tokens."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     panels = figure.subplots(1, 3)
     for number, (tokens, size) in enumerate((("4.9M", "0.4M"), ("1.2M", "1.1M"), ("1.2M", "2.6M"))):
@@ -134,7 +134,7 @@ def second_moment() -> Figure:
 
 
 def alternatives() -> Figure:
-    """Loss of each seed, and its mean, at each learning rate."""
+    """Plot each seed's loss, and the mean over seeds, at each learning rate."""
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     panels = figure.subplots(1, len(RATES), sharey=True)
     for ax, lr in zip(panels, RATES):
@@ -150,7 +150,7 @@ def alternatives() -> Figure:
 
 
 def tying() -> Figure:
-    """Drift of the output embeddings' mean, tied and untied."""
+    """Plot the drift of the output embeddings' mean, for tied and untied embeddings."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
     lines = [
@@ -168,7 +168,7 @@ def tying() -> Figure:
 
 
 def switching() -> Figure:
-    """Mean norm and loss of runs that change half-way."""
+    """Plot mean norm and loss of the runs that change half-way."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     lines = [
         BASE[0],

@@ -1,4 +1,4 @@
-"""A BERT, trained to fill in masked tokens: 15 % of them, as in Devlin et al., arXiv 1810.04805."""
+"""A BERT trained to predict masked tokens, 15 % of all, as in Devlin et al. (arXiv 1810.04805)."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from coupled_adam.lab.training.variant import Variant
 
 
 def build(recipe: Recipe) -> PreTrainedModel:
-    """A BERT of the recipe's size; the last row of the embeddings is the mask's."""
+    """Build a BERT of the recipe's size; the last row of the embeddings is that of the mask."""
     options = recipe.model
     return BertForMaskedLM(
         BertConfig(
@@ -26,10 +26,10 @@ def build(recipe: Recipe) -> PreTrainedModel:
 
 
 def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
-    """Mean cross-entropy of the chosen tokens of each sequence, [batch].
+    """The mean cross-entropy of the chosen tokens of each sequence, [batch].
 
-    80 % of the chosen tokens are masked, 10 % are replaced by another token, 10 % are kept. The
-    choice is a function of the blocks, so that all models predict the same tokens.
+    80 % of the chosen tokens are masked, 10 % are replaced by another token, and 10 % are kept. The
+    choice depends only on the blocks, so that all models predict the same tokens.
     """
     ids = blocks[:, :-1]
     mask = model.config.vocab_size - 1

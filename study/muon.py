@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices, the arm's optimizer for all others."""
+"""Muon for the hidden matrices, and the arm's optimizer for all other parameters."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from coupled_adam.lab.training.variant import Variant
 
 
 class ChainedOptimizer(Optimizer):
-    """Optimizers of different parameters as one, so that one schedule and one checkpoint serve all.
+    """Combines optimizers of different parameters, so that they share a schedule and a checkpoint.
 
-    It shares its param groups and its state with them.
+    Its param groups and its state are those of the combined optimizers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -24,7 +24,7 @@ class ChainedOptimizer(Optimizer):
         self._share()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of each."""
+        """Make a step of each optimizer."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -34,7 +34,7 @@ class ChainedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all, as saved by :meth:`state_dict`."""
+        """Load the state of all optimizers, as returned by :meth:`state_dict`."""
         super().load_state_dict(state_dict)
         self._share()
 
@@ -48,12 +48,15 @@ class ChainedOptimizer(Optimizer):
 
 
 def optimizers(model: PreTrainedModel, recipe: Recipe, arm: str) -> list[Optimizer]:
-    """Muon and the other; Muon's updates are scaled to the size of AdamW's, to share the rate."""
+    """Create Muon and the arm's optimizer, which use the same learning rate.
+
+    For this, Muon's updates are scaled to the size of AdamW's.
+    """
     options = recipe.training
     others = recipe.arm(arm).optimizer(model, options)
     hidden: list[tuple[str, Tensor]] = []
     for group in others.param_groups:
-        # Only the hidden matrices decay: not embeddings, norms or biases.
+        # Only hidden matrices have weight decay, not embeddings, norms or biases.
         if group["weight_decay"] > 0:
             hidden += zip(group["param_names"], group["params"])
     others.param_groups = [g for g in others.param_groups if g["weight_decay"] == 0]
@@ -67,7 +70,7 @@ def optimizers(model: PreTrainedModel, recipe: Recipe, arm: str) -> list[Optimiz
 
 
 def chained(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
-    """Both as one."""
+    """Both :func:`optimizers`, combined into one."""
     return ChainedOptimizer(optimizers(model, recipe, arm))
 
 

@@ -1,4 +1,4 @@
-"""The runs of each question by name, each made with three seeds."""
+"""The runs of each question by name. Each is made with three seeds."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -22,10 +22,10 @@ ARMS = {"adamw": ADAMW, "coupled": COUPLED}
 class Entry:
     """One kind of run.
 
-    arm: its options, as in a recipe.
-    overrides: what differs from ``english.yaml``.
-    variant: what differs from the recipe.
-    extra: what else is measured.
+    arm: the arm's options, as in a recipe.
+    overrides: values of the recipe that differ from ``english.yaml``.
+    variant: changes to the run that a recipe cannot express.
+    extra: measures additional results of the trained model.
     """
 
     arm: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Entry:
 
 
 def _scale() -> dict[str, Entry]:
-    """More data for the base, and larger models; the base itself is in another question."""
+    """More data for the base model, and larger models; the base run is in another question."""
     sizes = {
         "0.4M": _size(n_embd=64, n_layer=2, n_head=2, lr=5e-3),
         "1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3),
@@ -58,7 +58,7 @@ def _steps(steps: int) -> dict[str, Any]:
 
 
 def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> dict[str, Entry]:
-    """Scale nu by 2^-n, or AdamW's learning rate of the embeddings by the same 2^(n/2)."""
+    """Scale nu by 2^-n, or AdamW's embedding learning rate by the corresponding 2^(n/2)."""
     scaled = {n: {**COUPLED, "second_moment_scale": 2.0**-n} for n in coupled}
     faster = {n: {**ADAMW, "lr_factor": 2 ** (n / 2)} for n in adamw}
     return {
@@ -73,8 +73,8 @@ RATES = (5e-3, 2e-2)
 
 
 def _alternatives() -> dict[str, Entry]:
-    """All that other questions do not have: these have both arms, and lr_factor 0.25 at 5e-3."""
-    # Weak penalties change nothing, and what is done at the end is after AdamW's training.
+    """The runs of question 9, except both arms and lr_factor 0.25 at 5e-3: others have these."""
+    # Weak penalties have no effect, and changes at the end do not affect the training.
     strong = ("centered_each_step", "mean_loss_1", "z_loss", "soft_cap")
     decay = {**ADAMW, "embedding_weight_decay": 0.1}
     return {
@@ -129,4 +129,4 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "alternatives": _alternatives(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
-"""By question. The two arms on the base itself are in ``learning_rate``, at 0.005."""
+"""The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """Where the text and the word-similarity sets are, and the folder for run folders."""
+    """The paths of the text and of the word-similarity sets, and the folder for run folders."""
 
     text: str
     word_similarity: Path
@@ -44,7 +44,7 @@ class Paths:
 
 
 def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
-    """The complete recipe of an entry's runs."""
+    """Create the complete recipe of an entry's runs."""
     values: dict[str, Any] = {**entry.overrides, "arms": {entry.arm["optimizer"]: dict(entry.arm)}}
     if text is not None:
         values["data.text"] = text
@@ -52,11 +52,11 @@ def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
 
 
 def run(question: str, name: str, seed: int, paths: Paths) -> dict[str, Any]:
-    """Train and evaluate one run, in a run folder of the laboratory.
+    """Train and evaluate one run in one of the laboratory's run folders.
 
     Returns:
-        Its results and what it ran on; a run whose loss or gradient is not finite has
-        ``diverged_at``, the step, instead of results.
+        The run's results and environment. If a loss or gradient was not finite, ``diverged_at``,
+        the step at which this happened, replaces the results.
     """
     torch.set_num_threads(1)
     began = time.perf_counter()
@@ -88,7 +88,7 @@ def train_and_evaluate(
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
-    """By the name of the run and, in ``seeds``, by seed; empty if there are none."""
+    """Read a question's results by run name and then, in ``seeds``, by seed; empty if none exist."""
     path = folder / f"{question}.json"
     if not path.exists():
         return {}
@@ -97,7 +97,7 @@ def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[st
 
 
 def main() -> None:
-    """Run everything that has no result yet."""
+    """Run everything that does not have a result yet."""
     parser = argparse.ArgumentParser(prog="python -m study.run", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--text", required=True, help="documents, with blank lines between")
@@ -119,7 +119,7 @@ def main() -> None:
         if str(seed) not in results(question, options.results).get(name, {}).get("seeds", {})
     ]
     prepared = {recipe_of(QUESTIONS[q][n]).model.vocab_size: (q, n) for q, n, _ in jobs}
-    for question, name in prepared.values():  # once, with all threads
+    for question, name in prepared.values():  # each corpus once, with all threads
         prepare_corpus(recipe_of(QUESTIONS[question][name], options.text), default_cache())
     os.environ["OMP_NUM_THREADS"] = "1"
     with concurrent.futures.ProcessPoolExecutor(

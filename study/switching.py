@@ -1,4 +1,4 @@
-"""A run that changes its optimizer half-way, with and without moving the mean to the origin."""
+"""Runs that change half-way: a switch to Coupled Adam, recentered embeddings, or both."""
 
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -11,7 +11,7 @@ from .alternatives import recenter
 
 
 def not_yet_coupled(model: PreTrainedModel, recipe: Recipe, _: str) -> Optimizer:
-    """AdamW, as what :func:`couple` can switch: Coupled Adam without a coupled group is AdamW."""
+    """AdamW, as a CoupledAdamW without coupled groups, which :func:`couple` can switch."""
     options = recipe.training
     groups = param_groups(model, weight_decay=options.weight_decay)
     optimizer = CoupledAdamW(groups, options.lr, options.betas, options.eps)
@@ -21,9 +21,9 @@ def not_yet_coupled(model: PreTrainedModel, recipe: Recipe, _: str) -> Optimizer
 
 
 def couple(model: PreTrainedModel, optimizer: Optimizer) -> None:
-    """Switch the embeddings to Coupled Adam, with the state as docs/switching.md hands it over.
+    """Switch the embeddings to Coupled Adam, and convert the state as in docs/switching.md.
 
-    ``coupled`` is saved with the groups, so that a checkpoint is resumed on the side it is on.
+    Checkpoints contain the groups' ``coupled``, so a resumed run knows whether it has switched.
     """
     coupled = {id(p) for g in param_groups(model) if g["coupled"] for p in g["params"]}
     for group in optimizer.param_groups:
@@ -32,13 +32,13 @@ def couple(model: PreTrainedModel, optimizer: Optimizer) -> None:
 
 
 def recenter_and_couple(model: PreTrainedModel, optimizer: Optimizer) -> None:
-    """Move the mean to the origin, then switch."""
+    """Move the mean embedding to the origin, then switch to Coupled Adam."""
     recenter(model)
     couple(model, optimizer)
 
 
 def only_recenter(model: PreTrainedModel, _: Optimizer) -> None:
-    """Continue with AdamW, from the origin."""
+    """Move the mean embedding to the origin, and continue with AdamW."""
     recenter(model)
 
 
@@ -49,4 +49,4 @@ SWITCHING = {
     ),
     "recentered": Variant("recentered", half_way=only_recenter),
 }
-"""By name, all started with AdamW."""
+"""The variants by name, all started with AdamW."""

@@ -1,10 +1,11 @@
-"""Results -> the tables in ``docs/study/``; comments in the pages mark where each begins and ends.
+"""Write the tables in ``docs/study/``. Comments in the pages mark where each begins and ends.
 
     python -m study.tables
 
-A mean has its sample standard deviation in the last digit. Bold is what is better than the first
-row of its group, or a first row that is better than its only other, by a one-sided Student t-test
-at 95 %; p is that of the loss being lower than the first row's.
+Each mean is followed by the sample standard deviation in its last digit. A value is bold if it is
+significantly better than that of the first row of its group. The value of the first row is bold if
+it is significantly better than that of the only other row. The test is a one-sided Student t-test
+at 95 %. The column p is for the loss being lower than that of the first row.
 """
 
 import dataclasses
@@ -27,14 +28,14 @@ from .run import HERE
 from .run import results as read_results
 
 DOCS = HERE.parent / "docs" / "study"
-results = functools.cache(read_results)  # each cell of a table asks for them
+results = functools.cache(read_results)  # needed by each cell of a table
 Run = Mapping[str, Any]
 Arm = Literal["adamw", "coupled"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A column: a number of a run, the digits that are shown, and what is better."""
+    """A column: its number in a run, the digits to show, and which values are better."""
 
     header: str
     of: Callable[[Run], float | None]
@@ -53,7 +54,7 @@ def mean_word_similarity(run: Run) -> float | None:
 
 
 def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
-    """A number of the last fit of the second moment."""
+    """A function that returns a number of the last fit of a run's second moments."""
     return lambda run: times * run["second_moment"][-1][key]
 
 
@@ -88,7 +89,7 @@ MORE = ("valid_loss", *ALL, "men")
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A row: its label, and the question and name of its runs."""
+    """A row of a table: its label, and the question and name of its runs."""
 
     label: str
     question: str
@@ -96,11 +97,11 @@ class Line:
 
 
 Group = Sequence[Line]
-"""Rows that are compared with the first one."""
+"""Rows that are compared with the first row among them."""
 
 
 def values(line: Line, measure: str) -> list[float]:
-    """A measure of each seed's run; the loss of a run that diverged is infinite."""
+    """A measure for each seed's run; the loss of a run that diverged is infinite."""
     found = []
     for run in runs(line):
         value = MEASURES[measure].of(run)
@@ -118,7 +119,7 @@ def runs(line: Line) -> list[Run]:
 
 
 def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") -> str:
-    """A Markdown table of all groups, one below the other."""
+    """Create one Markdown table of all groups, one below the other."""
     header = [first, *(MEASURES[name].header for name in measures), "p", "seeds"]
     tested = "test_loss" if "test_loss" in measures else measures[0]
     lines = [header, ["---", *("---:" for _ in header[1:])]]
@@ -157,7 +158,7 @@ LABELS: dict[Arm, str] = {"adamw": "AdamW", "coupled": "Coupled Adam"}
 
 
 def pair(label: str, question: str, name: str) -> Group:
-    """AdamW and Coupled Adam in the same setting."""
+    """The rows of AdamW and Coupled Adam in the same setting."""
     return [Line(f"{label} {text}", question, f"{name} {arm}") for arm, text in LABELS.items()]
 
 
@@ -168,11 +169,11 @@ SCALE = {
     ("1.2M", "1.1M"): ("scale", "N=1.1M steps=600"),
     ("1.2M", "2.6M"): ("scale", "N=2.6M steps=600"),
 }
-"""By D and N: the question with these runs, and what their two names have in common."""
+"""By D and N: the question with the two runs, and the common part of their names."""
 
 
 def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
-    """The run of question 2 with this n; the one with n = 0 is in another question."""
+    """The row of question 2 with this n; the runs for n = 0 are in another question."""
     if n != 0:
         return Line(label, question, f"{arm} n={n}")
     where, name = SCALE["1.2M" if question == "scaled" else "4.9M", "0.4M"]
@@ -180,7 +181,7 @@ def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
 
 
 def exponents(question: str, arm: Arm) -> dict[float, Line]:
-    """The runs of question 2 by their n."""
+    """The rows of question 2 by n."""
     pattern = re.compile(rf"{arm} n=(-?\d+)")
     found = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
     return {
@@ -212,7 +213,7 @@ def _learning_rate() -> str:
 
 
 def _scaled(question: str) -> str:
-    """The runs of each arm, compared with its n = 0; then each arm's best by validation loss."""
+    """Each arm's runs, compared with n = 0, followed by each arm's best run by validation loss."""
     groups, best = [], []
     for arm in LABELS:
         lines = exponents(question, arm)
@@ -288,7 +289,7 @@ ALTERNATIVES = {
 
 
 def alternative(lr: float, name: str) -> Line | None:
-    """The run of question 9, which may be listed in another question; None if there is none."""
+    """The row of a run of question 9, which may be in another question; None if there is none."""
     line = Line(ALTERNATIVES[name], "alternatives", f"lr={lr:g} {name}")
     if name in LABELS:
         line = dataclasses.replace(line, question="learning_rate")
@@ -329,7 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(page: str) -> str:
-    """A page with its tables updated."""
+    """Return a page with updated tables."""
 
     def made(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]]()}{found[3]}"
@@ -338,7 +339,7 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Write all pages."""
+    """Update all pages."""
     for path in sorted(Path(DOCS).glob("*.md")):
         write_atomically(path, filled(path.read_text(encoding="utf-8")))
 

@@ -1,11 +1,12 @@
-"""What a bfloat16 embedding matrix costs in loss, and how much stochastic rounding recovers.
+"""The loss with a bfloat16 embedding matrix, with and without stochastic rounding.
 
     python benchmarks/bf16_embeddings.py benchmarks/results/bf16_embeddings.json
 
-The ``tiny`` recipe is trained with Coupled Adam at a tenth of its learning rate, where updates are
-small, with three seeds. The optimizer's embedding matrix, its gradient and its first moment are in
-float32, or in bfloat16 with rounding to nearest or stochastic rounding; all else is in float32, so
-that only the update differs. Writes the final validation loss. Takes ten minutes on two cores.
+The ``tiny`` recipe is trained with Coupled Adam and three seeds at a tenth of its learning rate,
+where updates are small. The optimizer's embedding matrix, its gradient and its first moment are in
+float32, or in bfloat16 with rounding to nearest or stochastic rounding. Everything else is in
+float32, so that only the update differs. The script writes the final validation loss of each run,
+and takes ten minutes on two cores.
 """
 
 import json

@@ -1,10 +1,11 @@
-"""What it costs to measure a matrix: ``analyze`` against a loop over the eigenvectors.
+"""Time and memory to measure a matrix: ``analyze`` against a loop over the eigenvectors.
 
     python benchmarks/embedding_measures.py benchmarks/results/embedding_measures.json
 
-Each is timed in a process of its own, with its extra memory beyond the matrix, three times in turn.
-The loop is the isotropy as it is mostly computed: an eigendecomposition, then for each eigenvector
-one product with the whole matrix, and the exponentials of it. Half an hour on two cores.
+Each of the two runs three times, in turn and in a separate process, which also measures the memory
+that it needs in addition to the matrix. The loop computes the isotropy in the usual way: an
+eigendecomposition, then for each eigenvector a product with the whole matrix and its exponentials.
+The script takes half an hour on two cores.
 """
 
 import json

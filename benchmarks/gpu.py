@@ -34,10 +34,11 @@ OPTIMIZERS = ("CoupledAdamW", "AdamW foreach")
 
 
 def expected(case: Case) -> float | None:
-    """The most that CoupledAdamW's step should take, relative to the fused AdamW's.
+    """The expected upper bound of the time of CoupledAdamW's step, relative to fused AdamW's.
 
-    From the bytes that are moved (6 matrices of AdamW's 7; with clipping 6 of 10, as the norm reads
-    the gradient once more and scaling it reads and writes it) and from the number of launches.
+    It follows from the number of launches and from the bytes that are moved: 6 matrices compared
+    with AdamW's 7, or with 10 if AdamW's gradients are clipped, since the norm reads the gradient
+    once more, and scaling reads and writes it.
     """
     if case.dtype != "float32":
         return None
@@ -56,7 +57,7 @@ def run_tests() -> dict[str, Any]:
 
 
 def passes(case: Case, device: str, seconds: float) -> dict[str, Any]:
-    """GB/s of the sums (a matrix is read), of the rest (3 are read, 2 written) and of a copy."""
+    """Measure GB/s of the sums (1 matrix is read), the update (3 read, 2 written), and a copy."""
     embedding, _ = case.parameters(device)
     optimizer = CoupledAdamW([embedding], lr=1e-4, coupled=True)
     optimizer.step()
@@ -86,7 +87,7 @@ def passes(case: Case, device: str, seconds: float) -> dict[str, Any]:
 
 
 def launches(case: Case, name: str) -> int:
-    """Of one step, on the GPU: kernels, and memory that is set or copied."""
+    """Count a step's launches on the GPU: kernels, and operations that set or copy memory."""
     embedding, others = case.parameters("cuda")
     _, step = make_step(name, embedding, others, case.clip)
     for _ in range(3):

@@ -28,7 +28,7 @@ from coupled_adam.lab.training.environment import environment
 
 SIGNALS = {"SIGKILL": 6, "SIGTERM": 1, "SIGINT": 1}
 CODES = {"SIGKILL": {-9}, "SIGTERM": {-15, 75}, "SIGINT": {-2, 130}}
-"""Before the training has started, SIGTERM and SIGINT end the process as they end any other."""
+"""The exit codes by signal. Until training starts, SIGTERM and SIGINT have their default effect."""
 
 
 def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
@@ -52,7 +52,7 @@ def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
 
 
 def soak(folder: Path, steps: int, minutes: float, seed: int) -> dict[str, object]:
-    """Train one run with interruptions and one without, side by side; return the comparison."""
+    """Train one run with interruptions and one without at the same time, and compare the two."""
     chance = random.Random(seed)
     uninterrupted = start(folder / "uninterrupted", steps)
     kills: collections.Counter[str] = collections.Counter()

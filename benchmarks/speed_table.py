@@ -1,12 +1,12 @@
-"""Makes the tables of docs/speed.md from the committed results of ``coupled-adam bench --json``.
+"""Create the tables of docs/speed.md from the committed results of ``coupled-adam bench --json``.
 
     coupled-adam bench --json > benchmarks/results/bench/amd-epyc.json
     coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip.json
     python benchmarks/speed_table.py
 
-There is a table for each processor, with as many files as were measured on it: they belong together
-when processor, instruction set, number of threads and version of torch are the same. Ratios are
-computed from the samples. What stands between the two markers in the page is replaced.
+There is a table for each processor, which combines all files with the same processor, instruction
+set, number of threads and version of torch. Ratios are computed from the samples. The text between
+the two markers in the page is replaced.
 """
 
 import json
@@ -25,7 +25,7 @@ END = "<!-- made by benchmarks/speed_table.py: end -->"
 
 
 def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Markdown: a heading and a table for each processor, from the JSON of files by their name."""
+    """Format a heading and a table in Markdown for each processor; ``files`` is JSON by file name."""
     by_processor: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, found in sorted(files.items(), key=lambda item: Path(item[0]).stem):
         by_processor.setdefault(heading(found), {})[name] = found
@@ -34,7 +34,7 @@ def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
 
 def heading(found: Mapping[str, Any]) -> str:
     environment = found["environment"]
-    machine = found.get("machine", {})  # results of earlier versions have none
+    machine = found.get("machine", {})  # missing in results of earlier versions
     parts = [
         environment["gpus"][0] if machine.get("device") in environment["gpus"] else "",
         environment["processor"],
@@ -88,7 +88,7 @@ def committed() -> dict[str, Any]:
 
 
 def page_with(made: str, page: str) -> str:
-    """The page, with what stands between its markers replaced."""
+    """Replace the text between the page's markers."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"

@@ -1,8 +1,9 @@
-"""Choose the learning rate of the ``tiny`` recipe: both arms, four rates, three seeds.
+"""Find the best learning rate of the ``tiny`` recipe: both arms, four rates, three seeds.
 
     python benchmarks/tiny_learning_rate.py benchmarks/results/tiny_learning_rate.json
 
-Writes the final validation loss of each run, and the environment. Takes half an hour on two cores.
+The script writes the final validation loss of each run and the environment. It takes half an hour
+on two cores.
 """
 
 import json

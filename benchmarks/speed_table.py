@@ -25,7 +25,7 @@ END = "<!-- made by benchmarks/speed_table.py: end -->"
 
 
 def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format a heading and a table in Markdown for each processor; ``files`` is JSON by file name."""
+    """Format a Markdown heading and table for each processor; ``files`` is JSON by file name."""
     by_processor: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, found in sorted(files.items(), key=lambda item: Path(item[0]).stem):
         by_processor.setdefault(heading(found), {})[name] = found

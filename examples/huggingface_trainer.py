@@ -27,7 +27,7 @@ class CoupledTrainer(Trainer):
     """A Trainer with Coupled Adam, for every distributed strategy."""
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer. The Trainer calls this, and may pass the model that it has wrapped."""
+        """Create the optimizer; called by the Trainer, which may pass the wrapped model."""
         if self.optimizer is None:
             self.optimizer = CoupledAdamW(
                 param_groups(model or self.model, weight_decay=self.args.weight_decay),

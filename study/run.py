@@ -88,7 +88,7 @@ def train_and_evaluate(
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
-    """Read a question's results by run name and then, in ``seeds``, by seed; empty if none exist."""
+    """Read a question's results by run name and then, in ``seeds``, by seed; empty without any."""
     path = folder / f"{question}.json"
     if not path.exists():
         return {}

@@ -179,7 +179,7 @@ def moment_placements(p: Tensor, vocab_dim: int) -> list[Any]:
 
 
 def place_moment(values: Tensor, p: Tensor, vocab_dim: int) -> Tensor:
-    """Redistribute a vector [H], if it is a DTensor, to the layout of the second moment of ``p``."""
+    """Redistribute a vector [H], if it is a DTensor, to the layout of the second moment of p."""
     if not is_dtensor(values):
         return values
     placed: Tensor = values.redistribute(placements=moment_placements(p, vocab_dim))  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Fast implementations of the two passes over a matrix, ``measure`` and ``apply``.
 
 Each is a module that implements :class:`coupled_adam.optim.update.Kernel`: ``native`` is written in
-C, for CPUs; ``triton`` is for GPUs; ``operations`` uses torch's operations, for everything else. All
-are tested against :mod:`coupled_adam.optim.reference`, which is itself used where autograd or a
+C, for CPUs; ``triton`` is for GPUs; ``operations`` uses torch's operations, for everything else.
+All are tested against :mod:`coupled_adam.optim.reference`, which is itself used where autograd or a
 compiler records the step, and for rare options.
 """
 

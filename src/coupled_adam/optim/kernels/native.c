@@ -1,10 +1,10 @@
 /* Coupled Adam's update of a matrix [V, H] on a CPU, in two passes over memory.
  *
- * coupled_adam_measure sums the squared gradient over each column. It also updates the first moment,
- * unless the gradient still has to be scaled or the step may be skipped. Python then adds the sums of
- * all ranks. coupled_adam_apply computes the step size of each column from the sums, and updates the
- * parameter. This is plain C that needs no header of Python or torch; native.py calls it through ctypes.
- * The passes themselves are in native_passes.h.
+ * coupled_adam_measure sums the squared gradient over each column. It also updates the first
+ * moment, unless the gradient still has to be scaled or the step may be skipped. Python then adds
+ * the sums of all ranks. coupled_adam_apply computes the step size of each column from the sums, and
+ * updates the parameter. This is plain C that needs no header of Python or torch; native.py calls it
+ * through ctypes. The passes themselves are in native_passes.h.
  */
 
 #define _GNU_SOURCE /* for RTLD_DEFAULT */

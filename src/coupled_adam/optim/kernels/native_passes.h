@@ -1,16 +1,16 @@
 /* The two passes over a matrix's rows for one dtype; native.c includes this file once for each dtype.
  *
- * T is the dtype in memory, WIDE the dtype of the arithmetic, LOAD and STORE convert between them, and
- * NAME(x) is x with the dtype's suffix.
+ * T is the dtype in memory, WIDE the dtype of the arithmetic, LOAD and STORE convert between them,
+ * and NAME(x) is x with the dtype's suffix.
  *
- * A thread divides its rows into four long runs of adjacent rows, and works on one row from each of two
- * runs, or of all four, at a time. A core spends its time waiting for cache lines, and reading several
- * streams keeps more requests in flight than reading a single one. How many streams are best, and
- * whether prefetching helps, depends on the processor (native.c chooses). A column's sum or step size is
- * loaded once for all these rows.
+ * A thread divides its rows into four long runs of adjacent rows, and works on one row from each of
+ * two runs, or of all four, at a time. A core spends its time waiting for cache lines, and reading
+ * several streams keeps more requests in flight than reading a single one. How many streams are
+ * best, and whether prefetching helps, depends on the processor (native.c chooses). A column's sum
+ * or step size is loaded once for all these rows.
  *
- * Results are bit-identical on all processors, whatever the number of streams: each pair of runs has its
- * own sums, no loop over columns is a reduction, and -ffp-contract is off.
+ * Results are bit-identical on all processors, whatever the number of streams: each pair of runs has
+ * its own sums, no loop over columns is a reduction, and -ffp-contract is off.
  */
 
 /* As torch.lerp, exact at both ends: without momentum the first moment equals the gradient. */
@@ -18,8 +18,8 @@
 #define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
 
 /* For one row of each run in `pairs` pairs of `width` runs: add the squared gradient to the pair's
- * `partial` sums, and update the first moment if `moment` is set. `row` is the row of the first run, and
- * each further run starts `run` rows after the one before. */
+ * `partial` sums, and update the first moment if `moment` is set. `row` is the row of the first run,
+ * and each further run starts `run` rows after the one before. */
 ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_t run,
                                             const int pairs, const int width, const int moment,
                                             WIDE *restrict partial) {
@@ -113,7 +113,8 @@ FOR_EACH_CPU static void NAME(measure)(Share *share) {
     free(second);
 }
 
-/* For one row of each of `runs` runs: update the first moment if `moment` is set, then the parameter. */
+/* For one row of each of `runs` runs: update the first moment if `moment` is set, then the
+ * parameter. */
 ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t run, const int runs,
                                           const int moment, const int stochastic,
                                           const WIDE *restrict step_size) {

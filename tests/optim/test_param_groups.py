@@ -706,7 +706,10 @@ def test_embeddings_named_outright():
         ({"embeddings": "*norm*"}, r"matches '.*norm.*' of shape \[16\], which is not a matrix"),
         ({"embeddings": "lm_head.weight", "couple": "input"}, "couple='input' cannot be combined"),
         ({"couple": "inputs"}, "Invalid couple value: 'inputs'"),
-        ({"embeddings": {"lm_head.weight": 2}}, "'lm_head.weight': 2.*which dimension"),
+        (
+            {"embeddings": {"lm_head.weight": 2}},
+            "'lm_head.weight': 2.*the dimension that indexes tokens",
+        ),
         ({"embeddings": {"lm_head.weight": 0, "lm_*": 1}}, "both 0 and 1 for 'lm_head.weight'"),
         ({"vocab_size": V + 1}, r"vocab_size=41: no embedding .*'model.embed_tokens.weight'"),
         ({"vocab_size": (V, V + 1)}, "vocab_size=41: no embedding or linear layer"),

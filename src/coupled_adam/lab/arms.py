@@ -1,9 +1,9 @@
-"""What is compared: optimizers for the token embeddings.
+"""The arms of a comparison: different optimizers for the token embeddings.
 
 In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
 a small class whose fields are its options in a recipe; to add one, write the class and add it to
-:data:`OPTIMIZERS`. torch is imported only when an optimizer is made: recipes are checked and listed
-without it.
+:data:`OPTIMIZERS`. torch is imported only when an optimizer is created, as checking and listing
+recipes does not need it.
 """
 
 import dataclasses

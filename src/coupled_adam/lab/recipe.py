@@ -1,4 +1,4 @@
-"""What to run: a recipe, typed and validated, from YAML.
+"""Recipes: what to train, read from YAML and validated.
 
 A file that says ``extends: NAME`` needs to give only what differs from that recipe; values given as
 ``key=value`` on the command line are applied last. The arms of a file replace all inherited arms.
@@ -26,7 +26,7 @@ _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: what all its runs share (model, data, training), the arms and the seeds."""
+    """A comparison: what its runs have in common (model, data, training), its arms and seeds."""
 
     name: str
     model: Model
@@ -165,7 +165,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not equals or not key:
             raise UsageError(
-                f"{argument!r}: what is no option must be key=value, such as training.lr=1e-3"
+                f"{argument!r} is neither an option nor of the form key=value, such as "
+                "training.lr=1e-3"
             )
         values[key] = read_yaml(value, repr(argument))
     return values
@@ -210,7 +211,7 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
 def _read_mapping(text: str, source: str) -> dict[str, Any]:
     values = read_yaml(text, source)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{source}: keys and values are needed, such as name: tiny")
+        raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
     return values
 
 

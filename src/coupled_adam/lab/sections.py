@@ -66,7 +66,9 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One run. Times are in optimizer steps; ``batch_size`` is in sequences, over all processes.
+    """The training of one run.
+
+    Durations are in optimizer steps; ``batch_size`` is the number of sequences over all processes.
 
     warmup: in steps or, below 1, as a share of them.
     steps, tokens: one of the two gives the length of the run.

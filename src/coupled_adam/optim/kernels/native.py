@@ -43,8 +43,8 @@ def fits(update: Update) -> bool:
     """Whether the library is built and supports these tensors; if so, fill ``update.memo``.
 
     The matrices, on the CPU, must be plain tensors of the same dtype (float32, float64 or bfloat16)
-    with contiguous rows. The moments [H], nu and its maximum, must be contiguous, and float64 if the
-    matrices are float64, otherwise float32.
+    with contiguous rows. The moments [H], nu and its maximum, must be contiguous, and float64 if
+    the matrices are float64, otherwise float32.
     """
     param, maximum = update.param, update.max_exp_avg_sq
     dtype = param.dtype

@@ -110,7 +110,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
             "--counts",
             "long.npy",
         ): "has the shape [449], but must hold one number for each of the 448 rows",
-        ("--counts", "negative.npy"): "counts: negative",
+        ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): "No such file",
         ("--tokens", "c.bin"): "must be between 0 and 447",
@@ -218,7 +218,10 @@ def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_p
     for arguments, message in {
         ("--text", text_file): "must be between 0 and 99",
         ("--word-similarity", sets): "does the tokenizer belong",
-        ("--exclude", "padding"): "its tokenizer has a token 399, and its embeddings have 100",
+        (
+            "--exclude",
+            "padding",
+        ): "the tokenizer has a token with id 399, but the embeddings have only 100 rows",
     }.items():
         code, out, err = run(capsys, small, *arguments)
         assert (code, out) == (2, "")

@@ -124,7 +124,7 @@ def errors(small_recipe, text_file, tmp_path):
         "existing file": (("--out", text_file, *recipe), "exists"),
         "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
         "unknown option": (("--stesp", 3), "did you mean --steps?"),
-        "unknown argument": (("tiny",), "'tiny': what is no option must be key=value"),
+        "unknown argument": (("tiny",), "'tiny' is neither an option nor of the form key=value"),
         "unknown key": (("model.n_layr=2",), "did you mean n_layer?"),
         "wrong type": (("model.n_layer=two",), "model.n_layer"),
         "impossible model": (("model.n_head=3", *recipe), "must be a multiple of model.n_head=3"),

@@ -1,8 +1,8 @@
 """Coupled Adam: Adam and AdamW with one second moment for all rows of an embedding matrix.
 
 The optimizer of "Better Embeddings with Coupled Adam" (ACL 2025, arXiv 2502.08441) for PyTorch.
-This module needs torch only; :mod:`coupled_adam.embeddings` measures embedding matrices, and the
-``coupled-adam`` command runs comparisons.
+This module depends on torch alone. :mod:`coupled_adam.embeddings` measures embedding matrices, and
+the ``coupled-adam`` command trains, evaluates and compares language models.
 """
 
 import importlib
@@ -35,7 +35,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the optimizer when it is asked for: the command's help need not wait for torch."""
+    """Import the optimizer on first use, so that ``coupled-adam --help`` does not import torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"coupled_adam.optim.{_MODULES[name]}")

@@ -1,14 +1,14 @@
-"""What went wrong in a way that the user can put right."""
+"""Errors that the user can fix, and how error messages are printed."""
 
 
 class UsageError(Exception):
-    """Something the user gave cannot be used; the message says what to do instead."""
+    """Raised if the user's input cannot be used; the message says what to do instead."""
 
 
 def one_line(error: object, longest: int | None = 600) -> str:
-    """What an error says, on one line and without control characters, which terminals obey.
+    """An error's message on one line, without control characters, which a terminal would obey.
 
-    Of more than ``longest`` characters the middle is left out; None keeps all of them.
+    A message of more than ``longest`` characters is shortened in the middle, unless this is None.
     """
     said = str(error) or type(error).__name__
     text = "".join(c if c.isprintable() else " " for c in " ".join(said.split()))

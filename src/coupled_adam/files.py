@@ -11,10 +11,10 @@ from coupled_adam.errors import UsageError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file under a temporary name beside it, then rename it.
+    """Write a file under a temporary name in the same folder, then rename it.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written to; an existing file is intact.
+        OSError: if the disk is full or the folder is not writable; an existing file is kept.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
@@ -30,11 +30,11 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder against other processes that write to it; being killed releases the lock.
+    """Lock a folder against other writing processes; the lock is released even on SIGKILL.
 
     Raises:
-        UsageError: another process has locked it.
-        OSError: the folder does not exist, or cannot be written to.
+        UsageError: if another process has locked it.
+        OSError: if the folder does not exist or is not writable.
     """
     lock = FileLock(folder / ".lock", 0)
     try:

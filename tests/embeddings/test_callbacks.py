@@ -121,14 +121,16 @@ def test_trainer(tmp_path):
 def test_models_of_ones_own():
     """Their matrices are named by a function; without one it is said what is needed."""
     model = nn.Sequential(nn.Embedding(V, 4), nn.Linear(4, V))
-    with pytest.raises(ValueError, match="Sequential holds no transformers model: give embeddings"):
+    with pytest.raises(
+        ValueError, match="Sequential contains no transformers model: pass embeddings"
+    ):
         Monitor(1).measure(model, True)
     monitor = Monitor(1, find=lambda model: {"output": model[1].weight})
     found = monitor.measure(model, True)
     assert found["embeddings/isotropy"] == analyze(model[1].weight).isotropy
     assert monitor.measure(model, False) == {}
     assert list(model_embeddings(nn.ModuleDict({"inside": gpt2()}))) == ["output"]
-    with pytest.raises(ValueError, match="every=0 must be 1 or more"):
+    with pytest.raises(ValueError, match="every=0 must be at least 1"):
         EmbeddingMeasures(0)
 
 

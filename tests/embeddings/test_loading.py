@@ -154,7 +154,7 @@ def test_single_files(tmp_path):
         load_embeddings(tmp_path / "two.safetensors")
     (entry,) = load_embeddings(tmp_path / "two.safetensors", tensor="b")
     assert torch.equal(entry.matrix, matrix)
-    with pytest.raises(ValueError, match=r"has no matrix 'c': there are a \[9, 3\], b \[5, 3\]"):
+    with pytest.raises(ValueError, match=r"has no matrix 'c'; it contains a \[9, 3\], b \[5, 3\]"):
         load_embeddings(tmp_path / "two.safetensors", tensor="c")
 
 
@@ -267,12 +267,12 @@ def test_a_distributed_checkpoint_leads_nowhere_else(tmp_path):
     metadata.storage_data[index] = dataclasses.replace(place, length=2**40)
     refuses("its files are shorter than the index says")
     metadata.storage_data[index] = dataclasses.replace(place, offset=-1)
-    refuses("-1 is neither a size nor a place")
+    refuses("-1 is not a valid size or offset")
     metadata.storage_data[index] = place
     entry.chunks[0] = dataclasses.replace(entry.chunks[0], sizes=torch.Size((1, 15)))
-    refuses("holds something else than the index says")
+    refuses("does not match the index")
     entry.size = torch.Size((2**20, 2**20))
-    refuses("its blocks are not as large as the whole")
+    refuses("its blocks do not add up to the whole tensor")
     entry.chunks[0] = dataclasses.replace(entry.chunks[0], sizes=entry.size)
     refuses("its files are shorter than the index says")
     (tmp_path / "c" / ".metadata").write_bytes(whole)
@@ -299,7 +299,7 @@ def test_archives_do_not_unfold(tmp_path):
     with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(path, "w", 8) as new:
         for entry in stored.namelist():
             new.writestr(entry, stored.read(entry))
-    with pytest.raises(ValueError, match="in it is compressed"):
+    with pytest.raises(ValueError, match=r"its entry .* is compressed"):
         load_embeddings(path)
 
     nested = {"wte.weight": torch.ones(3, 2)}
@@ -495,13 +495,15 @@ def test_the_hub_sends_the_embeddings_alone(sharded, hub):
 
 
 def test_what_the_hub_does_not_have(hub):
-    with pytest.raises(FileNotFoundError, match="someone/else: neither a file or folder here, nor"):
+    with pytest.raises(
+        FileNotFoundError, match="someone/else: no such file or folder here, and the hub"
+    ):
         load_embeddings("someone/else")
     make("gpt2").save_pretrained(hub.folder)
     path = hub.folder / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[:-50])
-    with pytest.raises(ValueError, match="bytes came where"):
+    with pytest.raises(ValueError, match="bytes instead of"):
         load_embeddings("someone/model")
     path.write_bytes(b"\x08" + b"\0" * 7 + b"nonsense" + whole)
     with pytest.raises(ValueError, match=r"model\.safetensors is not a safetensors file"):

@@ -93,7 +93,7 @@ def test_unigram_counts():
     tokens = torch.tensor([[3, 1], [1, 0]], dtype=torch.int32)
     assert measures.unigram_counts(tokens, 5).tolist() == [1, 2, 0, 1, 0]
     assert measures.unigram_counts(np.array([], dtype=np.uint16), 3).tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match=r"from 0 to 3, outside of 0 ... 2"):
+    with pytest.raises(ValueError, match=r"from 0 to 3, but must be between 0 and 2"):
         measures.unigram_counts(tokens, 3)
 
 
@@ -157,9 +157,9 @@ BAD = [
     (np.zeros((2, 3, 4)), r"shape \[2, 3, 4\]"),
     (np.array([[1.0, 2.0], [3.0, np.nan], [4.0, np.inf]]), "row 1 is not finite"),
     (torch.tensor([[1.0, float("inf")]]), "row 0 is not finite"),
-    (np.ones((2, 2), dtype=complex), "complex128: real numbers"),
-    (torch.ones(2, 2, dtype=torch.complex64), "complex64: real numbers"),
-    (np.zeros((3, 4)), "every row is zero"),
+    (np.ones((2, 2), dtype=complex), "must be real.*complex128"),
+    (torch.ones(2, 2, dtype=torch.complex64), "must be real.*complex64"),
+    (np.zeros((3, 4)), "every row of embeddings is zero"),
 ]
 
 
@@ -172,11 +172,11 @@ def test_bad_embeddings(matrix, message):
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        (np.ones(3), r"counts of shape \[3\]: one for each of the 50"),
+        (np.ones(3), r"counts has the shape \[3\].*each of the 50"),
         (np.full(50, -1.0), "negative"),
         (np.full(50, np.nan), "negative, NaN or infinite"),
-        (np.zeros(50), "fewer than two"),
-        (np.eye(50)[0], "fewer than two"),
+        (np.zeros(50), "at least two tokens"),
+        (np.eye(50)[0], "at least two tokens"),
     ],
 )
 def test_bad_counts(counts, message):
@@ -341,9 +341,9 @@ def test_rows_that_are_left_out():
     with pytest.raises(ValueError, match="row 9 is not finite"):
         measures.analyze(broken, keep=keep)
     for wrong, message in (
-        (np.ones(49, bool), r"keep of shape \[49\]"),
-        (np.ones(50), "dtype float64: a boolean for each"),
-        (np.zeros(50, bool), "keep leaves no row"),
+        (np.ones(49, bool), r"keep must .*shape \[49\]"),
+        (np.ones(50), "a boolean for each .*dtype float64"),
+        (np.zeros(50, bool), "keep must be True for at least one row"),
     ):
         with pytest.raises(ValueError, match=message):
             measures.analyze(matrix, keep=wrong)
@@ -367,7 +367,7 @@ def test_word_similarity_of_the_variants():
         assert score.dot == pytest.approx(expected.dot, rel=1e-9)
         assert score.interval == pytest.approx(expected.interval, rel=1e-9)
     assert len({round(p.word_similarity.mean, 6) for p in (report, report.centered)}) == 2
-    with pytest.raises(ValueError, match="sets need token_ids"):
+    with pytest.raises(ValueError, match="sets needs token_ids"):
         measures.analyze(matrix, sets=sets)
 
 
@@ -394,5 +394,5 @@ assert peak() - before < matrix.nbytes, (peak() - before) / matrix.nbytes
 @pytest.mark.parametrize("wrong", [[[1.0, 2.0]], torch.nn.Linear(2, 3)])
 def test_neither_tensor_nor_array(wrong):
     for measure in (measures.analyze, measures.isotropy, measures.mean_norm):
-        with pytest.raises(TypeError, match=f"embeddings is a {type(wrong).__name__}"):
+        with pytest.raises(TypeError, match=f"embeddings must be .*{type(wrong).__name__}"):
             measure(wrong)

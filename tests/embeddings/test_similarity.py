@@ -100,7 +100,7 @@ def test_what_is_no_set(tmp_path):
         with pytest.raises(ValueError, match=r"MEN_dataset_lemma_form_full, rw\.txt, SimLex-999"):
             read_word_similarity(folder)
     (tmp_path / "rw.txt").write_text("\n")
-    with pytest.raises(ValueError, match=r"rw\.txt: there are no pairs"):
+    with pytest.raises(ValueError, match=r"rw\.txt contains no pairs"):
         read_word_similarity(tmp_path)
     (tmp_path / "rw.txt").write_bytes(b"caf\xe9\tbar\t5.0\n")
     with pytest.raises(ValueError, match=r"rw\.txt: not UTF-8 text \(byte 3\)"):
@@ -217,7 +217,7 @@ def test_what_has_no_correlation_is_none_and_so_is_the_mean():
 
 def test_unusable_embeddings():
     words = {"set": WordSimilaritySet((("a", "b"),), (1,))}
-    with pytest.raises(ValueError, match=r"'b' is token 7, outside of 0 \.\.\. 3"):
+    with pytest.raises(ValueError, match=r"'b' is 7, but must be between 0 and 3"):
         word_similarity(np.ones((4, 2)), words, {"a": 0, "b": 7}.get)
     broken = np.ones((4, 2))
     broken[3, 1] = np.nan

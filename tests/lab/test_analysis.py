@@ -106,11 +106,14 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
     (tmp_path / "text.npy").write_text("no")
     for arguments, message in {
-        ("--counts", "long.npy"): "has shape [449]: a number for each of 448 rows is needed",
-        ("--counts", "negative.npy"): "counts: negative",
+        (
+            "--counts",
+            "long.npy",
+        ): "has the shape [449], but must hold one number for each of the 448 rows",
+        ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): "No such file",
-        ("--tokens", "c.bin"): "outside of 0 ... 447",
+        ("--tokens", "c.bin"): "must be between 0 and 447",
         ("--tokens", "missing.bin"): "missing.bin: No such file",
     }.items():
         code, out, err = run(capsys, gpt2, arguments[0], tmp_path / arguments[1])
@@ -213,9 +216,12 @@ def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_p
     AutoTokenizer.from_pretrained(gpt2).save_pretrained(small)
     assert as_json(capsys, small)["padding_rows"] == 0
     for arguments, message in {
-        ("--text", text_file): "outside of 0 ... 99",
+        ("--text", text_file): "must be between 0 and 99",
         ("--word-similarity", sets): "does the tokenizer belong",
-        ("--exclude", "padding"): "its tokenizer has a token 399, and its embeddings have 100",
+        (
+            "--exclude",
+            "padding",
+        ): "id 399, but the embeddings have only 100 rows",
     }.items():
         code, out, err = run(capsys, small, *arguments)
         assert (code, out) == (2, "")
@@ -223,7 +229,7 @@ def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_p
         assert message in err
     np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(448, 4)))
     code, _, err = run(capsys, tmp_path / "matrix.npy", "--word-similarity", sets)
-    assert (code, "is a file, without a tokenizer: name it with --tokenizer" in err) == (2, True)
+    assert (code, "is a file without a tokenizer: pass one with --tokenizer" in err) == (2, True)
     found = as_json(capsys, tmp_path / "matrix.npy", "--word-similarity", sets, "--tokenizer", gpt2)
     assert found["padding_rows"] == 48
     assert found["word_similarity"]["sets"]["WordSim-353 similarity"]["pairs"] > 3
@@ -239,12 +245,12 @@ def test_unusable_input(gpt2, tmp_path, capsys):
     np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
     for arguments, message in {
         ("missing/model/here",): "there is no such file, folder or model",
-        (gpt2, "--tensor", "wpe"): "has no matrix 'wpe': there are transformer.wte.weight",
+        (gpt2, "--tensor", "wpe"): "has no matrix 'wpe'; it contains transformer.wte.weight",
         (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
         (gpt2, "--top", 17): "directions=17 must be from 0 to H = 16",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "nan.npy",): "nan.npy: embeddings: row 1 is not finite",
-        (tmp_path / "zero.npy",): "every row is zero",
+        (tmp_path / "zero.npy",): "every row of embeddings is zero",
         (gpt2, "--exclude", "some"): "'padding', 'unseen'",
     }.items():
         code, out, err = run(capsys, *arguments)

@@ -156,7 +156,7 @@ def test_another_environment_is_recorded_and_warned_of(unfinished):
     began["packages"]["torch"] = "2.0.0"
     began["processes"], began["time"] = 64, "2999-01-01T00:00:00+00:00"
     path.write_text(json.dumps(began))
-    with pytest.warns(UserWarning, match="goes on at step 40 in another environment") as warned:
+    with pytest.warns(UserWarning, match="continues at step 40 in another environment") as warned:
         go_on()
     (message,) = [str(w.message) for w in warned if "another environment" in str(w.message)]
     assert f"torch 2.0.0 -> {torch.__version__}" in message

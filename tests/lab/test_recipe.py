@@ -294,7 +294,7 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["data.text=!!int x"], "is not YAML: invalid literal"),
         (["data.text=" + 1000 * "["], "is not YAML: it is nested too deeply"),
         (["data.text=&a [*a]"], "is not YAML: an alias stands for what it is in"),
-        (["model.n_layer"], "'model.n_layer': what is no option must be key=value"),
+        (["model.n_layer"], "'model.n_layer' is neither an option nor of the form key=value"),
         (["name.x=3"], "name has no keys of its own"),
         (["name.\n=3"], "name has no keys of its own"),
         (["model.n_layer=[1"], "is not YAML"),
@@ -344,7 +344,7 @@ def test_files_extend(tmp_path):
     ):
         load_recipe(str(path))
     path.write_text("- a list\n")
-    with pytest.raises(UsageError, match="keys and values are needed"):
+    with pytest.raises(UsageError, match="must consist of keys and values"):
         load_recipe(str(path))
     path.write_text("name: 5\nmodel: !!python/object:os.system {}\n")
     with pytest.raises(UsageError, match="is not YAML"):

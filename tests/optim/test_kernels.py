@@ -180,7 +180,7 @@ def streams(request):
 def test_native(dtype, options, early, streams, monkeypatch):
     """By one thread, by several, and by more than there are rows; rows of all lengths."""
     for elements in (2**17, 1):
-        monkeypatch.setattr(native, "_ELEMENTS_FOR_A_THREAD", elements)
+        monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", elements)
         for rows, columns in ((37, 11), (1, 1), (3, 300), (5000, 33)):
             for layouts in (ROWS, ["slices", "rows", "slices"]):
                 compare(native, rows, columns, dtype, layouts, early, **options)

@@ -505,7 +505,9 @@ def test_fsdp1_beside_whole_embeddings_is_refused(build, first_of_two_ranks):
         model, device_id=torch.device("cpu"), use_orig_params=True, ignored_modules=tables
     )
     for options in ({}, {"embeddings": tables}):
-        with pytest.raises(ValueError, match=r"is \[\d+\], flattened by a wrapper.*fully_shard"):
+        with pytest.raises(
+            ValueError, match=r"has the shape \[\d+\]: it was flattened by a wrapper.*fully_shard"
+        ):
             param_groups(wrapped, **options)
 
 
@@ -702,12 +704,15 @@ def test_embeddings_named_outright():
         ({"embeddings": nn.LayerNorm(3)}, "LayerNorm that holds no matrix of this model"),
         ({"embeddings": torch.zeros(V, H)}, "Tensor that holds no matrix of this model"),
         ({"embeddings": "*norm*"}, r"matches '.*norm.*' of shape \[16\], which is not a matrix"),
-        ({"embeddings": "lm_head.weight", "couple": "input"}, "couple='input' has no meaning"),
+        ({"embeddings": "lm_head.weight", "couple": "input"}, "couple='input' cannot be combined"),
         ({"couple": "inputs"}, "Invalid couple value: 'inputs'"),
-        ({"embeddings": {"lm_head.weight": 2}}, "'lm_head.weight': 2.*which dimension"),
+        (
+            {"embeddings": {"lm_head.weight": 2}},
+            "'lm_head.weight': 2.*the dimension that indexes tokens",
+        ),
         ({"embeddings": {"lm_head.weight": 0, "lm_*": 1}}, "both 0 and 1 for 'lm_head.weight'"),
-        ({"vocab_size": V + 1}, r"vocab_size=41 is the size of no .*'model.embed_tokens.weight'"),
-        ({"vocab_size": (V, V + 1)}, "vocab_size=41 is the size of no"),
+        ({"vocab_size": V + 1}, r"vocab_size=41: no embedding .*'model.embed_tokens.weight'"),
+        ({"vocab_size": (V, V + 1)}, "vocab_size=41: no embedding or linear layer"),
         ({"vocab_size": 0}, "Invalid vocab_size value: 0"),
         ({"vocab_size": []}, "Invalid vocab_size value"),
         ({"weight_decay": -0.1}, "Invalid weight_decay value: -0.1"),

@@ -451,7 +451,7 @@ def test_state_on_another_device_is_refused():
             "exp_avg_sq": torch.zeros(H, device="meta"),
         }
 
-    refused_step("is on cpu, its optimizer state on meta", RuntimeError, p, {}, prepare)
+    refused_step("is on cpu, but its optimizer state is on meta", RuntimeError, p, {}, prepare)
 
 
 def test_flattened_parameter_is_refused_at_the_step():

@@ -1,7 +1,7 @@
-"""The ``coupled-adam`` command: a file for each of its commands, and here what they share.
+"""The ``coupled-adam`` command. Each of its commands has a file in this package.
 
-Each file has ``Options``, ``add_arguments`` and ``run``, and imports what it needs only in ``run``:
-``--help`` loads neither torch nor any other large library.
+Each file defines ``Options``, ``add_arguments`` and ``run``. It imports large libraries only in
+``run``, so that ``--help`` does not load torch.
 """
 
 import argparse
@@ -114,13 +114,13 @@ def _fail(code: int, message: str) -> int:
 
 
 def _overrides_first(arguments: list[str]) -> list[str]:
-    """Put ``key=value`` right behind the command: options that take several values end at it."""
+    """Move ``key=value`` to the front, where no option that takes several values can consume it."""
     first = [a for a in arguments[1:] if re.match(r"(name|model|data|training|arms|seeds)[.=]", a)]
     return [*arguments[:1], *first, *(a for a in arguments[1:] if a not in first)]
 
 
 def _hint(arguments: list[str], message: str) -> str:
-    """For an option that does not exist: the nearest that does, or where they are listed."""
+    """Suggest the most similar option for an unknown one, or where to find the list."""
     if "nrecognized arguments" not in message:
         return ""
     command = arguments[0] if arguments and arguments[0] in _COMMANDS else ""

@@ -1,7 +1,7 @@
 """Measure the token embeddings of any model.
 
-How healthy are they? Measures of one or several models side by side: of the embeddings as they are,
-with their mean removed, and with their mean and their top principal directions removed.
+Shows the measures of one or several models side by side, for the embeddings as they are, with their
+mean removed, and with their mean and their top principal directions removed.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
         type=Literal["padding", "unseen"],
         nargs="+",
         default=[],
-        help="leave out padding (rows that are no token of the tokenizer), or unseen tokens, which "
-        "never occur",
+        help="leave out padding (rows that belong to no token of the tokenizer), or unseen tokens "
+        "(with a count of zero)",
     )
     parser.add_argument(
         "--top",
         type=NonNegativeInt,
         metavar="N",
-        help="how many top principal directions to remove (default: one for each hundred of H)",
+        help="how many top principal directions to remove (default: H / 100, rounded up)",
     )
     add_json(parser)
     parser.add_argument("--csv", metavar="FILE", help="write all numbers as a table")
@@ -95,7 +95,7 @@ def run(options: Options) -> None:
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
     given = [name for name, value in counted.items() if value is not None]
     if len(given) > 1:
-        raise UsageError(f"--{' and --'.join(given)} exclude each other: give one")
+        raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
     check_folders(csv=options.csv, html=options.html)
     target = device(options.device)
     quiet_libraries()

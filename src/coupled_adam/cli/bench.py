@@ -1,7 +1,7 @@
-"""Measure how long a step of the optimizer takes, and how much memory.
+"""Measure the time and memory of an optimizer step.
 
-Coupled Adam against torch's AdamW and other optimizers that are installed, each in pairs with
-torch's fused AdamW. With --recipe: whole training steps.
+Compares Coupled Adam, torch's AdamW and other installed optimizers; each is timed in alternation
+with torch's fused AdamW. With --recipe, whole training steps are timed instead.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
         "--dtype",
         type=Literal["float32", "bfloat16", "float16", "float64"],
         default="float32",
-        help="of parameters and gradients",
+        help="the dtype of parameters and gradients",
     )
     parser.add_argument("--clip", action="store_true", help="also clip the norm of the gradients")
     parser.add_argument(
@@ -104,7 +104,7 @@ def run(options: Options) -> None:
         _time_training(options, options.recipe, machine, found)
         return
     if options.overrides:
-        raise UsageError(f"{options.overrides[0]} is of a recipe: name one with --recipe")
+        raise UsageError(f"{options.overrides[0]} changes a recipe: name the recipe with --recipe")
     if options.growth:
         if options.shapes or options.clip:
             raise UsageError("--growth has its own shapes; leave out --shapes and --clip")

@@ -1,8 +1,8 @@
 """Evaluate a run, or any causal language model.
 
-A finished run is evaluated into its evaluation.json; any causal language model, in a folder in
-Hugging Face format, into --out or the terminal. Test loss, measures of the embeddings, word
-similarity, downstream tasks.
+Computes the test loss, measures of the embeddings, word similarity and downstream tasks, and prints
+them. The results of a finished run are also written to its evaluation.json; those of any other
+causal language model, in a folder in Hugging Face format, to the file --out, if it is given.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batches",
         type=PositiveInt,
-        help="batches of held-out text (default: as many as the recipe says, or all)",
+        help="how many batches of held-out text to use (default: the recipe's number, or all)",
     )
     parser.add_argument(
         "--word-similarity",
@@ -96,7 +96,10 @@ def run(options: Options) -> None:
         raise UsageError("--lm-eval-path needs --lm-eval, with the names of the tasks")
     if is_run(folder):
         if options.text is not None or options.out is not None:
-            raise UsageError(f"--text and --out are for models; {folder} is a run with its own")
+            raise UsageError(
+                f"--text and --out are for models; {folder} is a run, which has its own text and "
+                "output file"
+            )
         recipe = load_recipe(str(folder / "config.yaml"))
         result = evaluate_run(
             folder,

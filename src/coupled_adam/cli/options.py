@@ -1,4 +1,4 @@
-"""What several commands share: their arguments, and what these say to the library."""
+"""Arguments that several commands share, and their conversion for the library."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def execution(options: RunOptions) -> Execution:
 
 
 def device(name: Device) -> str:
-    """The device of that name, or with ``"auto"`` the fastest there is.
+    """The device of that name, or with ``"auto"`` the fastest one that is available.
 
     Raises:
         UsageError: it is not available here.

@@ -1,8 +1,8 @@
-"""How the embeddings of a model lie in space: the measures of arXiv 2502.08441, and more.
+"""Measures of the geometry of a model's embeddings: those of arXiv 2502.08441, and more.
 
-Every measure takes an embedding matrix [V, H] as a torch tensor (any device, any floating-point
-dtype) or as an array, computes in float64 where the tensor is, and needs extra memory for a few
-H x H matrices and blocks of rows, never for a copy of the matrix.
+Every measure takes an embedding matrix [V, H] as a torch tensor (on any device, in any
+floating-point dtype) or as a NumPy array. It computes in float64 on the tensor's device, and needs
+extra memory only for a few H x H matrices and for blocks of rows, not for a copy of the matrix.
 """
 
 from coupled_adam.embeddings.centering import all_but_the_top, subtract_mean

@@ -1,4 +1,4 @@
-"""Models, trained by anyone with anything -> reports on their embeddings."""
+"""Analyze the embeddings of models, however they were trained."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ Excluded = Literal["padding", "unseen"]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where to find what belongs to the models that are analyzed, if not in their folders.
+    """Where to find what an analysis needs and the model's folder does not contain.
 
     Attributes:
-        tensor: the name of the embeddings in the file.
-        revision: a branch, tag or commit, for models on the hub.
-        tokenizer: a folder, or an id on the hub; None is the model's own.
+        tensor: the name of the embedding tensor in the file; None to find it by known names.
+        revision: a branch, tag or commit, for models on the Hugging Face hub.
+        tokenizer: a folder, or an id on the hub; None for the model's own tokenizer.
         counts: a ``.npy`` file with unigram counts [V].
-        text: a file or folder whose tokens are counted.
-        tokens: token files, as nanoGPT and llm.c write them, whose tokens are counted.
+        text: a file or folder of text, whose tokens are counted.
+        tokens: token files in the formats of nanoGPT and llm.c, whose tokens are counted.
     """
 
     tensor: str | None = None
@@ -58,11 +58,13 @@ class Analysis:
     """The report of one embedding matrix of a model.
 
     Attributes:
-        model: as the user named it.
+        model: the model as the user gave it.
         embeddings: the matrix, its role and its name in the file.
-        padding_rows: rows that are no token of the tokenizer; None without one.
+        report: the measures.
+        padding_rows: the number of rows that belong to no token of the tokenizer; None without a
+            tokenizer.
         counts: unigram counts [V], or None.
-        keep: [V] booleans, or None where nothing is left out.
+        keep: which rows were measured, [V] booleans; None if all were.
     """
 
     model: str
@@ -74,12 +76,12 @@ class Analysis:
 
     @property
     def label(self) -> str:
-        """The model's name, and which of its matrices it is."""
+        """The model's name, and the role of the matrix."""
         name = Path(self.model).name or self.model
         return name if self.embeddings.role == "embeddings" else f"{name}, {self.embeddings.role}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: what was measured, and the report's own attributes."""
+        """A dict for JSON: a description of the matrix, and the report's attributes."""
         return {
             "model": self.model,
             "role": self.embeddings.role,
@@ -102,15 +104,17 @@ def analyze_model(
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
     Args:
-        model: a folder, file or id on the hub, as for :func:`load_embeddings`.
+        model: a folder, a file or an id on the hub, as for :func:`load_embeddings`.
+        source: where to find the tokenizer, the counts and the like.
         sets: word-similarity sets, by name.
-        exclude: rows to leave out: ``"padding"``, rows that are no token of the tokenizer;
-            ``"unseen"``, tokens whose count is zero.
-        directions: how many of the top principal directions the last of the three variants removes.
+        exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
+            tokenizer, ``"unseen"`` for tokens whose count is zero.
+        directions: the number of top principal directions to remove; see :func:`analyze`.
+        device: where to compute the measures.
 
     Raises:
-        UsageError: no such model, or no embeddings in it; counts, a tokenizer or a text that do not
-            fit the embeddings, or that are needed and not given.
+        UsageError: if there is no such model, or no embeddings in it; if counts, a tokenizer or a
+            text do not fit the embeddings, or are needed but were not given.
     """
     try:
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
@@ -142,13 +146,14 @@ def analyze_model(
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
-    """The sets that ``--word-similarity`` names.
+    """The word-similarity sets for ``--word-similarity``.
 
     Args:
-        place: the folder they are in, as published; ``"download"`` downloads and keeps them.
+        place: the folder with their files as published, or ``"download"`` to download the files and
+            keep them.
 
     Raises:
-        UsageError: there are none in it, or they cannot be downloaded or read.
+        UsageError: if the folder contains none, or they cannot be downloaded or read.
     """
     folder = Path(place)
     if str(place) == "download":
@@ -156,8 +161,8 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
             folder = download_word_similarity()
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"--word-similarity download: {one_line(error)}; put the files as published into a "
-                "folder, and name that"
+                f"--word-similarity download: {one_line(error)}. Put the published files into a "
+                "folder and pass --word-similarity FOLDER instead"
             ) from None
     try:
         return read_word_similarity(folder)
@@ -171,7 +176,7 @@ def _kept_rows(
     is_token: NDArray[np.bool_] | None,
     counts: NDArray[Any] | None,
 ) -> NDArray[np.bool_] | None:
-    """Which rows are measured, [rows]; None where all of them are."""
+    """Which rows to measure, [rows] booleans; None if all."""
     keep = np.ones(rows, dtype=np.bool_)
     if "padding" in exclude and is_token is not None:
         keep &= is_token
@@ -183,12 +188,12 @@ def _kept_rows(
 
 
 def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, where it has one or needs one."""
+    """The model's tokenizer; None if it has none and none is needed."""
     needed = needed or source.text is not None
     name = source.tokenizer or model
     if source.tokenizer is None and Path(model).is_file():
         if needed:
-            raise UsageError(f"{model} is a file, without a tokenizer: name it with --tokenizer")
+            raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
         return None
     if source.tokenizer is None and (Path(model) / "config.yaml").exists():
         name = str(Path(model) / "model")
@@ -196,17 +201,17 @@ def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerB
         return load_tokenizer(name)
     except UsageError as error:
         if needed or source.tokenizer is not None:
-            raise UsageError(f"{error}, or name it with --tokenizer") from None
+            raise UsageError(f"{error}, or pass a tokenizer with --tokenizer") from None
         return None
 
 
 def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> NDArray[np.bool_]:
-    """Which rows are tokens of the tokenizer, [rows]."""
+    """Which rows belong to a token of the tokenizer, [rows] booleans."""
     ids = np.array(sorted(tokenizer.get_vocab().values()))
     if strict and ids[-1] >= rows:
         raise ValueError(
-            f"its tokenizer has a token {ids[-1]}, and its embeddings have {rows} rows: which of "
-            "them are padding cannot be told by another model's tokenizer"
+            f"the tokenizer has a token with id {ids[-1]}, but the embeddings have only {rows} "
+            "rows. --exclude padding needs the model's own tokenizer"
         )
     is_token = np.zeros(rows, dtype=np.bool_)
     is_token[ids[ids < rows]] = True
@@ -216,7 +221,7 @@ def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> ND
 def _counts(
     model: str, source: Source, tokenizer: PreTrainedTokenizerBase | None, rows: int
 ) -> NDArray[Any] | None:
-    """How often each token occurs, [rows]; rows behind the counted vocabulary never do."""
+    """How often each token occurs, [rows]; 0 for rows beyond the counted vocabulary."""
     own = Path(model) / "unigram_counts.npy"
     if source.text is not None and tokenizer is not None:
         return unigram_counts(text_tokens(source.text, tokenizer), rows)
@@ -236,7 +241,7 @@ def _counts(
         raise UsageError(f"--counts {error}") from None
     if counts.ndim != 1 or len(counts) > rows:
         raise UsageError(
-            f"--counts {path} has shape {list(counts.shape)}: a number for each of {rows} rows is "
-            "needed"
+            f"--counts {path} has the shape {list(counts.shape)}, but must hold one number for "
+            f"each of the {rows} rows of the embeddings"
         )
     return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])

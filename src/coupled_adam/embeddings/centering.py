@@ -8,16 +8,17 @@ from coupled_adam.embeddings.geometry import Embeddings, blocks, check, gram, me
 
 
 def subtract_mean(embeddings: Embeddings) -> torch.Tensor:
-    """e_i - mu for every row.
+    """Subtract the mean embedding mu from every row.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or an array.
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
 
     Returns:
-        A new tensor [V, H] in the dtype and on the device of a tensor; in float64 for an array.
+        A new tensor [V, H], with the dtype and device of the given tensor; for an array, a float64
+        tensor on the CPU.
 
     Raises:
-        ValueError: not a non-empty real finite matrix.
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers.
     """
     return all_but_the_top(embeddings, 0)
 
@@ -25,18 +26,19 @@ def subtract_mean(embeddings: Embeddings) -> torch.Tensor:
 def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> torch.Tensor:
     """Subtract the mean, then the components along the top principal directions.
 
-    Mu & Viswanath (2018), Algorithm 1, arXiv 1702.01417.
+    This is Algorithm 1 of Mu & Viswanath (2018), arXiv 1702.01417.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or an array.
-        directions: how many to remove; None is one for each hundred of H, rounded up, as the
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        directions: the number of directions to remove. By default H / 100, rounded up, as the
             authors of the method suggest.
 
     Returns:
-        As :func:`subtract_mean`.
+        A new tensor, as for :func:`subtract_mean`.
 
     Raises:
-        ValueError: not a non-empty real finite matrix; directions outside of 0 ... H.
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or
+            ``directions`` is not between 0 and H.
     """
     check(embeddings)
     top = top_directions(embeddings.shape[1], directions)

@@ -19,24 +19,27 @@ _BLOCK = 2**24
 
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
-    """How often each token id occurs, [vocab_size].
+    """Count how often each token id occurs.
 
     Args:
-        tokens: token ids, of any shape and integer dtype; may be a memory map.
-        vocab_size: V; ids are below it.
+        tokens: token ids of any shape and integer dtype; may be memory-mapped.
+        vocab_size: V, the number of token ids.
+
+    Returns:
+        The counts, [vocab_size], int64.
 
     Raises:
-        ValueError: an id outside of 0 ... V - 1.
+        ValueError: if an id is not between 0 and V - 1.
     """
     ids = np.asarray(tokens).reshape(-1)
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(ids), _BLOCK):  # bincount takes 8 bytes for each
+    for start in range(0, len(ids), _BLOCK):  # bincount needs 8 bytes of memory per id
         block = ids[start : start + _BLOCK]
         low, high = block.min(), block.max()
         if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"token ids run from {low} to {high}, outside of 0 ... {vocab_size - 1}: "
-                "is vocab_size the number of rows of the embeddings?"
+                f"token ids range from {low} to {high}, but must be between 0 and "
+                f"{vocab_size - 1}: is vocab_size the number of rows of the embeddings?"
             )
         counts += np.bincount(block, minlength=vocab_size)
     return counts
@@ -45,18 +48,19 @@ def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDAr
 def norm_frequency_correlation(
     embeddings: Embeddings, counts: torch.Tensor | NDArray[Any]
 ) -> float:
-    """Rho, the Pearson correlation of ||e_i|| with log p_i, the unigram probability: -1 to 1.
+    """The Pearson correlation rho of ||e_i|| with log p_i, where p_i is the unigram probability.
 
     Args:
         embeddings: [V, H].
         counts: [V], counts or probabilities (the correlation does not depend on the total).
-            Tokens with zero probability have no logarithm and are left out.
+            Tokens with zero probability are left out.
 
     Returns:
-        rho; NaN where all norms, or all probabilities, are the same.
+        rho, between -1 and 1; NaN if all norms or all probabilities are equal.
 
     Raises:
-        ValueError: counts that are negative, not finite or not [V], or fewer than two positive.
+        ValueError: if counts do not have the shape [V], are negative or not finite, or if fewer
+            than two are positive.
     """
     return correlation_with_log(row_norms(embeddings), counts)
 
@@ -64,11 +68,11 @@ def norm_frequency_correlation(
 def mean_frequency_correlation(
     embeddings: Embeddings, counts: torch.Tensor | NDArray[Any]
 ) -> float:
-    """The Pearson correlation of e_i . mu with log p_i: -1 to 1.
+    """The Pearson correlation of e_i . mu with log p_i, between -1 and 1.
 
-    If it is negative, rare tokens lie further along the mean than frequent ones: it is with them
-    that the mean has drifted. Arguments, result and errors are those of
-    :func:`norm_frequency_correlation`.
+    If it is negative, rare tokens lie further in the direction of the mean than frequent tokens,
+    so that it is mostly the rare tokens that shift the mean away from the origin. Arguments, result
+    and errors are those of :func:`norm_frequency_correlation`.
     """
     mean = torch.from_numpy(mean_embedding(embeddings))
     along = np.concatenate([as_array(rows @ mean.to(rows.device)) for rows in blocks(embeddings)])
@@ -76,8 +80,8 @@ def mean_frequency_correlation(
 
 
 def correlation_with_log(values: NDArray[np.float64], counts: torch.Tensor | NDArray[Any]) -> float:
-    """The correlation of values [V] with log counts [V], where those are above zero."""
-    p = seen(counts, len(values))
+    """The correlation of values [V] with log counts [V], over the tokens with positive counts."""
+    p = checked_counts(counts, len(values))
     used = p > 0
     with np.errstate(all="ignore"):
         if np.ptp(values[used]) == 0 or np.ptp(p[used]) == 0:
@@ -85,17 +89,18 @@ def correlation_with_log(values: NDArray[np.float64], counts: torch.Tensor | NDA
     return float(stats.pearsonr(values[used], np.log(p[used])).statistic)
 
 
-def seen(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:
+def checked_counts(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:
     """Check unigram counts against the number of embeddings; return them as float64 [V]."""
     if isinstance(counts, torch.Tensor):
         counts = counts.detach().cpu().numpy()
     p = np.asarray(counts, dtype=np.float64)
     if p.shape != (rows,):
         raise ValueError(
-            f"counts of shape {list(p.shape)}: one for each of the {rows} embeddings is needed"
+            f"counts has the shape {list(p.shape)}, but must hold one count for each of the {rows} "
+            "embeddings"
         )
     if not (np.isfinite(p) & (p >= 0)).all():
-        raise ValueError("counts: negative, NaN or infinite values")
+        raise ValueError("counts must not be negative, NaN or infinite")
     if (p > 0).sum() < 2:
-        raise ValueError("counts: fewer than two tokens with a probability above zero")
+        raise ValueError("counts must be positive for at least two tokens")
     return p

@@ -1,8 +1,8 @@
-"""Where the cloud of embeddings lies: isotropy, mean, spectrum, norms, angles.
+"""The geometry of an embedding matrix: isotropy, mean, spectrum, norms and angles.
 
-Matrices are measured where they are, on a CPU or a GPU, in float64 (those on an MPS device on the
-CPU), some rows at a time. All functions raise ValueError for what is not a non-empty matrix [V, H]
-of finite real numbers, and TypeError for what is neither a tensor nor an array.
+Matrices are measured in float64, a block of rows at a time, on their own device (on the CPU if that
+is an MPS device, which lacks float64). All functions raise ValueError unless they are given a
+non-empty matrix [V, H] of finite real numbers, and TypeError unless this is a tensor or an array.
 """
 
 import functools
@@ -18,20 +18,24 @@ from torch import Tensor
 Array = NDArray[np.float64]
 Embeddings = Tensor | NDArray[Any]
 
-_BLOCK_BYTES = 2**23  # more fall out of the caches
+_BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
 
 
 def isotropy(
     embeddings: Embeddings, *, convention: Literal["sign_safe", "published"] = "sign_safe"
 ) -> float:
-    r"""Iso = min_c Z(c) / max_c Z(c) with Z(c) = sum_i exp(c . e_i), between 0 and 1 (isotropic).
+    r"""Isotropy, min_c Z(c) / max_c Z(c) with Z(c) = sum_i exp(c . e_i), from 0 to 1 (isotropic).
 
-    c runs over the eigenvectors of E^T E (Mu & Viswanath 2018; arXiv 2502.08441). An eigenvector's
-    sign is arbitrary, and Z(c) is not Z(-c), so the definition leaves the result to the
-    linear-algebra library. The default ``"sign_safe"`` evaluates both signs of every eigenvector:
-    it is reproducible, and never above the published value for the same eigenvectors.
-    ``"published"`` takes the signs as ``torch.linalg.eigh`` returns them, to compare with figures
-    in the literature, which spread by up to tens of percent for that reason alone.
+    c runs over the eigenvectors of E^T E (Mu & Viswanath 2018; arXiv 2502.08441). As the sign of an
+    eigenvector is arbitrary and Z(c) differs from Z(-c), the published definition depends on the
+    signs that the linear-algebra library happens to return.
+
+    Args:
+        embeddings: [V, H].
+        convention: ``"sign_safe"`` evaluates both signs of every eigenvector. The result is
+            reproducible, and never above the published value for the same eigenvectors.
+            ``"published"`` uses the signs that ``torch.linalg.eigh`` returns, for comparison with
+            values in the literature, which can vary by tens of percent for this reason alone.
     """
     if convention not in ("sign_safe", "published"):
         raise ValueError(f"Invalid convention: {convention!r} ('sign_safe' or 'published')")
@@ -49,10 +53,10 @@ def mean_norm(embeddings: Embeddings) -> float:
 
 
 def mean_norm_ratio(embeddings: Embeddings) -> float:
-    """||mu||^r = ||mu|| / mean_i ||e_i||: 0 for a centred cloud, 1 where all rows are equal.
+    """||mu||^r = ||mu|| / mean_i ||e_i||: 0 for centred embeddings, 1 if all rows are equal.
 
     Raises:
-        ValueError: also where every row is zero, as an uninitialised matrix is.
+        ValueError: also if every row is zero, as in an uninitialised matrix.
     """
     average = row_norms(embeddings).mean()
     check_not_zero(average)
@@ -60,9 +64,9 @@ def mean_norm_ratio(embeddings: Embeddings) -> float:
 
 
 def mean_cosine_similarity(embeddings: Embeddings) -> float:
-    """The mean of cos(e_i, e_j) over all pairs i != j: -1/(V-1) to 1; near 0 for a centred cloud.
+    """The mean of cos(e_i, e_j) over all pairs i != j, from -1/(V-1) to 1; near 0 if centred.
 
-    Rows that are zero have no direction and are left out; NaN where fewer than two are left.
+    Zero rows have no direction and are left out. The result is NaN if fewer than two are left.
     """
     angles = Angles()
     for block in blocks(embeddings):
@@ -73,37 +77,39 @@ def mean_cosine_similarity(embeddings: Embeddings) -> float:
 def singular_values(embeddings: Embeddings) -> Array:
     """The min(V, H) singular values of E, descending.
 
-    They come from the eigenvalues of E^T E. That squares them: those below about 1e-8 of the
-    largest are indistinguishable from zero.
+    They are computed from the eigenvalues of E^T E, which are their squares. Singular values below
+    about 1e-8 of the largest are therefore indistinguishable from zero.
     """
     return singular_values_of(torch.linalg.eigvalsh(gram(embeddings)), len(embeddings))
 
 
 def condition(embeddings: Embeddings) -> float:
-    """kappa = 100 sigma_min / sigma_max of the :func:`singular_values`: 0 to 100.
+    """kappa = 100 sigma_min / sigma_max of the :func:`singular_values`, from 0 to 100.
 
     Raises:
-        ValueError: also where every row is zero.
+        ValueError: also if every row is zero.
     """
     return condition_of(_checked_singular_values(embeddings))
 
 
 def effective_rank(embeddings: Embeddings) -> float:
-    """exp(-sum_k q_k log q_k) with q_k = sigma_k / sum sigma: 1 to min(V, H) (Roy, Vetterli 2007).
+    """The effective rank of Roy & Vetterli (2007), from 1 to min(V, H).
+
+    It is exp(-sum_k q_k log q_k), where q_k = sigma_k / sum_j sigma_j.
 
     Raises:
-        ValueError: also where every row is zero.
+        ValueError: also if every row is zero.
     """
     return effective_rank_of(_checked_singular_values(embeddings))
 
 
 def participation_ratio(embeddings: Embeddings) -> float:
-    """(sum_k sigma_k^2)^2 / sum_k sigma_k^4: the number of directions that share the variance.
+    """(sum_k sigma_k^2)^2 / sum_k sigma_k^4, from 1 to min(V, H).
 
-    It is between 1 and min(V, H).
+    This can be read as the number of directions among which the variance is spread.
 
     Raises:
-        ValueError: also where every row is zero.
+        ValueError: also if every row is zero.
     """
     return participation_ratio_of(_checked_singular_values(embeddings))
 
@@ -114,21 +120,21 @@ def mean_embedding(embeddings: Embeddings) -> Array:
 
 
 def row_norms(embeddings: Embeddings) -> Array:
-    """||e_i|| for every row, [V]."""
+    """The norms ||e_i|| of all rows, [V]."""
     return as_array(mean_and_norms(embeddings)[1])
 
 
 def mean_and_norms(
     embeddings: Embeddings, keep: NDArray[np.bool_] | None = None
 ) -> tuple[Any, Any]:
-    """The mean [H] and the norms [V] of all rows, or of those to keep."""
+    """The mean [H] and the norms [V] of all rows, or of the rows to keep."""
     check(embeddings)
     total: Tensor | float = 0.0
     norms = torch.empty(len(embeddings) if keep is None else int(keep.sum()), dtype=torch.float64)
     start = 0
     for block in blocks(embeddings, keep):
         total = total + block.sum(0)
-        # Kept as many small tensors, they would lie between the blocks and pin the memory of all.
+        # Not a list of small tensors: allocated between the blocks, they would fragment memory.
         norms[start : start + len(block)] = block.norm(dim=1)
         start += len(block)
     return torch.as_tensor(total) / len(norms), norms
@@ -137,22 +143,22 @@ def mean_and_norms(
 def gram(
     embeddings: Embeddings, mean: Tensor | float = 0.0, keep: NDArray[np.bool_] | None = None
 ) -> Tensor:
-    """E^T E [H, H], of all rows or those to keep, with a mean [H] removed from each."""
+    """E^T E [H, H] over all rows or the rows to keep, each with ``mean`` [H] subtracted."""
     centred = (block - mean for block in blocks(embeddings, keep))
     return functools.reduce(Tensor.add_, map(_square, centred))
 
 
 def project(rows: Tensor, directions: Tensor) -> Tensor:
-    """Each row's components along some directions, the columns of [H, n].
+    """Project rows onto directions, the columns of [H, n]; the result is [rows, n].
 
-    They lie in memory direction by direction, which makes both the product and sums over the rows
-    about half again as fast.
+    The result is stored column by column, which makes both the product and sums over the rows about
+    1.5 times as fast.
     """
     return (directions.T @ rows.T).T
 
 
 def _square(block: Tensor) -> Tensor:
-    """E^T E of some rows; numpy sees that the result is symmetric, and computes half of it."""
+    """E^T E of a block of rows; NumPy computes only half of it, as it is symmetric."""
     if block.device.type != "cpu":
         return block.T @ block
     rows = block.numpy()
@@ -160,13 +166,13 @@ def _square(block: Tensor) -> Tensor:
 
 
 class LogPartition:
-    """Z(c) = sum_i exp(c . e_i) for n directions c and for their opposites, as logarithms."""
+    """Accumulates log Z(c) of Z(c) = sum_i exp(c . e_i), for n directions c and for each -c."""
 
     def __init__(self) -> None:
         self._log_z: Tensor | None = None
 
     def add(self, projections: Tensor) -> None:
-        """Add c . e_i of some more rows, [rows, n]."""
+        """Add a block of rows, given c . e_i, [rows, n]."""
         new = torch.stack([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])
         self._log_z = new if self._log_z is None else torch.logaddexp(self._log_z, new)
 
@@ -177,30 +183,30 @@ class LogPartition:
 
 
 class Angles:
-    """The mean of the cosine over all pairs of rows, from the sum of their unit vectors."""
+    """Accumulates the mean cosine over all pairs of rows, from the sum of their unit vectors."""
 
     def __init__(self) -> None:
         self._total: Tensor | float = 0.0
         self._rows = 0
 
     def add(self, vectors: Tensor, norms: Tensor, floor: float = 0.0) -> None:
-        """Add some more rows [rows, H], with their norms; rows not above the floor are left out."""
+        """Add a block of rows [rows, H] with their norms; leave out those with norms <= floor."""
         used = norms > floor
         weights = torch.where(used, 1 / norms, 0)
         self._total = self._total + weights @ vectors
         self._rows += int(used.sum())
 
     def mean_cosine(self) -> float:
-        """NaN for fewer than two rows."""
+        """The mean cosine; NaN for fewer than two rows."""
         if self._rows < 2:
             return float("nan")
-        # The squared sum counts every pair twice, and each row with itself.
+        # The squared sum contains every pair twice, and each row paired with itself.
         pairs = self._rows * (self._rows - 1)
         return (float(torch.sum(torch.as_tensor(self._total) ** 2)) - self._rows) / pairs
 
 
 def isotropy_of(log_z: Array) -> float:
-    """Iso from the logarithms of Z, whatever their shape."""
+    """The isotropy, from the logarithms of Z in any shape."""
     return float(np.exp(log_z.min() - log_z.max()))
 
 
@@ -227,32 +233,32 @@ def participation_ratio_of(values: Array) -> float:
 
 
 def check_not_zero(number: float) -> None:
-    """Raise ValueError where the mean norm is zero."""
+    """Raise ValueError if the mean norm is zero."""
     if number == 0:
-        raise ValueError("embeddings: every row is zero; has the model been initialised?")
+        raise ValueError("every row of embeddings is zero: has the model been initialised?")
 
 
 def check(embeddings: Embeddings) -> None:
-    """Raise TypeError or ValueError for what is not a non-empty real matrix."""
+    """Raise TypeError or ValueError unless this is a non-empty real matrix."""
     if not isinstance(embeddings, Tensor | np.ndarray):
         raise TypeError(
-            f"embeddings is a {type(embeddings).__name__}: a tensor or array [V, H] is needed, "
-            "such as model.lm_head.weight"
+            f"embeddings must be a tensor or array [V, H], such as model.lm_head.weight, not a "
+            f"{type(embeddings).__name__}"
         )
     if hasattr(embeddings, "full_tensor"):
-        raise TypeError("embeddings are sharded (a DTensor): give embeddings.full_tensor()")
+        raise TypeError("embeddings is sharded (a DTensor): pass embeddings.full_tensor()")
     shape = list(embeddings.shape)
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"embeddings of shape {shape}: a non-empty matrix [V, H] is needed")
+        raise ValueError(f"embeddings must be a non-empty matrix [V, H], but has the shape {shape}")
     is_complex = (
         embeddings.is_complex() if isinstance(embeddings, Tensor) else np.iscomplexobj(embeddings)
     )
     if is_complex:
-        raise ValueError(f"embeddings of dtype {embeddings.dtype}: real numbers are needed")
+        raise ValueError(f"embeddings must be real, but has the dtype {embeddings.dtype}")
 
 
 def blocks(embeddings: Embeddings, keep: NDArray[np.bool_] | None = None) -> Iterator[Tensor]:
-    """A matrix's rows (all, or those to keep) in float64, some at a time, checked."""
+    """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them."""
     check(embeddings)
     rows, columns = embeddings.shape
     size = max(1, _BLOCK_BYTES // (8 * columns))
@@ -262,7 +268,7 @@ def blocks(embeddings: Embeddings, keep: NDArray[np.bool_] | None = None) -> Ite
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
             continue
-        # The sum is quick to look at; an overflow of finite numbers is none of our business.
+        # The sum is quick to check. Finite numbers whose sum overflows are allowed.
         if not torch.isfinite(block.sum()) and not (finite := block.isfinite().all(1)).all():
             here = np.arange(start, min(start + size, rows))
             row = (here if keep is None else here[keep[here]])[int(finite.int().argmin())]
@@ -271,7 +277,7 @@ def blocks(embeddings: Embeddings, keep: NDArray[np.bool_] | None = None) -> Ite
 
 
 def as_float64(values: Embeddings) -> Tensor:
-    """A tensor in float64, on its device where that has float64."""
+    """A tensor in float64, on its own device, or on the CPU if that does not support float64."""
     if not isinstance(values, Tensor):
         return torch.from_numpy(np.array(values, dtype=np.float64))
     device = "cpu" if values.device.type == "mps" else values.device
@@ -279,7 +285,7 @@ def as_float64(values: Embeddings) -> Tensor:
 
 
 def as_array(values: Tensor) -> Array:
-    """A tensor as an array in float64."""
+    """A float64 tensor as an array."""
     array: Array = values.cpu().numpy()
     return array
 

@@ -13,14 +13,17 @@ class EmbeddingMeasures(pl.Callback):
     """Log ``embeddings/isotropy``, ``embeddings/mean_norm``, ... to all of a trainer's loggers.
 
     Args:
-        every: optimizer steps between two measurements; there is one before the first step.
+        every: the number of optimizer steps between two measurements. The first measurement takes
+            place before the first step.
         counts: unigram counts [V], for the correlation of norms with frequency.
-        embeddings: a function from the LightningModule to its matrices [V, H]: ``"output"`` and
-            perhaps ``"input"``. By default, those of the transformers model inside it.
-            Sharded matrices (FSDP2, tensor parallel) are gathered.
+        embeddings: a function that maps the LightningModule to a dict of its matrices [V, H], with
+            the key ``"output"`` and optionally ``"input"``. By default, the embeddings of the
+            transformers model inside the module are used. Sharded matrices (FSDP2, tensor
+            parallelism) are gathered.
 
     Raises:
-        ValueError: ``every`` is below 1; there is no transformers model inside.
+        ValueError: if ``every`` is below 1, or if the module contains no transformers model and
+            ``embeddings`` is not given.
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class EmbeddingMeasures(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Measure, if it is due."""
+        """Measure if a measurement is due."""
         self._log(trainer, pl_module)
 
     def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -1,7 +1,7 @@
-"""Embedding matrices out of models, trained by anyone with anything.
+"""Read the embedding matrices of models, however they were trained.
 
-Only the embeddings are read, never the whole model. They are found by their names, as they are
-usual for each family of models.
+Only the embeddings are read, never the whole model. They are found by the tensor names that are
+common in the various families of models.
 """
 
 import dataclasses
@@ -60,9 +60,9 @@ class EmbeddingMatrix:
 
     Attributes:
         matrix: [V, H], in the dtype it is stored in, on the CPU.
-        role: ``"input"`` or ``"output"``; ``"tied"`` where one matrix is both; ``"embeddings"``
-            where the file does not tell.
-        tensor: its name in the file; empty for a file that holds one array.
+        role: ``"input"`` or ``"output"``; ``"tied"`` if one matrix is both; ``"embeddings"`` if the
+            file does not tell.
+        tensor: its name in the file; empty if the file holds a single array.
     """
 
     matrix: Tensor
@@ -73,19 +73,24 @@ class EmbeddingMatrix:
 def load_embeddings(
     source: str | Path, *, tensor: str | None = None, revision: str | None = None
 ) -> list[EmbeddingMatrix]:
-    """Find and read the token embeddings of a model: the input's, and the output's if another.
+    """Find and read the input and output embeddings of a model.
 
     Args:
-        source: a folder in Hugging Face format (sharded or not), or the id of one on the hub; a
-            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; a checkpoint
-            of ours; a folder of torch.distributed.checkpoint.
-        tensor: the name of the tensor to read, where it is not to be found by its name.
-        revision: of a model on the hub: a branch, tag or commit.
+        source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
+            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; a run or a
+            checkpoint of this package; a folder written by torch.distributed.checkpoint.
+        tensor: the name of the tensor to read, if the embeddings have an unusual name.
+        revision: a branch, tag or commit of a model on the hub.
+
+    Returns:
+        The input and the output embeddings, or a single matrix if they are tied or only one of them
+        was found.
 
     Raises:
-        FileNotFoundError: there is no such file, folder or model.
-        OSError: a file cannot be read.
-        ValueError: damaged files; weights that need pickle; no embeddings found by their names.
+        FileNotFoundError: if there is no such file, folder or model.
+        OSError: if a file cannot be read.
+        ValueError: if a file is damaged or needs unpickling, or has no embeddings with a known
+            name.
     """
     path = Path(source)
     if path.is_dir():
@@ -105,7 +110,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
     if tensor is not None:
         if tensor not in matrices:
-            raise ValueError(f"{weights.source} has no matrix {tensor!r}: there are {listed}")
+            raise ValueError(f"{weights.source} has no matrix {tensor!r}; it contains {listed}")
         return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
     inputs, output = _named(matrices, _INPUT), _named(matrices, _OUTPUT)
     if inputs is None and output is None:
@@ -114,7 +119,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             return [EmbeddingMatrix(_read(weights, name), "embeddings", name)]
         what = f"name one of {listed}" if matrices else "there are no matrices in it"
         raise ValueError(f"{weights.source}: no embeddings under a known name; {what}")
-    # Heads of classification and regression have such names, too.
+    # The heads of classification and regression models have such names as well.
     if inputs and output and matrices[inputs] != matrices[output]:
         same_width = matrices[inputs][1] == matrices[output][1]
         if not same_width or matrices[output][0] < matrices[inputs][0] / 2:
@@ -136,17 +141,17 @@ def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
 
 
 def _named(matrices: Mapping[str, tuple[int, ...]], known: tuple[str, ...]) -> str | None:
-    """The matrix that has the first of the known names, whatever modules it is wrapped in."""
+    """The matrix with the first of the known names that occurs, after any module prefix."""
     for ending in known:
         found = [name for name in matrices if name == ending or name.endswith(f".{ending}")]
         if found:
-            # Of several, as in a model that has a smaller one in it, the largest.
+            # If there are several, as in a model that contains a smaller one, take the largest.
             return min(found, key=lambda name: _largest((name, matrices[name])))
     return None
 
 
 def _is_tied(config: Mapping[str, Any] | None) -> bool:
-    """Whether a model that stores no output embeddings uses the input's."""
+    """Whether a model without stored output embeddings uses its input embeddings as such."""
     if config is None or not config.get("tie_word_embeddings", True):
         return False
     return any(head in str(config.get("architectures")) for head in _HEADS)
@@ -186,7 +191,7 @@ def _open_folder(folder: Path) -> Weights:
 
 
 def _open_run(folder: Path) -> Weights:
-    """A run of ours: its model, or while it trains its last checkpoint."""
+    """Open a run of this package: its model, or its last checkpoint while it is being trained."""
     if (folder / "model").exists():
         return _open_folder(folder / "model")
     checkpoints = [
@@ -201,7 +206,7 @@ def _open_run(folder: Path) -> Weights:
 
 
 def _indexed(index: Mapping[str, Any], source: object) -> dict[str, str]:
-    """The file of each tensor; only files beside the index."""
+    """The file of each tensor; files outside the folder of the index are refused."""
     files = index.get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ValueError(f"{source}: not an index of weights: it has no weight_map")
@@ -217,7 +222,7 @@ def _join(
     open_file: Callable[[str], Weights],
     config: Mapping[str, Any] | None,
 ) -> Weights:
-    """Shards as one: only those are opened that hold what may be embeddings."""
+    """Join a model's shards; only shards that may contain embeddings are opened."""
     wanted = {
         name: file
         for name, file in files.items()
@@ -233,7 +238,7 @@ def _join(
 
 
 def _open_hub(name: str, revision: str | None) -> Weights:
-    """A model on the hub: of its weights only the bytes of the embeddings are transferred."""
+    """Open a model on the hub; only the bytes of its embeddings are downloaded."""
     import huggingface_hub
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -253,14 +258,14 @@ def _open_hub(name: str, revision: str | None) -> Weights:
         return dataclasses.replace(whole, source=name, config=config)
     except RemoteEntryNotFoundError:
         raise ValueError(
-            f"{name} has no model.safetensors on the hub: download it and give its folder"
+            f"{name} has no model.safetensors on the hub: download the model and pass its folder"
         ) from None
     except ValueError:
         raise
-    except Exception as error:  # of the hub's and of its HTTP client's classes
+    except Exception as error:  # huggingface_hub and its HTTP client raise many types
         reason = " ".join(str(error).split())[:300]
         raise FileNotFoundError(
-            f"{name}: neither a file or folder here, nor a model that the hub gives us "
+            f"{name}: no such file or folder here, and the hub did not return such a model "
             f"({type(error).__name__}: {reason})"
         ) from None
 

@@ -1,4 +1,4 @@
-"""Embeddings during training: found in the model, gathered from their shards, and measured."""
+"""Measure embeddings during training; the part that both training callbacks share."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
@@ -26,11 +26,11 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
     """The embeddings of a transformers model, which may be inside another module.
 
     Returns:
-        ``"output"``: [V, H], and ``"input"`` where that is another matrix; a model without a head
-        has only an input. They are the model's own parameters; see :func:`full_tensor`.
+        The parameters [V, H], which may be sharded: ``"output"``, and ``"input"`` if it is another
+        matrix. A model without a head has only an input.
 
     Raises:
-        ValueError: there is no such model inside.
+        ValueError: if the module contains no such model.
     """
     for module in cast(Iterator[Any], model.modules()):
         if hasattr(module, "get_output_embeddings") and hasattr(module, "get_input_embeddings"):
@@ -42,52 +42,59 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
             if weights:
                 return weights
     raise ValueError(
-        f"{type(model).__name__} holds no transformers model: give embeddings=, a function from "
-        'the model to its matrices, such as lambda model: {"output": model.head.weight}'
+        f"{type(model).__name__} contains no transformers model: pass embeddings=, a function that "
+        'returns its matrices, such as lambda model: {"output": model.head.weight}'
     )
 
 
 def full_tensor(matrix: Tensor) -> Tensor:
-    """The whole of a sharded matrix (DTensor), detached: every process must call this."""
+    """Detach a matrix, and gather it if it is a DTensor; every process must call this."""
     matrix = matrix.detach()
     gather = getattr(matrix, "full_tensor", None)
     return matrix if gather is None else gather()
 
 
 class Monitor:
-    """What a training callback needs: when to measure, and the numbers to log.
+    """Tells a training callback when to measure, and returns the numbers to log.
 
     Args:
-        every: steps between two measurements.
-        counts: unigram counts [V], for the correlation with frequency.
-        find: the model's matrices by their role; see :func:`model_embeddings`.
+        every: the number of steps between two measurements.
+        counts: unigram counts [V], for the correlation of norms with frequency.
+        find: a function that returns the model's matrices by role; by default
+            :func:`model_embeddings`.
 
     Raises:
-        ValueError: ``every`` is below 1.
+        ValueError: if ``every`` is below 1.
     """
 
     def __init__(
         self, every: int, counts: Tensor | NDArray[Any] | None = None, find: Find | None = None
     ) -> None:
         if every < 1:
-            raise ValueError(f"every={every} must be 1 or more steps")
+            raise ValueError(f"every={every} must be at least 1 step")
         self.every = every
         self.counts = counts
         self.find = find or model_embeddings
         self._last = -1
 
     def is_due(self, step: int) -> bool:
-        """Whether to measure after this step, and it has not been done yet."""
+        """Whether to measure after this step; True only once for each step."""
         due = step % self.every == 0 and step != self._last
         if due:
             self._last = step
         return due
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
-        """The numbers by name. Every process must call this; only those that are ``here`` get them.
+        """Measure the model's embeddings; every process must call this.
 
-        The names are those of :class:`Measures`, after ``embeddings/`` for the output embeddings
-        and ``input_embeddings/`` for those of the input, where that is another matrix.
+        Args:
+            model: the model, as ``find`` takes it.
+            here: whether this process measures. The others only help to gather the matrices.
+
+        Returns:
+            The numbers by name; an empty dict unless ``here``. The names are those of
+            :class:`Measures` with the prefix ``embeddings/`` for the output embeddings, and
+            ``input_embeddings/`` for the input embeddings if these are another matrix.
         """
         _reshard(model)
         matrices = {role: full_tensor(matrix) for role, matrix in self.find(model).items()}
@@ -105,7 +112,7 @@ class Monitor:
 
 
 def _reshard(model: Any) -> None:
-    """Let FSDP2 put its shards back in place, which the optimizer updates, of a gathered copy."""
+    """Make FSDP2 replace gathered parameters by the shards, which the optimizer has updated."""
     if not torch.distributed.is_available():
         return
     from torch.distributed.fsdp import FSDPModule

@@ -1,4 +1,4 @@
-"""Reports on the embeddings of models, side by side: the pictures, and the page."""
+"""Reports on the embeddings of several models as a page of HTML with pictures."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,10 +15,11 @@ from coupled_adam.rendering.pictures import Picture, single
 
 EXPLANATION = (
     "Iso: isotropy, 0 to 1, for both signs of every eigenvector; ‖μ‖: norm of the mean embedding; "
-    "‖μ‖ʳ: relative to the mean norm; κ: 100 × smallest / largest singular value; cos: mean over "
-    "all pairs of rows; ρ: correlation of norm and log frequency; r: 100 × correlation of "
-    "similarity with human ratings, its 95 % confidence interval, and the usable of all pairs; r̄: "
-    "the mean over the sets. A dash: not measured, or not defined. Definitions: arXiv 2502.08441."
+    "‖μ‖ʳ: that norm relative to the mean norm; κ: 100 × smallest / largest singular value; cos: "
+    "mean cosine over all pairs of rows; ρ: correlation of norm and log frequency; r: 100 × "
+    "correlation of similarity with human ratings, with its 95 % confidence interval and usable / "
+    "all pairs; r̄: the mean over the sets. A dash: not measured, or not defined. Definitions: "
+    "arXiv 2502.08441."
 )
 
 
@@ -31,7 +32,7 @@ def analyses_page(analyses: Sequence[Analysis]) -> str:
 
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
-    """The clouds, their spectra and angles, and their norms, against frequency where counted."""
+    """Pictures of the matrices, their spectra, angles and norms; with counts, also of frequency."""
     colors = _colors(len(analyses))
     columns = min(3, len(analyses))
     rows = -(-len(analyses) // columns)
@@ -49,8 +50,9 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     drawn = [
         Picture(
             clouds,
-            "The embeddings seen from the side: along their mean, and along their largest spread "
-            "across it. X: the mean; +: the origin.",
+            "The embeddings projected onto the direction of their mean (horizontal) and onto the "
+            "perpendicular direction in which they vary most (vertical). X: the mean; +: the "
+            "origin.",
         )
     ]
 
@@ -90,7 +92,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
 
 
 def _plain(label: str) -> str:
-    """A label as matplotlib shows it: what is between two $ is a formula to it."""
+    """Escape a label for matplotlib, which reads text between two $ as a formula."""
     return label.replace("$", r"\$")
 
 

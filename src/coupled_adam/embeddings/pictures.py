@@ -9,15 +9,16 @@ from numpy.typing import NDArray
 from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, mean_embedding
 from coupled_adam.rendering.pictures import legend, scatter
 
-_POINTS = 10_000  # of a cloud; more of them cover each other
-_ROWS = 20_000  # that the axis of a projection is taken from
+_POINTS = 10_000  # points drawn for each matrix; more would cover each other
+_ROWS = 20_000  # rows from which the axis of a projection is computed
 _PAIRS = 200_000
 
 
 def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None = None) -> None:
-    """The cloud in the plane of its mean and of its largest spread across it; mean and origin.
+    """Draw the rows, projected onto their mean and the perpendicular direction of most variance.
 
-    Of a large matrix a sample is drawn, the same at each call; the mean is that of all rows.
+    The mean is marked with an X. For a large matrix a fixed random sample of the rows is drawn; the
+    mean is always that of all rows.
     """
     mean = mean_embedding(embeddings)
     sample = _sample(embeddings, _ROWS)
@@ -31,7 +32,7 @@ def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None =
 
 
 def finish_clouds(ax: Axes) -> None:
-    """The origin, and what the axes are."""
+    """Draw the origin and label the axes."""
     ax.axhline(0, color="black", linewidth=0.5)
     ax.axvline(0, color="black", linewidth=0.5)
     ax.plot(0, 0, "+", color="black", markersize=18, mew=2.5, zorder=4)
@@ -49,7 +50,7 @@ def finish_clouds(ax: Axes) -> None:
 def plot_norms(
     ax: Axes, norms: Array, counts: NDArray[Any], color: str, label: str | None = None
 ) -> None:
-    """Norms [V] against the unigram probability of their tokens, from counts [V]."""
+    """Draw the norms [V] against the unigram probabilities of the tokens, from counts [V]."""
     p = counts / counts.sum()
     seen = p > 0
     scatter(ax, p[seen], norms[seen], color, label)
@@ -61,7 +62,7 @@ def plot_norms(
 
 
 def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = None) -> None:
-    """How the norms [V] are distributed."""
+    """Draw the distribution of the norms [V]."""
     _histogram(ax, norms, color, label)
     ax.set(title="Norms", xlabel="‖eᵢ‖", ylabel="density")
     ax.set_xlim(0)
@@ -69,7 +70,7 @@ def plot_norm_histogram(ax: Axes, norms: Array, color: str, label: str | None = 
 
 
 def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None) -> None:
-    """Singular values, relative to the largest."""
+    """Draw the singular values relative to the largest."""
     ax.plot(range(1, len(values) + 1), values / values[0], color=color, label=label)
     ax.set(
         title="Singular values", xlabel="rank", ylabel="σ / σ of rank 1", xscale="log", yscale="log"
@@ -80,7 +81,7 @@ def plot_spectrum(ax: Axes, values: Array, color: str, label: str | None = None)
 def plot_similarities(
     ax: Axes, embeddings: Embeddings, color: str, label: str | None = None
 ) -> None:
-    """The cosine similarities of pairs of rows drawn at random, the same at each call."""
+    """Draw the distribution of cosine similarities over a fixed random sample of pairs of rows."""
     sample = _sample(embeddings, _ROWS)
     norms = np.linalg.norm(sample, axis=1)
     directions = sample[norms > 0] / norms[norms > 0, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
-from coupled_adam.embeddings.frequency import correlation_with_log, seen
+from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
 from coupled_adam.embeddings.geometry import Array, as_array
 from coupled_adam.embeddings.similarity import (
     WordSimilarityReport,
@@ -25,26 +25,26 @@ from coupled_adam.embeddings.similarity import (
 
 @dataclasses.dataclass(frozen=True)
 class Measures:
-    """The measures of a cloud of embeddings; a measure that is not defined for it is None.
+    """The measures of an embedding matrix; None for a measure that is not defined.
 
-    If all rows of a matrix are equal, nothing is left of them when the mean is removed: then there
-    is no ratio, no spectrum and no angle.
+    If all rows are equal, for example, removing the mean leaves only zeros, for which the ratio,
+    the measures of the spectrum and the cosine are not defined.
 
     Attributes:
-        isotropy: Iso, 0 to 1, sign-safe; higher is better.
-        isotropy_published: Iso with the eigenvectors' signs as the library returned them.
+        isotropy: the isotropy Iso with both signs of every eigenvector, 0 to 1; higher is better.
+        isotropy_published: the isotropy with the signs that the linear-algebra library returns.
         mean_norm: ||mu||; lower is better.
         mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
         condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
-        mean_cosine_similarity: of all pairs of rows, -1 to 1; lower is better.
+        mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
         effective_rank: 1 to min(V, H); higher is better.
         participation_ratio: 1 to min(V, H); higher is better.
-        norm_mean, norm_std, norm_min, norm_max: of ||e_i|| over the rows.
-        norm_frequency_correlation: rho, of ||e_i|| and log p_i, -1 to 1; higher is better. None
-            without counts, or where all norms or all counts are the same.
-        mean_frequency_correlation: of e_i . mu and log p_i, -1 to 1; near 0 is better. None as rho
-            is, and where the mean is zero.
-        word_similarity: None without sets.
+        norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
+        norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i, -1 to 1; higher is
+            better. None without counts, or if all norms or all counts are equal.
+        mean_frequency_correlation: the correlation of e_i . mu and log p_i, -1 to 1; near 0 is
+            better. None in the same cases, and if the mean is zero.
+        word_similarity: the word-similarity scores; None if no sets were given.
         singular_values: [min(V, H)], descending.
     """
 
@@ -68,17 +68,19 @@ class Measures:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingReport(Measures):
-    """The measures of an embedding matrix; printed, a small table.
+    """The measures of an embedding matrix in three variants. It prints as a table.
+
+    The report's own measures are those of the matrix as it is.
 
     Attributes:
         vocab_size: V.
         hidden_size: H.
-        excluded_rows: how many rows were left out of all measures.
-        unseen_tokens: how many tokens have a count of zero and are left out of the correlations
-            with frequency. None without counts.
+        excluded_rows: the number of rows that were left out of all measures.
+        unseen_tokens: the number of tokens with a count of zero, which are left out of the
+            correlations with frequency. None without counts.
         centered: the measures with the mean removed.
         all_but_the_top: the measures with the mean and the top principal directions removed.
-        top_directions: how many principal directions were removed for ``all_but_the_top``.
+        top_directions: the number of principal directions removed for ``all_but_the_top``.
     """
 
     vocab_size: int
@@ -109,7 +111,7 @@ class EmbeddingReport(Measures):
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """The attributes as a JSON object, in full precision; what is None is null."""
+        """The attributes as a JSON object, in full precision; None becomes null."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
@@ -129,11 +131,11 @@ MEASURES = (
     ("word similarity, mean of the sets", "r̄", ("word_similarity", "mean"), 2),
     ("  by dot product", "", ("word_similarity", "dot_mean"), 2),
 )
-"""What tables show of a report: label, symbol, path of attributes, and number of digits."""
+"""The rows of a report's tables: label, symbol, path of attributes, and number of digits."""
 
 
 def number(measures: Measures, path: tuple[str, ...]) -> float | None:
-    """A number of a report; None where it has none."""
+    """Look up a number of a report by its path of attributes; None if it is missing."""
     found: Any = measures
     for key in path:
         found = getattr(found, key, None)
@@ -141,7 +143,7 @@ def number(measures: Measures, path: tuple[str, ...]) -> float | None:
 
 
 def shown(value: float | None, digits: int) -> str:
-    """A number in a table; a dash where there is none."""
+    """Format a number for a table; a dash for None."""
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
@@ -154,52 +156,55 @@ def analyze(
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
 ) -> EmbeddingReport:
-    """Measure an embedding matrix: as it is, centered, and without its top directions.
+    """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
-    Exact, in three passes over the rows and two eigendecompositions of H x H matrices; the extra
-    memory is that of a few blocks of 64 MB and H x H matrices, whatever V is.
+    The measures are exact. They take three passes over the rows and two eigendecompositions of
+    H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or an array.
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
         counts: unigram counts or probabilities [V], for the correlations with frequency.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
-        token_ids: for ``sets``: from a word to its token, see :func:`single_tokens`.
-        keep: [V] booleans; rows that are False are left out of everything, as padding.
-        directions: for :func:`all_but_the_top`; None is one for each hundred of H, rounded up.
+        token_ids: a function from a word to its token id, needed with ``sets``; see
+            :func:`single_tokens`.
+        keep: [V] booleans; rows with False, such as padding, are left out of all measures.
+        directions: the number of top principal directions to remove; by default H / 100, rounded
+            up. See :func:`all_but_the_top`.
 
     Raises:
-        ValueError: not a non-empty real finite matrix; all rows zero; counts, ids or ``keep`` that
-            do not fit; directions outside of 0 ... H.
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
+            its rows are zero; if ``counts``, token ids or ``keep`` do not fit the matrix; if
+            ``directions`` is not between 0 and H.
     """
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
     kept = _checked_keep(keep, rows)
-    p = None if counts is None else seen(counts, rows)
+    p = None if counts is None else checked_counts(counts, rows)
     unseen = None if p is None else int((p == 0).sum())
     words: list[str] = []
     vectors = np.zeros((0, columns))
     if sets is not None:
         if token_ids is None:
-            raise ValueError("sets need token_ids, which find the token of a word")
+            raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
 
     mean, norms = geometry.mean_and_norms(embeddings, kept)
     geometry.check_not_zero(float(norms.max()))
     used = len(norms)
     centred_gram = geometry.gram(embeddings, mean, kept)
-    # Adding the mean's part loses nothing; subtracting it from the sum over raw rows would.
+    # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
 
-    # Rows that are the mean differ from it by rounding, which has no direction.
+    # Rows equal to the mean differ from it by rounding errors only; the floor treats them as zero.
     floor = 1e-12 * float(norms.max())
     raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
     along = torch.empty_like(norms)
     for block in geometry.blocks(embeddings, kept):
         along[raw.rows : raw.rows + len(block)] = block @ mean
         raw.add(block, geometry.project(block, basis))
-        # In the centred cloud's own axes, to take out the top ones is to leave out columns.
+        # In the basis of the principal directions, removing the top ones means dropping columns.
         projections = geometry.project(block - mean, centred_basis)
         centred.add(projections, projections)
         topless.add(projections[:, : columns - top])
@@ -235,7 +240,7 @@ def analyze(
 
 
 class _Cloud:
-    """One of a report's three clouds, while its rows come by."""
+    """Accumulates the measures of one of a report's three variants, block by block."""
 
     def __init__(self, rows: int, floor: float) -> None:
         self.rows = 0
@@ -245,7 +250,7 @@ class _Cloud:
         self.norms = torch.empty(rows, dtype=torch.float64)
 
     def add(self, vectors: Tensor, projections: Tensor | None = None) -> None:
-        """Some more rows [rows, any], and what they are along the eigenvectors."""
+        """Add a block of rows [rows, any], and its projections onto the eigenvectors."""
         norms = vectors.norm(dim=1)
         self.norms[self.rows : self.rows + len(norms)] = norms
         self.rows += len(norms)
@@ -261,7 +266,7 @@ def _measures(
     p: Array | None,
     word_similarity: WordSimilarityReport | None,
 ) -> Measures:
-    """The measures of a cloud whose mean is zero, from the eigenvalues of E^T E and log Z."""
+    """The measures of rows with zero mean, from the eigenvalues of E^T E and log Z."""
     norms = as_array(cloud.norms)
     norms[norms <= cloud.floor] = 0
     values = geometry.singular_values_of(squares.sort().values, len(norms))
@@ -298,18 +303,18 @@ def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.b
     chosen = keep.detach().cpu().numpy() if isinstance(keep, Tensor) else np.asarray(keep)
     if chosen.shape != (rows,) or chosen.dtype != np.bool_:
         raise ValueError(
-            f"keep of shape {list(chosen.shape)} and dtype {chosen.dtype}: a boolean for each of "
-            f"the {rows} embeddings is needed"
+            f"keep must hold a boolean for each of the {rows} embeddings, but has the shape "
+            f"{list(chosen.shape)} and the dtype {chosen.dtype}"
         )
     if not chosen.any():
-        raise ValueError("keep leaves no row")
+        raise ValueError("keep must be True for at least one row")
     return chosen
 
 
 def _kept_tokens(
     token_ids: Callable[[str], int | None], keep: NDArray[np.bool_] | None
 ) -> Callable[[str], int | None]:
-    """The same function, without the tokens that are left out."""
+    """Wrap ``token_ids`` so that it returns None for tokens that are left out."""
 
     def token_id(word: str) -> int | None:
         token = token_ids(word)

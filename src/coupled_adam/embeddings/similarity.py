@@ -1,4 +1,4 @@
-"""Embeddings against human judgements of how similar two words are."""
+"""Compare embeddings with human judgements of word similarity."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_flo
 
 @dataclasses.dataclass(frozen=True)
 class WordSimilaritySet:
-    """Pairs of words, and the mean rating that people gave each, on the set's own scale."""
+    """Pairs of words, and the mean human rating of each pair on the set's own scale."""
 
     pairs: tuple[tuple[str, str], ...]
     ratings: tuple[float, ...]
@@ -22,17 +22,17 @@ class WordSimilaritySet:
 
 @dataclasses.dataclass(frozen=True)
 class SetScore:
-    """How embeddings do on one set.
+    """The score of embeddings on one set.
 
     Attributes:
-        r: 100 x Pearson correlation of ratings and cosine similarities, -100 to 100; None with
-            fewer than three usable pairs, or where all ratings or all similarities are the same.
-        interval: its 95 % confidence interval, from Fisher's transformation; None with fewer than
-            four usable pairs.
-        dot: the same for dot products; None where r is, or where all products are the same.
-        dot_interval: as ``interval``.
-        pairs: the usable pairs, of which r is made.
-        total: all pairs of the set.
+        r: 100 x the Pearson correlation of ratings and cosine similarities, -100 to 100. None with
+            fewer than three usable pairs, or if all ratings or all similarities are equal.
+        interval: the 95 % confidence interval of ``r``, from Fisher's transformation. None with
+            fewer than four usable pairs.
+        dot: the same correlation for dot products. None if ``r`` is, or if all products are equal.
+        dot_interval: the confidence interval of ``dot``.
+        pairs: the number of usable pairs, from which ``r`` is computed.
+        total: the number of pairs in the set.
     """
 
     r: float | None
@@ -45,14 +45,14 @@ class SetScore:
 
 @dataclasses.dataclass(frozen=True)
 class WordSimilarityReport:
-    """How embeddings do on several sets.
+    """The scores of embeddings on several sets.
 
     Attributes:
-        sets: by the name of the set.
-        mean: r-bar, the mean of r over the sets; None unless every set has an r, since means over
-            different sets cannot be compared.
-        interval: the 95 % confidence interval of the mean, which takes the sets as independent.
-        dot_mean: the same for dot products.
+        sets: the score on each set, by the set's name.
+        mean: r-bar, the mean of ``r`` over the sets. None unless ``r`` is defined for every set, as
+            means over different sets cannot be compared.
+        interval: the 95 % confidence interval of the mean, if the sets are independent.
+        dot_mean: the mean of ``dot`` over the sets.
     """
 
     sets: dict[str, SetScore]
@@ -67,12 +67,17 @@ class WordSimilarityReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """A set as it was published: its file, and what stands in each line.
+    """The file format in which a set was published.
 
-    ``sha256`` is that of the copy to download. ``columns`` is the least and the greatest number,
-    ``rating`` an index, ``highest`` the end of the scale from 0. ``tagged``: words end in their
-    part of speech, as ``sun-n``. ``header`` is the first word of a header line, which copies have
-    or not.
+    Attributes:
+        file: the name of the file.
+        sha256: the digest of the copy that is downloaded.
+        columns: the smallest and the largest number of columns in a line.
+        rating: the index of the column with the rating.
+        separator: the separator of the columns.
+        highest: the upper end of the rating scale, which starts at 0.
+        tagged: whether words end in their part of speech, as in ``sun-n``.
+        header: the first word of the header line, which is missing in some copies.
     """
 
     file: str
@@ -95,7 +100,7 @@ _FORMATS = {
         highest=50,
         tagged=True,
     ),
-    # The single ratings follow their mean; some pairs have fewer than ten.
+    # The individual ratings follow their mean; some pairs have fewer than ten.
     "RW": _Format(
         file="rw.txt",
         sha256="f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
@@ -129,17 +134,17 @@ _SOURCE = (
 
 
 def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
-    """Read the word-similarity sets in a folder or below it, from their files as published.
+    """Read word-similarity sets from their published files, in a folder or its subfolders.
 
-    MEN (Bruni et al. 2014), RW (Luong et al. 2013), SimLex-999 (Hill et al. 2015), and the two
-    halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
+    The known sets are MEN (Bruni et al. 2014), RW (Luong et al. 2013), SimLex-999 (Hill et al.
+    2015), and the two halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
 
     Returns:
-        The sets that were found, by these names.
+        The sets that were found, by name.
 
     Raises:
-        ValueError: there is none, one exists twice, or a line is not as published.
-        OSError: a file cannot be read.
+        ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
+        OSError: if a file cannot be read.
     """
     found = {}
     for name, layout in _FORMATS.items():
@@ -155,20 +160,20 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
-    """Download those of the five sets that are missing; each is checked by its SHA-256.
+    """Download the word-similarity sets that are missing, and verify them by their SHA-256.
 
-    They are taken from the public repository of the authors of Coupled Adam, at a fixed commit.
-    Please cite the sets' own authors, whom :func:`read_word_similarity` names.
+    They are downloaded from the public repository of the authors of Coupled Adam, at a fixed
+    commit. Please cite the authors of the sets; see :func:`read_word_similarity`.
 
     Args:
-        folder: where they are kept; None is the user's cache.
+        folder: where to keep the files; None for a folder in the user's cache.
 
     Returns:
         The folder, for :func:`read_word_similarity`.
 
     Raises:
-        OSError: a set cannot be downloaded, or the folder cannot be written.
-        ValueError: what was downloaded is not the set.
+        OSError: if a set cannot be downloaded, or the folder is not writable.
+        ValueError: if a downloaded file does not have the expected digest.
     """
     import pooch
 
@@ -189,30 +194,31 @@ def word_similarity(
 ) -> WordSimilarityReport:
     """Correlate the similarity of words' embeddings with human ratings (arXiv 2502.08441).
 
-    A pair is usable if each of its words is one token, with an embedding that is not zero and so
-    has a direction.
+    A pair is usable if each of its words is a single token whose embedding is not zero.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or an array.
-        sets: by name, as :func:`read_word_similarity` returns them.
-        token_ids: the id of the token that is the word; None for a word of several tokens. See
-            :func:`single_tokens`.
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        sets: the sets by name, as :func:`read_word_similarity` returns them.
+        token_ids: a function from a word to its token id, or to None for a word of several tokens;
+            see :func:`single_tokens`.
 
     Raises:
-        ValueError: not a non-empty real matrix; an embedding that is not finite; an id outside of
-            0 ... V - 1.
+        ValueError: if ``embeddings`` is not a non-empty real matrix, the embedding of a word is not
+            finite, or a token id is not between 0 and V - 1.
     """
     return similarity_of(*word_vectors(embeddings, sets, token_ids), sets)
 
 
 def single_tokens(tokenizer: Any) -> Callable[[str], int | None]:
-    """A function from a word to the token that is this word in a text, or None.
+    """Make a function from a word to its token id, or to None if the word is not a single token.
 
-    In a text a word follows another. So for byte-level BPE it is the token with the leading space,
-    for SentencePiece the one with its mark, for WordPiece the one that begins a word.
+    The token is the one that stands for the word within a text, after another word: for byte-level
+    BPE the token with the leading space, for SentencePiece the one with the mark of a word's
+    beginning, for WordPiece the one without a continuation mark.
 
     Args:
-        tokenizer: of transformers, or with the same ``encode`` and ``unk_token_id``.
+        tokenizer: a tokenizer of transformers, or one with the same ``encode`` and
+            ``unk_token_id``.
     """
     before = tokenizer.encode("a", add_special_tokens=False)
 
@@ -231,15 +237,15 @@ def word_vectors(
     sets: Mapping[str, WordSimilaritySet],
     token_ids: Callable[[str], int | None],
 ) -> tuple[list[str], Array]:
-    """The words of some sets that are tokens, and their embeddings, [words, H]."""
+    """The words of the sets that are single tokens, and their embeddings, [words, H]."""
     check(embeddings)
     words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
     ids = {word: token for word in sorted(words) if (token := token_ids(word)) is not None}
     for word, token in ids.items():
         if not 0 <= token < len(embeddings):
             raise ValueError(
-                f"{word!r} is token {token}, outside of 0 ... {len(embeddings) - 1}: does the "
-                "tokenizer belong to these embeddings?"
+                f"the token id of {word!r} is {token}, but must be between 0 and "
+                f"{len(embeddings) - 1}: does the tokenizer belong to these embeddings?"
             )
     vectors = as_array(as_float64(embeddings[list(ids.values())]))
     finite = np.isfinite(vectors).all(axis=1)
@@ -255,10 +261,10 @@ def similarity_of(
     sets: Mapping[str, WordSimilaritySet],
     floor: float = 0.0,
 ) -> WordSimilarityReport:
-    """The scores from the words' vectors [words, H]; those below the floor are not used."""
+    """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
     largest = np.abs(vectors).max(axis=1, initial=0)
     used = [i for i in range(len(words)) if largest[i] > floor]
-    # Scaled, or the squares of tiny and of huge numbers are beyond float64.
+    # Scaled, as the squares of tiny and of huge numbers would underflow or overflow in float64.
     rows = {}
     for i in used:
         direction = vectors[i] / largest[i]
@@ -279,7 +285,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _mean_interval(scores: Sequence[SetScore]) -> tuple[float, float] | None:
-    """Of the mean of independent correlations, each with the variance (1 - r^2)^2 / (n - 3)."""
+    """The interval of a mean of independent correlations with variances (1 - r^2)^2 / (n - 3)."""
     mean = _mean([score.r for score in scores])
     if mean is None or any(score.pairs < 4 for score in scores):
         return None
@@ -297,7 +303,7 @@ def _score(entry: WordSimilaritySet, rows: Mapping[str, tuple[Array, Array]]) ->
     ratings = [rating for rating, _, _ in usable]
     cosines = [float(first[1] @ second[1]) for _, first, second in usable]
     dots = [float(first[0] @ second[0]) for _, first, second in usable]
-    # Equal cosines still differ by rounding, and a correlation with that means nothing.
+    # Equal cosines differ by rounding errors, whose correlation would be meaningless.
     r, interval = _correlation(ratings, cosines, 1e-12)
     dot, dot_interval = _correlation(ratings, dots, 1e-12 * max(map(abs, dots), default=0))
     return SetScore(r, interval, dot, dot_interval, len(usable), len(entry.pairs))
@@ -306,7 +312,7 @@ def _score(entry: WordSimilaritySet, rows: Mapping[str, tuple[Array, Array]]) ->
 def _correlation(
     ratings: Sequence[float], similarities: Sequence[float], rounding: float
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """100 x Pearson's r, and its interval; None where there is nothing to correlate."""
+    """100 x Pearson's r, and its interval; None where they are not defined."""
     if len(ratings) < 3 or np.ptp(ratings) == 0 or not np.ptp(similarities) > rounding:
         return None, None
     result = stats.pearsonr(ratings, similarities)
@@ -332,18 +338,18 @@ def _read(path: Path, layout: _Format) -> WordSimilaritySet:
             words = [word[:-2] for word in words if word[-2:] in ("-n", "-v", "-j")]
         if rating is None or len(words) != 2 or not all(words):
             raise ValueError(
-                f"{path}, line {number}: two words and a rating from 0 to {layout.highest:g} in "
-                f"column {layout.rating + 1} are needed, not {line[:100]!r}"
+                f"{path}, line {number}: expected two words and a rating from 0 to "
+                f"{layout.highest:g} in column {layout.rating + 1}, not {line[:100]!r}"
             )
         pairs.append((words[0], words[1]))
         ratings.append(rating)
     if not pairs:
-        raise ValueError(f"{path}: there are no pairs in it")
+        raise ValueError(f"{path} contains no pairs")
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
 
 
 def _rating(fields: list[str], layout: _Format) -> float | None:
-    """The rating in a line; None where the line is not as published."""
+    """The rating in a line; None if the line has an unexpected format."""
     least, most = layout.columns
     if not least <= len(fields) <= most:
         return None

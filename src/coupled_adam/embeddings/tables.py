@@ -1,4 +1,4 @@
-"""Reports on the embeddings of models, side by side: terminal, CSV, JSON."""
+"""Reports on the embeddings of several models as a table for the terminal, as CSV and as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def table_rows(analyses: Sequence[Analysis]) -> list[tuple[str, list[Row]]]:
         rows = []
         for label, symbol, path, digits in MEASURES:
             values = [number(part, path) for part in parts]
-            # With the mean removed, its norm is zero, and nothing varies along it.
+            # With the mean removed, measures of the mean itself say nothing.
             if any(values) and (field is None or path[0] not in _OF_THE_MEAN):
                 rows.append((label, symbol, [shown(value, digits) for value in values]))
         rows += _word_similarity_rows(parts)
@@ -78,10 +78,10 @@ def _word_similarity_rows(parts: Sequence[Measures]) -> list[Row]:
 
 
 def analyses_table(analyses: Sequence[Analysis]) -> Table:
-    """For the terminal: a column for each matrix, a row for each measure, in three sections.
+    """The table for the terminal: a column for each matrix, and a row for each measure.
 
-    The embeddings as they are, with their mean removed, and with their mean and their top principal
-    directions removed.
+    Its three sections show the embeddings as they are, with their mean removed, and with their mean
+    and their top principal directions removed.
     """
     table = terminal_table()
     table.add_column("")
@@ -98,7 +98,7 @@ def analyses_table(analyses: Sequence[Analysis]) -> Table:
 
 
 def analyses_csv(analyses: Sequence[Analysis]) -> str:
-    """A line for each matrix and variant, in full precision; empty where there is no number."""
+    """CSV with a line for each matrix and variant, in full precision; missing numbers are empty."""
     lines = []
     for analysis in analyses:
         whole = analysis.to_dict()
@@ -125,6 +125,6 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
 
 
 def analyses_json(analyses: Sequence[Analysis]) -> str:
-    """An object for one matrix; a list of them for several."""
+    """A JSON object for one matrix, or a list of objects for several."""
     entries = [analysis.to_dict() for analysis in analyses]
     return json.dumps(entries[0] if len(entries) == 1 else entries, indent=2, allow_nan=False)

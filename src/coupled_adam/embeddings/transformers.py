@@ -12,17 +12,21 @@ from coupled_adam.embeddings.monitor import Find, Monitor
 class EmbeddingMeasures(TrainerCallback):
     """Log ``embeddings/isotropy``, ``embeddings/mean_norm``, ... wherever the trainer logs.
 
-    Added to a trainer once that is made: ``trainer.add_callback(EmbeddingMeasures(trainer))``.
+    Add it after the trainer has been created:
+    ``trainer.add_callback(EmbeddingMeasures(trainer))``.
 
     Args:
-        trainer: whose :meth:`log` is called.
-        every: optimizer steps between two measurements; there is one before the first step.
+        trainer: the trainer, whose :meth:`log` is called.
+        every: the number of optimizer steps between two measurements. The first measurement takes
+            place before the first step.
         counts: unigram counts [V], for the correlation of norms with frequency.
-        embeddings: a function from the model to its matrices [V, H]: ``"output"`` and perhaps
-            ``"input"``. By default, those that the transformers model names.
+        embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
+            ``"output"`` and optionally ``"input"``. By default, the embeddings that a transformers
+            model returns are used.
 
     Raises:
-        ValueError: ``every`` is below 1; the model is not of transformers.
+        ValueError: if ``every`` is below 1, or if the model is not a transformers model and
+            ``embeddings`` is not given.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class EmbeddingMeasures(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure, if it is due."""
+        """Measure if a measurement is due."""
         self._log(state, kwargs["model"])
 
     def _log(self, state: TrainerState, model: Any) -> None:

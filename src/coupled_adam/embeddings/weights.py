@@ -1,9 +1,10 @@
-"""Files of weights, opened: which tensors there are, read one at a time.
+"""Open files of weights safely: list their tensors, and read single ones.
 
-No pickle of the user's is ever executed: safetensors (a file, or the ranges of one on the Hugging
-Face hub), PyTorch's archives with ``weights_only=True``, ``.npy`` without objects, and distributed
-checkpoints by an unpickler that makes nothing but plain records. Nothing is read that lies outside
-of the given folder, and no memory is taken for more than the files hold.
+No code from a pickle is ever executed. safetensors files (local, or in parts from the Hugging Face
+hub) contain none; PyTorch's archives are loaded with ``weights_only=True``; ``.npy`` files with
+objects are refused; and the index of a distributed checkpoint is read by an unpickler that creates
+only plain records. No file outside the given folder is read, and no more memory is allocated than
+the files hold data for.
 """
 
 import dataclasses
@@ -25,12 +26,12 @@ from coupled_adam.errors import one_line
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
-"""Of the files that :func:`open_file` opens."""
+"""The suffixes of the files that :func:`open_file` opens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Tensors by name: their shapes, how to read one, and what the model's configuration says."""
+    """The shapes of a file's tensors by name, a function to read one, and the model's config."""
 
     source: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -39,10 +40,10 @@ class Weights:
 
 
 def open_file(path: Path) -> Weights:
-    """Open a file by its suffix.
+    """Open a file of weights according to its suffix.
 
     Raises:
-        ValueError: another suffix; a damaged file; one that needs pickle.
+        ValueError: if the suffix is unknown, or the file is damaged or needs unpickling.
     """
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
@@ -50,7 +51,7 @@ def open_file(path: Path) -> Weights:
         return _open_array(path)
     if path.suffix in _ARCHIVES or re.fullmatch(r"step-\d+", path.name):
         return open_archive(path)
-    raise ValueError(f"{path}: a folder, or a file that ends in {', '.join(SUFFIXES)}, is needed")
+    raise ValueError(f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}")
 
 
 def _open_safetensors(path: Path) -> Weights:
@@ -65,7 +66,7 @@ def _open_safetensors(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         try:
             tensor: Tensor = file.get_tensor(name)
-        except Exception as error:  # for types of numbers that this torch does not have
+        except Exception as error:  # for example, for dtypes that this torch does not have
             raise ValueError(f"{path}: {name} cannot be read ({one_line(error)})") from None
         return tensor
 
@@ -73,15 +74,15 @@ def _open_safetensors(path: Path) -> Weights:
 
 
 def read_array(path: Path) -> NDArray[Any]:
-    """The numbers in a ``.npy`` file, memory-mapped; what is written to them is not to the file.
+    """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file.
 
     Raises:
-        ValueError: no such file; a damaged one; one of anything but numbers.
+        ValueError: if there is no such file, or it is damaged or contains anything but numbers.
     """
     try:
         # This function never unpickles, and compares the size of the file with its header.
         array = np.lib.format.open_memmap(path, mode="c")
-    except Exception as error:  # of numpy, and of Python's parser, which reads the header
+    except Exception as error:  # from NumPy, or from Python's parser, which reads the header
         raise ValueError(f"{path}: not a .npy file of numbers ({one_line(error)})") from None
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
@@ -99,18 +100,18 @@ def _open_array(path: Path) -> Weights:
 
 
 def open_archive(path: Path) -> Weights:
-    """Open what ``torch.save`` wrote, of any shape: its tensors, by their keys joined with dots.
+    """Open a file written by ``torch.save``; nested keys are joined with dots.
 
     Raises:
-        ValueError: a damaged file; one that needs pickle.
+        ValueError: if the file is damaged or needs unpickling.
     """
     try:
-        # The format before torch 1.6 is no zip file, and cannot be mapped.
+        # The format before torch 1.6 is not a zip file and cannot be memory-mapped.
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             _check_not_compressed(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # pickle's, zip's and torch's own
+    except Exception as error:  # from pickle, zipfile or torch
         raise ValueError(
             f"{path} cannot be read without executing a pickle, which is not safe, or is damaged "
             f"({one_line(error)}): save the weights as safetensors"
@@ -121,15 +122,18 @@ def open_archive(path: Path) -> Weights:
 
 
 def _check_not_compressed(path: Path) -> None:
-    """Raise ValueError where a zip file unfolds: torch's never do, and a small one could to any."""
+    """Raise ValueError for a compressed archive, which could expand to any size.
+
+    torch never writes compressed archives.
+    """
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.file_size > entry.compress_size:
-                raise ValueError(f"{entry.filename} in it is compressed")
+                raise ValueError(f"its entry {entry.filename} is compressed")
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
-    """The tensors in nested dicts; each dict once, for a pickle may nest them in themselves."""
+    """The tensors in nested dicts; each dict is visited once, as it may contain itself."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     waiting = [("", content, 0)]
@@ -145,25 +149,25 @@ def _tensors(content: Any) -> dict[str, Tensor]:
     return found
 
 
-_DEPTH = 20  # of dicts in dicts: frameworks nest three or four
+_DEPTH = 20  # the deepest nesting of dicts that is read; frameworks use three or four levels
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether all its numbers are there; strides of zero could make any number of a single one."""
+    """Whether the storage holds all elements; zero strides could expand one to any number."""
     if x.layout != torch.strided or x.device.type != "cpu" or x.is_nested:
         return False
     return x.numel() * x.element_size() <= x.untyped_storage().nbytes()
 
 
 def open_distributed(folder: Path) -> Weights:
-    """Open a folder of torch.distributed.checkpoint, as sharded training saves.
+    """Open a folder written by torch.distributed.checkpoint, as in sharded training.
 
     Raises:
-        ValueError: it is damaged, or its index names what such an index does not hold.
+        ValueError: if it is damaged, or its index contains objects of unexpected types.
     """
     try:
         tensors = _indexed_tensors(_index(folder))
-    except Exception as error:  # of a pickle whose content is anything
+    except Exception as error:  # the pickle may contain anything
         raise ValueError(
             f"{folder}: not a whole distributed checkpoint ({one_line(error)})"
         ) from None
@@ -171,17 +175,17 @@ def open_distributed(folder: Path) -> Weights:
     def read(name: str) -> Tensor:
         try:
             return tensors[name].read(folder)
-        except Exception as error:  # torch's own, and the system's
+        except Exception as error:  # from torch or the operating system
             raise ValueError(f"{folder}: {name} cannot be read ({one_line(error)})") from None
 
     return Weights(str(folder), {name: entry.shape for name, entry in tensors.items()}, read)
 
 
 def check_distributed(folder: Path) -> None:
-    """See that torch may load a folder of torch.distributed.checkpoint, which it does by pickle.
+    """Check that torch, which unpickles a distributed checkpoint, can load this folder safely.
 
     Raises:
-        ValueError: its index, or an object in it that is no tensor, names what could be executed.
+        ValueError: if its index, or an object in it other than a tensor, could execute code.
     """
     try:
         index = _index(folder)
@@ -190,7 +194,7 @@ def check_distributed(folder: Path) -> None:
             if name not in tensors:
                 file, start, length = _location(place)
                 torch.load(_bytes(folder / file, start, length), weights_only=True)
-    except Exception as error:  # of pickles whose content is anything
+    except Exception as error:  # the pickles may contain anything
         raise ValueError(
             f"{folder} cannot be loaded without executing a pickle, which is not safe, or is "
             f"damaged ({one_line(error)})"
@@ -209,7 +213,7 @@ def _bytes(path: Path, start: int, length: int) -> io.BytesIO:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A block of a tensor: where it lies in it, and the bytes of a file that hold it."""
+    """A block of a sharded tensor: its position and size, and the bytes of a file that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -221,13 +225,13 @@ class _Chunk:
         content = _bytes(folder / self.file, self.start, self.length)
         block: Tensor = torch.load(content, map_location="cpu", weights_only=True)
         if not isinstance(block, Tensor) or not _is_plain(block) or block.shape != self.sizes:
-            raise ValueError(f"{self.file} holds something else than the index says")
+            raise ValueError(f"the content of {self.file} does not match the index")
         return block
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sharded:
-    """A tensor in blocks."""
+    """A tensor that is stored in blocks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -235,7 +239,7 @@ class _Sharded:
 
     def read(self, folder: Path) -> Tensor:
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
-            raise ValueError("its blocks are not as large as the whole")
+            raise ValueError("its blocks do not add up to the whole tensor")
         promised = sum(chunk.length for chunk in self.chunks)
         there = sum((folder / file).stat().st_size for file in {c.file for c in self.chunks})
         if math.prod(self.shape) * self.dtype.itemsize > promised or promised > there:
@@ -265,7 +269,7 @@ def _indexed_tensors(index: Any) -> dict[str, _Sharded]:
 
 
 def _places(index: Any) -> dict[tuple[str, Any], dict[str, Any]]:
-    """Where everything lies, by name and, for a block of a tensor, its offsets."""
+    """Where each object is stored, by its name and, for a block of a tensor, its offsets."""
     return {
         (key.state["fqn"], key.state.get("offset")): value.state
         for key, value in index.state["storage_data"].items()
@@ -273,7 +277,7 @@ def _places(index: Any) -> dict[tuple[str, Any], dict[str, Any]]:
 
 
 def _location(place: dict[str, Any]) -> tuple[str, int, int]:
-    """The file, the first byte, and how many."""
+    """The file, the first byte, and the number of bytes."""
     file = place["relative_path"]
     if not re.fullmatch(r"[\w.-]+", file) or file.startswith("."):
         raise ValueError(f"{file!r} is not the name of a file in it")
@@ -286,25 +290,25 @@ def _location(place: dict[str, Any]) -> tuple[str, int, int]:
 def _whole_numbers(values: tuple[Any, ...]) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or not 0 <= value < 2**63:
-            raise ValueError(f"{value!r} is neither a size nor a place")
+            raise ValueError(f"{value!r} is not a valid size or offset")
     return tuple(values)
 
 
 class _Record:
-    """What stands for an object of torch in an index: its state, and nothing that acts."""
+    """A stand-in for an object of torch in an index, with its state but without behaviour."""
 
     state: Any = None
 
     def __init__(self, *_: Any) -> None:
-        """Take what its class would be called with."""
+        """Accept and ignore the arguments of the real class."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
-# Python's own: that in C takes memory for as many objects as the pickle says it has.
+# Python's implementation: the one in C allocates memory for as many objects as the pickle claims.
 class _IndexUnpickler(pickle._Unpickler):
-    """Makes plain records of what the index of a distributed checkpoint holds, and nothing else."""
+    """Unpickles the index of a distributed checkpoint into plain records, and nothing else."""
 
     _RECORDS = frozenset(
         {
@@ -342,11 +346,12 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
-    """Open a safetensors file of a model on the hub; only the bytes of its tensors are fetched.
+    """Open a safetensors file of a model on the hub; only the tensors that are read are downloaded.
 
     Raises:
-        ValueError: it is not such a file, or the answer is not what was asked for.
-        Exception: of huggingface_hub and its HTTP client.
+        ValueError: if it is not a safetensors file, or the server returns something else than it
+            was asked for.
+        Exception: from huggingface_hub and its HTTP client.
     """
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.errors import SafetensorsParsingError
@@ -370,9 +375,11 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
             for part in response.iter_bytes():
                 content += part
                 if len(content) > length:
-                    raise ValueError(f"{url}: the server sends more than it was asked for")
+                    raise ValueError(
+                        f"{url}: the server sent more than the {length} bytes requested"
+                    )
         if len(content) != length:
-            raise ValueError(f"{url}: {len(content)} bytes came where {length} were asked for")
+            raise ValueError(f"{url}: received {len(content)} bytes instead of {length}")
         return content
 
     def read(tensor: str) -> Tensor:
@@ -381,7 +388,7 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
         first, end = info.data_offsets
         size = math.prod(info.shape) * (dtype.itemsize if dtype else 0)
         if dtype is None or end - first != size or min(first, *info.shape) < 0:
-            raise ValueError(f"{name}: {tensor} is stored as {info.dtype}, not as numbers we read")
+            raise ValueError(f"{name}: {tensor} has the unsupported type {info.dtype}")
         start = 8 + int.from_bytes(fetch(0, 8), "little")
         return torch.frombuffer(fetch(start + first, size), dtype=dtype).view(info.shape)
 

@@ -1,8 +1,8 @@
-"""The arms of a comparison: optimizers for the token embeddings.
+"""The arms of a comparison: different optimizers for the token embeddings.
 
 In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
 a small class whose fields are its options in a recipe; to add one, write the class and add it to
-:data:`OPTIMIZERS`. torch is imported only when an optimizer is created, since listing and checking
+:data:`OPTIMIZERS`. torch is imported only when an optimizer is created, as checking and listing
 recipes does not need it.
 """
 

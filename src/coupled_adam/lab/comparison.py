@@ -53,7 +53,7 @@ def compare(
         The table for the terminal, on rank 0; None on the others.
 
     Raises:
-        UsageError: the folder is in use or cannot be written, the text or the device cannot be
+        UsageError: if the folder is in use or not writable, or the text or the device cannot be
             used. An existing folder is left unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """

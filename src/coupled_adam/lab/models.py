@@ -80,12 +80,13 @@ def count_parameters(model: PreTrainedModel) -> int:
 
 
 def output_embeddings(model: PreTrainedModel) -> Tensor:
-    """The matrix [V, H] that gives the logits: the optimizer's own parameter, up to date.
+    """The matrix [V, H] that gives the logits, as the optimizer updates it.
 
-    FSDP2 may leave a gathered copy of it in place between two forward passes.
+    With FSDP2 it is the sharded parameter, not the gathered copy that may be left in its place
+    between two forward passes.
 
     Raises:
-        UsageError: transformers knows no output embeddings of this model.
+        UsageError: if transformers knows no output embeddings of this model.
     """
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -1,4 +1,4 @@
-"""Recipes: typed and validated descriptions, in YAML, of what to run.
+"""Recipes: what to train, read from YAML and validated.
 
 A file with ``extends: NAME`` needs to contain only the values that differ from that recipe. Values
 given as ``key=value`` on the command line are applied last. If a file has arms, they replace all
@@ -27,7 +27,7 @@ _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: the model, data and training that all runs share, the arms, and the seeds."""
+    """A comparison: what its runs have in common (model, data, training), its arms and seeds."""
 
     name: str
     model: Model
@@ -166,7 +166,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
         key, equals, value = argument.partition("=")
         if not equals or not key:
             raise UsageError(
-                f"{argument!r}: what is no option must be key=value, such as training.lr=1e-3"
+                f"{argument!r} is neither an option nor of the form key=value, such as "
+                "training.lr=1e-3"
             )
         values[key] = read_yaml(value, repr(argument))
     return values
@@ -211,7 +212,7 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
 def _read_mapping(text: str, source: str) -> dict[str, Any]:
     values = read_yaml(text, source)
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise UsageError(f"{source}: keys and values are needed, such as name: tiny")
+        raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
     return values
 
 

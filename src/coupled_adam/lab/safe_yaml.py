@@ -1,4 +1,4 @@
-"""Plain values from YAML that somebody else may have written."""
+"""Read plain values from untrusted YAML."""
 
 from typing import Any
 

@@ -66,7 +66,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """How each run is trained. Durations are numbers of optimizer steps.
+    """The training of one run. Durations are in optimizer steps.
 
     batch_size: the number of sequences in a batch, over all processes.
     warmup: the number of warmup steps or, if it is below 1, their share of all steps.

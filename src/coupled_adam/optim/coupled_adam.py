@@ -1,4 +1,4 @@
-"""``CoupledAdam`` and ``CoupledAdamW``: options, state, step, checkpoints in and out."""
+"""``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,69 +18,73 @@ from coupled_adam.optim.update import Update, number
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 _Plain = tuple[dict[str, Any], _Tensors, bool]
-"""A group that is not coupled, its tensors as torch's adam takes them, whether some are complex."""
+"""An uncoupled group, its tensors in the order of torch's ``adam``, and whether any is complex."""
 
 
 @dataclass
 class _Clipping:
-    """One object for an optimizer and what wraps it or copies its ``__dict__``."""
+    """Clipping's option and result, shared with wrappers that copy the optimizer's ``__dict__``."""
 
     max_norm: float | None = None
     norm: Tensor | None = None
 
 
 class CoupledAdam(torch.optim.Adam):
-    r"""Adam whose embedding matrices share one second moment over the vocabulary.
+    r"""Adam in which all rows of an embedding matrix share one second moment.
 
-    A drop-in for :class:`torch.optim.Adam` with four more options for each param group. In groups
-    with ``coupled=True`` the second moment of every row is replaced by its average over all V rows
-    (Algorithm 1 of arXiv 2502.08441; :mod:`coupled_adam.optim.reference` is its text). All other
-    groups run torch's own implementation, bit for bit. :func:`coupled_adam.param_groups` finds a
-    model's embeddings and makes the groups.
+    A drop-in replacement for :class:`torch.optim.Adam` with four more options for each param group.
+    In groups with ``coupled=True``, the second moment of each row is replaced by the average over
+    all V rows (Algorithm 1 of arXiv 2502.08441, written out in
+    :mod:`coupled_adam.optim.reference`). All other groups run torch's own implementation, with
+    bit-identical results. :func:`coupled_adam.param_groups` finds a model's embedding matrices and
+    builds the groups.
 
-    The state of a coupled parameter [V, H] is ``exp_avg`` [V, H] in its dtype, ``exp_avg_sq`` [H]
-    in float32 or wider, and ``step``; with ``amsgrad`` also ``max_exp_avg_sq`` [H], the running
-    maximum of the average (averaging and maximum do not commute: this is not the average of
-    AMSGrad's maxima). It is created at the first step, or by :meth:`init_state`.
+    The state of a coupled parameter [V, H] consists of ``exp_avg`` [V, H] in the parameter's dtype,
+    ``exp_avg_sq`` [H] in float32 or wider, and ``step``. With ``amsgrad`` there is also
+    ``max_exp_avg_sq`` [H], the running maximum of the average (which is not the average of
+    AMSGrad's maxima, as averaging and taking the maximum do not commute). The state is created at
+    the first step, or by :meth:`init_state`.
 
-    A non-finite gradient does what it does in torch's Adam: it enters the moments and spoils what
-    it reaches. Through the shared second moment that is its whole column, for every row. Guard
-    against it as usual: ``GradScaler``, ``clip_grad_norm_(error_if_nonfinite=True)``, skipping.
+    Non-finite gradients are not filtered, as in torch's Adam. One non-finite element makes the
+    shared second moment of its column non-finite, and with it that column of every row. Guard
+    against this as usual: use ``GradScaler`` or ``clip_grad_norm_(error_if_nonfinite=True)``, or
+    skip the step.
 
-    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` mean for a coupled parameter what
-    they mean in torch, and always couple. Embedding matrices are few and large, so they are updated
-    one at a time whatever ``foreach`` says.
+    ``foreach``, ``fused``, ``capturable`` and ``differentiable`` have the same meaning for coupled
+    parameters as in torch, and rows are coupled with every one of them. Coupled matrices are always
+    updated one at a time, even with ``foreach=True``, as they are few and large.
 
     Args:
-        params: as in torch: tensors, named parameters, or param groups.
+        params: tensors, named parameters, or param groups, as in torch.
         lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable, differentiable, fused,
-            decoupled_weight_decay: as in :class:`torch.optim.Adam`, same defaults.
-        coupled (bool): couple the rows of the group's matrices.
-        second_moment_scale (float): factor > 0 on the shared second moment, the 2^-n of Scaled
-            Coupled Adam (Sec. 6.1). Affects coupled groups only.
-        vocab_dim (int): the dimension that counts the tokens: 0 for [V, H], 1 for [H, V].
+            decoupled_weight_decay: as in :class:`torch.optim.Adam`, with the same defaults.
+        coupled (bool): whether the rows of each matrix in the group share a second moment.
+        second_moment_scale (float): positive factor applied to the shared second moment, the 2^-n
+            of Scaled Coupled Adam (Sec. 6.1). Affects coupled groups only.
+        vocab_dim (int): the dimension that indexes the tokens: 0 for [V, H], 1 for [H, V].
             Affects coupled groups only.
-        stochastic_rounding (bool): round bfloat16 parameters up or down at random, so that no
-            update is lost in the mean (:mod:`coupled_adam.optim.rounding`); parameters of other
-            dtypes are not concerned. Affects coupled groups only.
-        max_grad_norm (float, optional): clip the norm of all gradients, as
-            :func:`torch.nn.utils.clip_grad_norm_` before the step does, at nearly no cost for the
-            coupled matrices, whose column sums give their norm. ``grad_norm`` is then the norm
-            before clipping. The gradients of coupled parameters are not changed. The option
-            belongs to the optimizer, not to its state dict.
+        stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
+            small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
+            bfloat16 parameters of coupled groups only.
+        max_grad_norm (float, optional): clip the total norm of all gradients in the step, with the
+            same result as calling :func:`torch.nn.utils.clip_grad_norm_` before it. The norm of a
+            coupled matrix comes from the column sums that the step computes anyway, so clipping it
+            costs almost nothing. ``grad_norm`` then holds the norm before clipping. Unlike
+            ``clip_grad_norm_``, this leaves the ``.grad`` of coupled parameters unclipped. The
+            option belongs to the optimizer and is not saved in its state dict.
 
     Raises:
-        ValueError: an option out of range, or a coupled parameter that is not a non-empty real
-            floating-point matrix. The message names the parameter where its name is known.
-        RuntimeError: at ``step``, for a sparse gradient, a state of the wrong shape or device, or
-            an implementation flag that the device does not support; no parameter has been changed.
+        ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
+            floating-point matrix. The message contains the parameter's name if it is known.
+        RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
+            or the device does not support an implementation flag. No parameter is changed then.
     """
 
-    # Optimizer.__init__ adds the groups before our __init__ could complete self.defaults.
+    # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
-        # Its name in older releases of torch.
+        # The method has another name in older releases of torch.
         _accelerator_graph_capture_health_check = (
             torch.optim.Optimizer._cuda_graph_capture_health_check
         )
@@ -111,7 +115,7 @@ class CoupledAdam(torch.optim.Adam):
         self._coupling_defaults = dict(
             zip(OPTIONS, (coupled, second_moment_scale, vocab_dim, stochastic_rounding))
         )
-        # Not super(): for CoupledAdamW that is AdamW, which does not take decoupled_weight_decay.
+        # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
             params,
@@ -129,14 +133,15 @@ class CoupledAdam(torch.optim.Adam):
         )
         if not any(group["coupled"] for group in self.param_groups):
             warnings.warn(
-                f"no param group is coupled: this {type(self).__name__} is torch's own optimizer. "
-                "Pass coupled_adam.param_groups(model), or set 'coupled': True in the group that "
-                "holds the embedding matrix (expected only where a pipeline rank holds none)",
+                f"no param group is coupled, so this {type(self).__name__} does the same as "
+                "torch's optimizer. Pass coupled_adam.param_groups(model), or set 'coupled': True "
+                "in the group that holds the embedding matrix. Ignore this warning on a pipeline "
+                "rank without embeddings",
                 stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as in torch; a group that does not pass the checks is not added."""
+        """Add a param group, as in torch. A group that fails the checks is not added."""
         self.defaults = {**self._coupling_defaults, **self.defaults}
         super().add_param_group(param_group)
         try:
@@ -146,10 +151,10 @@ class CoupledAdam(torch.optim.Adam):
             raise
 
     def init_state(self) -> None:
-        """Create the state of every trainable parameter now, without counting as a step.
+        """Create the state of every trainable parameter without performing a step.
 
-        For what needs the state's layout before the first step, such as a distributed checkpoint to
-        load into. States that exist are left alone; so are parameters and gradients.
+        Use this where the state must exist before the first step, for example to load a distributed
+        checkpoint into it. Existing states, parameters and gradients are not changed.
         """
         for group in self.param_groups:
             without_grad = [p for p in group["params"] if p.requires_grad and p.grad is None]
@@ -171,7 +176,10 @@ class CoupledAdam(torch.optim.Adam):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Collect a group's tensors; create missing states. torch.compile knows it by this name."""
+        """Collect a group's tensors and create missing states.
+
+        The name is torch's: ``torch.compile`` treats the method of this name specially.
+        """
         if not group["coupled"]:
             has_complex: bool = super()._init_group(  # type: ignore[no-untyped-call]
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
@@ -179,14 +187,14 @@ class CoupledAdam(torch.optim.Adam):
             for p, exp_avg_sq in zip(params_with_grad, exp_avg_sqs):
                 if exp_avg_sq.shape != p.shape:
                     raise RuntimeError(
-                        f"a parameter {list(p.shape)} has a shared second moment, "
+                        f"a parameter of shape {list(p.shape)} has a shared second moment of shape "
                         f"{list(exp_avg_sq.shape)}, but its group is not coupled. To continue with "
                         "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
                     )
             return has_complex
         for index, p in enumerate(group["params"]):
-            # Without a gradient, too: of a matrix that a wrapper has flattened, some ranks may have
-            # nothing, and would wait for those that raise.
+            # Checked even without a gradient: if a wrapper has flattened a matrix, ranks that hold
+            # none of its elements must raise as well, or they would wait for the others forever.
             coupled_state.check_parameter(group, index)
             if p.grad is None:
                 continue
@@ -201,52 +209,58 @@ class CoupledAdam(torch.optim.Adam):
             if group["amsgrad"]:
                 max_exp_avg_sqs.append(state["max_exp_avg_sq"])
             state_steps.append(state["step"])
-        return False  # none of them is complex
+        return False  # check_parameter has refused complex parameters
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What the norm of all gradients is clipped to; None where it is not."""
+        """The total gradient norm to clip to, or None for no clipping."""
         return self._clipping.max_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None and not value > 0:
-            raise ValueError(f"Invalid max_grad_norm: {value} (above 0, or None)")
+            raise ValueError(f"Invalid max_grad_norm: {value} (must be positive, or None)")
         self._clipping.max_norm = value
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients before clipping, in the last step; a 0-dim tensor.
+        """The total norm of all gradients in the last step before clipping, as a 0-dim tensor.
 
-        0 if there was no gradient; None before the first step, and without ``max_grad_norm``.
+        It is 0 if there were no gradients, and None before the first step or without
+        ``max_grad_norm``.
         """
         return self._clipping.norm
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: as in torch, and what the constructor was given."""
-        # Not the norm: in a differentiable step it is no leaf, which deepcopy refuses.
+        """The state that pickle and copy use: torch's, and ``max_grad_norm``."""
+        # Without grad_norm: in a differentiable step it is not a leaf, which deepcopy refuses.
         return {**super().__getstate__(), "_clipping": _Clipping(self.max_grad_norm)}
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step and return the closure's loss, if there is a closure.
+        """Perform a single optimization step.
 
         Args:
-            closure: re-evaluates the model and returns the loss.
+            closure: a function that reevaluates the model and returns the loss.
+
+        Returns:
+            The loss that the closure returned, or None without a closure.
         """
+        # A coupled gradient is read twice. `measure` sums its squares over the rows, the sums of
+        # all ranks are added, and only then `apply` can update nu and, with it, the parameter.
         self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Set by GradScaler where fused=True: unscaling and skipping are then left to the step.
+        # GradScaler sets these where fused=True, and leaves unscaling and skipping to the step.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
-        coupled, plain = self._collect()  # and check: nothing has changed yet
-        # The first moment is updated with the sums where the gradient is sure to be used as it is.
-        sure = self.max_grad_norm is None and grad_scale is None and found_inf is None
+        coupled, plain = self._collect()  # also performs all checks, before anything is changed
+        # If nothing will scale the gradient or skip the step, measure may update exp_avg as well.
+        used_as_is = self.max_grad_norm is None and grad_scale is None and found_inf is None
         for update in coupled:
-            update.measure(update_moment=sure and not update.has_penalty)
+            update.measure(update_moment=used_as_is and not update.has_penalty)
         sharded.all_reduce(coupled)
         clip = self._clip_factor(coupled, plain, grad_scale)
 
@@ -254,10 +268,11 @@ class CoupledAdam(torch.optim.Adam):
         factor = clip if unscale is None else unscale
         if unscale is not None and clip is not None:
             factor = unscale * clip.to(unscale.device)
+        # Adam's L2 penalty is part of the gradient but not of the norm: add it, then sum again.
         if penalized := [update for update in coupled if update.has_penalty]:
             for update in penalized:
                 update.add_penalty(factor)
-                update.kernel = kernels.choose(update)  # for this gradient
+                update.kernel = kernels.choose(update)  # the gradient is now another tensor
                 update.measure(update_moment=found_inf is None)
             sharded.all_reduce(penalized)
         for update in reversed(coupled):  # the last one's gradient may still be in the cache
@@ -287,7 +302,10 @@ class CoupledAdam(torch.optim.Adam):
         return loss
 
     def _collect(self) -> tuple[list[Update], list[_Plain]]:
-        """An update for each coupled matrix, and the other groups; raises what the step raises."""
+        """Return an update for each coupled matrix, and the uncoupled groups.
+
+        All errors of the step are raised here, before anything is changed.
+        """
         coupled: list[Update] = []
         plain: list[_Plain] = []
         for group in self.param_groups:
@@ -307,7 +325,7 @@ class CoupledAdam(torch.optim.Adam):
     def _clip_factor(
         self, coupled: Sequence[Update], plain: Sequence[_Plain], grad_scale: Tensor | None
     ) -> Tensor | None:
-        """What clipping multiplies all gradients with, as ``clip_grad_norm_`` does."""
+        """The factor by which clipping multiplies all gradients, as in ``clip_grad_norm_``."""
         if self.max_grad_norm is None:
             return None
         norms, dtype = [], torch.float32
@@ -322,8 +340,8 @@ class CoupledAdam(torch.optim.Adam):
                     dtype, grad.abs().dtype if grad.is_complex() else grad.dtype
                 )
             norms += [
-                sharded.full_tensor(torch.nn.utils.get_total_norm(some))
-                for some in sharded.group_by_mesh(grads)
+                sharded.full_tensor(torch.nn.utils.get_total_norm(same_mesh))
+                for same_mesh in sharded.group_by_mesh(grads)
             ]
         if not norms:
             self._clipping.norm = torch.tensor(0.0)
@@ -338,19 +356,23 @@ class CoupledAdam(torch.optim.Adam):
         return factor.clamp(max=1.0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state written by this class, by ``torch.optim.Adam(W)``, or by any Coupled Adam.
+        """Load a state dict of this class, of ``torch.optim.Adam(W)``, or of another Coupled Adam.
 
-        A second moment that was kept for every row, [V, H], becomes its column mean, which is the
-        exact state of Coupled Adam: an AdamW training can be continued between two steps. (Not so
-        AMSGrad's maximum: its column mean is an upper bound of the maximum of the means.)
+        A second moment that was kept for every row, [V, H], is replaced by its mean over the rows,
+        [H]. This is exactly the state that Coupled Adam would have, so a training with AdamW can be
+        continued with Coupled Adam after any step. (AMSGrad's maximum is the exception: the mean of
+        the rows' maxima is only an upper bound of the maximum of the means.)
 
-        As in torch, the options of the loaded groups replace the optimizer's own; options that the
-        checkpoint does not have (``coupled``, ``second_moment_scale`` and ``vocab_dim`` in one of
-        torch's) stay as constructed. A loaded ``coupled`` that differs from the constructed one
-        wins like every option, with a warning.
+        As in torch, the options of the loaded groups replace the optimizer's own. Options that the
+        checkpoint does not contain (in a checkpoint of torch: ``coupled``,
+        ``second_moment_scale``, ``vocab_dim`` and ``stochastic_rounding``) keep their values. A
+        loaded ``coupled`` that differs from the optimizer's also replaces it, with a warning.
+
+        Args:
+            state_dict: as returned by ``state_dict()``; it is not changed.
 
         Raises:
-            ValueError: a state that does not fit its parameter; the optimizer is unchanged.
+            ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
         moments: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -361,14 +383,16 @@ class CoupledAdam(torch.optim.Adam):
 
         def restore(_: torch.optim.Optimizer) -> None:
             for p, found in moments.items():
-                # torch has cast every state to its parameter's dtype, which cuts [H] moments to
-                # bf16, and keeps the memory layout that the first moment was saved in.
+                # torch has cast every state to its parameter's dtype, which would reduce the
+                # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
+                # was saved with. Put back the former, and give exp_avg the parameter's strides.
                 self.state[p].update(found)
                 exp_avg = self.state[p]["exp_avg"]
                 if exp_avg.stride() != p.stride():
                     self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
 
-        # The last pre-hook and the first post-hook: the user's own see what torch would show them.
+        # As the last pre-hook and the first post-hook, so that the user's hooks see what they
+        # would see in torch.
         hooks = (
             self.register_load_state_dict_pre_hook(adapt),
             self.register_load_state_dict_post_hook(restore, prepend=True),
@@ -381,10 +405,10 @@ class CoupledAdam(torch.optim.Adam):
 
 
 class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
-    r"""AdamW whose embedding matrices share one second moment over the vocabulary.
+    r"""AdamW in which all rows of an embedding matrix share one second moment.
 
-    A drop-in for :class:`torch.optim.AdamW`: the decoupled weight decay of AdamW, everything else
-    as in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
+    A drop-in replacement for :class:`torch.optim.AdamW`. Weight decay is decoupled; everything else
+    is as in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
 
     Example:
         >>> from coupled_adam import CoupledAdamW, param_groups
@@ -392,7 +416,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
-            differentiable, fused: as in :class:`torch.optim.AdamW`, same defaults.
+            differentiable, fused: as in :class:`torch.optim.AdamW`, with the same defaults.
         coupled, second_moment_scale, vocab_dim, stochastic_rounding, max_grad_norm: as in
             :class:`CoupledAdam`.
     """
@@ -447,7 +471,7 @@ def _update(
     maximum: Tensor | None,
     step: Tensor,
 ) -> Update:
-    """The record of a matrix: this rank's parts with a row for each token, and their kernel."""
+    """Build the update of a matrix from this rank's parts, oriented so that rows are tokens."""
     if type(parameter) in sharded.PLAIN:
         param, moments = parameter, (moment, maximum)
     else:
@@ -482,24 +506,24 @@ def _update(
 
 
 def _unscale(p: Tensor, unscale: Tensor) -> None:
-    """Leave the gradient unscaled, as torch's fused kernels do."""
+    """Multiply ``p.grad`` by the inverse scale, as torch's fused kernels do."""
     assert p.grad is not None
     unscale = unscale.to(p.device)
-    # An expanded gradient has one number in several places.
+    # Not in place if the gradient is expanded, as several of its elements then share memory.
     p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)
 
 
 def _clipped(
     group: dict[str, Any], grads: list[Tensor], clip: Tensor | None, grad_scale: Tensor | None
 ) -> Tensor | None:
-    """Clip the gradients of a group that is torch's; return its ``grad_scale``."""
+    """Clip the gradients of an uncoupled group; return the ``grad_scale`` to pass to torch."""
     if clip is None or not grads:
         return grad_scale
     clip = clip.to(grads[0].device)
-    # torch's fused kernels divide by the scale, at no cost, and in float32.
+    # torch's fused kernels divide by grad_scale anyway (in float32), so they can clip for free.
     if group["fused"] and all(grad.dtype != torch.float64 for grad in grads):
         clip = clip.float()
         return 1 / clip if grad_scale is None else grad_scale / clip
-    for some in sharded.group_by_mesh(grads):
-        torch._foreach_mul_(some, clip)
+    for same_mesh in sharded.group_by_mesh(grads):
+        torch._foreach_mul_(same_mesh, clip)
     return grad_scale

@@ -1,4 +1,4 @@
-"""The param groups of a model: what is coupled, and what decays."""
+"""The param groups of a model: which parameters are coupled, and which have weight decay."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from coupled_adam.optim.token_embeddings import Couple, Embeddings, coupled_matr
 
 
 class ParamGroups(list[dict[str, Any]]):
-    """Param groups for an optimizer; printed, a table of what each parameter's group is."""
+    """A list of param groups for an optimizer that prints as a table of the parameters."""
 
     def __str__(self) -> str:
         rows = [("parameter", "shape", "group", "state saved")]
@@ -43,29 +43,33 @@ def param_groups(
     embeddings: Embeddings | None = None,
     vocab_size: int | Iterable[int] | None = None,
 ) -> ParamGroups:
-    """Param groups for :class:`coupled_adam.CoupledAdamW`.
+    """Build the param groups of a model for :class:`coupled_adam.CoupledAdamW`.
 
-    Token embeddings are coupled; :func:`embedding_parameters` says which matrices these are. They
-    do not decay, nor do biases and norms, as in the paper's experiments (there in both arms). Other
-    embeddings, such as those of positions and token types, do not decay either; in the paper's
-    experiments they do. All other matrices decay. Frozen parameters are left out.
+    Token embeddings are coupled; :func:`embedding_parameters` documents how they are found. They
+    have no weight decay by default, and biases and norms never have any, as in the paper's
+    experiments (with both optimizers). Other embeddings, such as those of positions and token
+    types, are treated like token embeddings in this respect, whereas in the paper's experiments
+    they do have weight decay. All other matrices have weight decay. Frozen parameters are left out.
 
     Args:
-        model: any module; also on the meta device.
-        weight_decay: for matrices.
-        embedding_weight_decay: for embeddings, coupled or not.
-        couple: for a model whose input and output embeddings are not tied, which of them to couple.
-        embeddings: the matrices to couple, named outright.
-        vocab_size: how many tokens there are, where the model does not tell.
+        model: any module, also on the meta device.
+        weight_decay: the weight decay of matrices other than embeddings.
+        embedding_weight_decay: the weight decay of embeddings, coupled or not.
+        couple: which embeddings to couple if input and output embeddings are not tied: ``"both"``,
+            ``"input"`` or ``"output"``.
+        embeddings: the matrices to couple, as in :func:`embedding_parameters`; by default they are
+            found automatically.
+        vocab_size: the number of rows of the token embeddings, if it cannot be found automatically.
 
     Returns:
-        At most four groups, each with ``params``, ``param_names``, ``weight_decay``, ``coupled``,
-        and ``vocab_dim`` where a coupled group has matrices stored as [H, V]: a list to give to the
-        optimizer. Printing it shows a table: name, shape, group, and the bytes of optimizer state
-        that coupling saves against AdamW.
+        A list of at most four groups to pass to the optimizer, each with ``params``,
+        ``param_names``, ``weight_decay`` and ``coupled``, and with ``vocab_dim`` if its matrices
+        are stored as [H, V]. It prints as a table with each parameter's name, shape and group, and
+        the number of bytes of optimizer state that coupling saves compared with AdamW.
 
     Raises:
-        TypeError, ValueError: a negative weight decay, or as in :func:`embedding_parameters`.
+        TypeError: as in :func:`embedding_parameters`.
+        ValueError: for a negative weight decay, or as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`.
@@ -80,7 +84,7 @@ def param_groups(
         ("embedding_weight_decay", embedding_weight_decay),
     ):
         if not value >= 0:
-            raise ValueError(f"Invalid {option} value: {value} (0 or more)")
+            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
     matrices, all_embeddings = coupled_matrices(
         model, couple=couple, embeddings=embeddings, vocab_size=vocab_size
     )
@@ -110,11 +114,11 @@ def param_groups(
         group = groups.setdefault((not coupled, vocab_dim, -decay), empty)
         group["params"].append(p)
         group["param_names"].append(name)
-    # Coupled first, then by falling decay: the same order for every model.
+    # Coupled groups first, then by descending weight decay: the same order for every model.
     return ParamGroups(groups[key] for key in sorted(groups))
 
 
 def _state_saved(p: Tensor, vocab_dim: int) -> int:
-    """Bytes of optimizer state of AdamW less those of Coupled Adam, for a matrix."""
+    """How many bytes of optimizer state coupling a matrix saves compared with AdamW."""
     width = torch.promote_types(p.dtype, torch.float32).itemsize
     return p.numel() * p.element_size() - p.shape[1 - vocab_dim] * width

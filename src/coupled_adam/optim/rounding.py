@@ -1,9 +1,9 @@
-"""Stochastic rounding of float32 to bfloat16: up or down, so that the mean is the number itself.
+"""Stochastic rounding of float32 to bfloat16: at random up or down, exact in expectation.
 
-An update smaller than half the distance of two bfloat16 numbers is lost when it is rounded to
-nearest, at every step; rounded stochastically it arrives in the mean. The random numbers are a
-function of the step and of the element's place in the whole matrix: no state has to be saved, and
-every rank, copy and kernel rounds alike.
+With rounding to nearest, an update smaller than half the distance between neighbouring bfloat16
+numbers is lost at every step. With stochastic rounding it is applied on average. The random numbers
+are a function of the step and of the element's position in the full matrix. So no random state has
+to be saved, and all ranks, replicas and kernels round in the same way.
 """
 
 from typing import Any, NamedTuple
@@ -17,11 +17,11 @@ _MASK = 2**32 - 1
 
 
 class Noise(NamedTuple):
-    """The random numbers of a part [rows, columns] of a matrix [V, H] at a step.
+    """What determines the random numbers of a part [rows, columns] of a matrix [V, H] at a step.
 
     Attributes:
-        step: t, 1 for the first; a 0-dim tensor where it is not to be read.
-        row, column: of the part's first element in the whole matrix.
+        step: the number of the step, starting with 1; a 0-dim tensor if it must not be read.
+        row, column: the position of the part's first element in the full matrix.
     """
 
     step: float | Tensor
@@ -30,18 +30,18 @@ class Noise(NamedTuple):
 
     @property
     def key(self) -> int | Tensor:
-        """:func:`mix` of the step, int64 below 2^32; a tensor if the step is one."""
+        """The hash of the step, int64 below 2^32; a tensor if the step is one."""
         step = self.step
         return mix(step.long() if isinstance(step, Tensor) else int(step))
 
 
 def rounds_stochastically(group: dict[str, Any], p: Tensor) -> bool:
-    """Whether the option concerns a parameter of a coupled group."""
+    """Whether a parameter of a coupled group is rounded stochastically."""
     return bool(group["stochastic_rounding"]) and p.dtype == torch.bfloat16
 
 
 def mix(number: int | Tensor) -> int | Tensor:
-    """A hash of 32 bits, the finalizer of MurmurHash3; int64 tensors, all below 2^32."""
+    """A 32-bit hash, the finalizer of MurmurHash3, of numbers or int64 tensors below 2^32."""
     number = number ^ (number >> 16)
     number = (number * 0x85EBCA6B) & _MASK
     number = number ^ (number >> 13)
@@ -50,7 +50,13 @@ def mix(number: int | Tensor) -> int | Tensor:
 
 
 def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor) -> Noise | None:
-    """The noise for this rank's part of a parameter at step t, a number or a 0-dim tensor."""
+    """The noise for this rank's part of a parameter, or None to round to nearest.
+
+    Args:
+        group: the parameter's param group.
+        p: the parameter, a plain tensor or a DTensor.
+        step: the number of the step, or a 0-dim tensor.
+    """
     if not rounds_stochastically(group, p):
         return None
     row, column = global_offset(p) if group["vocab_dim"] == 0 else reversed(global_offset(p))
@@ -58,7 +64,7 @@ def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor) -> Noise | 
 
 
 def round_(target: Tensor, values: Tensor, noise: Noise) -> None:
-    """Write values [rows, columns], float32, into a bfloat16 matrix, rounded stochastically."""
+    """Round ``values`` [rows, columns], float32, stochastically into the bfloat16 ``target``."""
     rows, columns = values.shape
     row = torch.arange(rows, device=values.device) + noise.row
     column = torch.arange(columns, device=values.device) + noise.column
@@ -66,7 +72,8 @@ def round_(target: Tensor, values: Tensor, noise: Noise) -> None:
     assert isinstance(keys, Tensor)
     random = mix(keys[:, None] ^ column)
     assert isinstance(random, Tensor)
-    # A float32 is a bfloat16 with 16 bits more; a number of 16 bits added carries over with the
-    # probability that they say. Not to be added to NaN, whose bits it would carry to others.
+    # A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half carries
+    # into the upper half with a probability equal to the fraction that rounding down would cut off.
+    # NaN is left out, as a carry could turn it into another number.
     bits = (values.view(torch.int32) + (random >> 16).int()) & -(2**16)
     target.copy_(torch.where(values.isnan(), values, bits.view(torch.float32)))

@@ -1,7 +1,7 @@
-"""Matrices whose rows or columns lie on several ranks: their parts, and sums over all of them.
+"""DTensors: this rank's part of a matrix, and sums over the parts of all ranks.
 
-``torch.distributed.tensor`` is imported only where a DTensor shows that it has been: it would
-double the time of ``import coupled_adam``.
+``torch.distributed.tensor`` is imported inside the functions, and only once there is a DTensor, as
+importing it here would double the time that ``import coupled_adam`` takes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from coupled_adam.optim.update import Update
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""The types of tensors that are no subclass of somebody's."""
+"""The types of plain tensors, in contrast to subclasses such as DTensor."""
 
 
 def is_dtensor(x: Tensor) -> bool:
-    """Whether this is a DTensor, sharded or replicated."""
+    """Whether a tensor is a DTensor, sharded or replicated."""
     return type(x) not in PLAIN and hasattr(x, "placements")
 
 
 def full_tensor(x: Tensor) -> Tensor:
-    """A tensor from all its parts, on every rank."""
+    """Gather a DTensor's parts into a full tensor on every rank; a plain tensor is returned."""
     full: Tensor = x.full_tensor() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return full
 
 
 def to_local(x: Tensor) -> Tensor:
-    """This rank's part, sharing its memory; all of a plain tensor."""
+    """This rank's part of a DTensor, sharing its memory; a plain tensor is returned as it is."""
     part: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
     return part
 
 
 def global_offset(matrix: Tensor) -> tuple[int, int]:
-    """The place in the whole matrix of the first element of this rank's part."""
+    """The row and column, in the full matrix, of the first element of this rank's part."""
     if not is_dtensor(matrix):
         return 0, 0
     from torch.distributed.tensor import DTensor
@@ -49,7 +49,7 @@ def global_offset(matrix: Tensor) -> tuple[int, int]:
 
 
 def same_layout(x: Tensor, other: Tensor) -> bool:
-    """Whether both are plain, or both DTensors of one mesh and placements."""
+    """Whether both are plain, or both DTensors with the same mesh and placements."""
     if not is_dtensor(x) or not is_dtensor(other):
         return is_dtensor(x) == is_dtensor(other)
     same: bool = x.device_mesh == other.device_mesh  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def same_layout(x: Tensor, other: Tensor) -> bool:
 
 
 def placed_as(x: Tensor, other: Tensor) -> Tensor:
-    """A DTensor redistributed to the placements of another: tensor parallelism's gradients."""
+    """Redistribute a DTensor to another's placements, from which a gradient's may differ."""
     if same_layout(x, other):
         return x
     placed: Tensor = x.redistribute(placements=other.placements)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def placed_as(x: Tensor, other: Tensor) -> Tensor:
 
 
 def group_by_mesh(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Tensors in lists that torch's operations take together: plain ones, those of each mesh."""
+    """Group tensors by device mesh (plain ones together), as torch cannot mix them in one call."""
     lists: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
@@ -73,16 +73,16 @@ def group_by_mesh(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def shards(placement: Any, dimension: int) -> bool:
-    """Whether a placement gives each rank a part of this dimension of a matrix."""
-    # Not is_shard(): it is False for the strided parts of FSDP2 with tensor parallelism.
+    """Whether a placement shards this dimension of a matrix."""
+    # Not is_shard(), which is False for the strided shards of FSDP2 with tensor parallelism.
     return getattr(placement, "dim", None) == dimension
 
 
 def all_reduce(updates: Sequence["Update"]) -> None:
-    """Make the sums over each rank's rows sums over all rows.
+    """Replace each update's sums over this rank's rows by the sums over the rows of all ranks.
 
-    All that are reduced over the same ranks are reduced together: one all-reduce for each dimension
-    of the mesh over which rows are sharded.
+    The sums of all matrices that are sharded over the same ranks are concatenated, so that they
+    need only one all-reduce for each mesh dimension over which rows are sharded.
     """
     groups: dict[Any, list[Update]] = {}
     for update in updates:
@@ -91,26 +91,31 @@ def all_reduce(updates: Sequence["Update"]) -> None:
             continue
         placements = p.placements  # type: ignore[attr-defined]
         vocab_dim = update.group["vocab_dim"]
-        over = tuple(i for i, placement in enumerate(placements) if shards(placement, vocab_dim))
-        if over:
-            groups.setdefault((p.device_mesh, over, p.device), []).append(update)  # type: ignore[attr-defined]
-    for (mesh, over, device), members in groups.items():
+        mesh_dims = tuple(
+            i for i, placement in enumerate(placements) if shards(placement, vocab_dim)
+        )
+        if mesh_dims:
+            groups.setdefault((p.device_mesh, mesh_dims, p.device), []).append(update)  # type: ignore[attr-defined]
+    for (mesh, mesh_dims, device), members in groups.items():
         from torch.distributed import _functional_collectives as collectives
 
-        # One dtype on all ranks, whichever kernels have taken the sums.
+        # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if device.type == "cpu" else torch.float32
         sums = [update.sums for update in members if update.sums is not None]
         total = torch.cat([x.to(wide) for x in sums])
-        total = total.to(mesh.device_type)  # where FSDP2 keeps parameters on the host
-        for dimension in over:
-            total = collectives.all_reduce(total, "sum", (mesh, dimension))
+        total = total.to(mesh.device_type)  # FSDP2 can keep parameters on the host
+        for mesh_dim in mesh_dims:
+            total = collectives.all_reduce(total, "sum", (mesh, mesh_dim))
         parts = collectives.wait_tensor(total).split([len(x) for x in sums])
         for update, old, part in zip(members, sums, parts):
             update.sums = part.to(old)
 
 
 def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
-    """Each rank's part of a vector [H] as a DTensor placed like another, unless that is plain."""
+    """Make a DTensor with the layout of ``like`` from each rank's part of a vector [H].
+
+    If ``like`` is a plain tensor, ``part`` is returned as it is.
+    """
     if not is_dtensor(like):
         return part
     from torch.distributed.tensor import DTensor
@@ -123,16 +128,16 @@ def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
 
 
 def mean_over_tokens(values: Tensor, vocab_dim: int) -> Tensor:
-    """The mean over ``vocab_dim``, [H], of a matrix.
+    """The mean of a matrix over ``vocab_dim``, [H].
 
-    Where rows are sharded this is one all-reduce of H numbers. The result is then replicated over
-    those ranks, and sharded as the columns are.
+    If rows are sharded, this takes one all-reduce of H numbers. The result is replicated over the
+    ranks that share the rows, and sharded where the columns are.
     """
     if not is_dtensor(values):
         return values.mean(vocab_dim)
     from torch.distributed.tensor import DTensor, Replicate
 
-    # sum / V, not mean: the mean over shards of different heights would gather the matrix.
+    # sum / V, not mean: with shards of unequal size, DTensor's mean would gather the matrix.
     total = values.sum(vocab_dim)
     assert isinstance(total, DTensor)
     whole = [Replicate() if placement.is_partial() else placement for placement in total.placements]
@@ -140,7 +145,7 @@ def mean_over_tokens(values: Tensor, vocab_dim: int) -> Tensor:
 
 
 def zero_moment(p: Tensor, vocab_dim: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [H] for the matrix ``p``, placed as :func:`moment_placements` says."""
+    """Zeros [H] for the second moment of ``p``, with the layout of :func:`moment_placements`."""
     columns = to_local(p).shape[1 - vocab_dim]
     part = torch.zeros(columns, dtype=dtype, device=p.device)
     if not is_dtensor(p):
@@ -155,11 +160,11 @@ def zero_moment(p: Tensor, vocab_dim: int, dtype: torch.dtype) -> Tensor:
         shape=p.shape[1 - vocab_dim : 2 - vocab_dim],
         stride=(1,),
     )
-    return whole.to(p.device)  # where FSDP2 keeps parameters on the host
+    return whole.to(p.device)  # FSDP2 can keep parameters on the host
 
 
 def moment_placements(p: Tensor, vocab_dim: int) -> list[Any]:
-    """How the moment [H] of the matrix ``p`` is placed: sharded as its columns, else replicated."""
+    """The placements of the second moment [H] of ``p``: sharded as its columns, else replicated."""
     from torch.distributed.tensor import Replicate, Shard
 
     result: list[Any] = []
@@ -174,7 +179,7 @@ def moment_placements(p: Tensor, vocab_dim: int) -> list[Any]:
 
 
 def place_moment(values: Tensor, p: Tensor, vocab_dim: int) -> Tensor:
-    """A vector [H], if it is a DTensor, placed as the moment of the matrix ``p``."""
+    """Redistribute a vector [H], if it is a DTensor, to the layout of the second moment of p."""
     if not is_dtensor(values):
         return values
     placed: Tensor = values.redistribute(placements=moment_placements(p, vocab_dim))  # type: ignore[attr-defined]
@@ -182,7 +187,7 @@ def place_moment(values: Tensor, p: Tensor, vocab_dim: int) -> Tensor:
 
 
 def moment_is_placed(values: Tensor, p: Tensor, vocab_dim: int) -> bool:
-    """Whether a vector [H] is placed as the moment of the matrix ``p``."""
+    """Whether a vector [H] has the layout of the second moment of ``p``."""
     if not is_dtensor(p) or not is_dtensor(values):
         return is_dtensor(p) == is_dtensor(values)
     same: bool = values.device_mesh == p.device_mesh  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""The state of a coupled parameter: its layout, its checks, and Adam's layout converted.
+"""The optimizer state of a coupled parameter: creation, checks, and conversion from and to Adam's.
 
-Parameters come with their options, in torch's param groups: ``{"params": [...], "lr": ..., ...}``.
+A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}``.
 """
 
 import math
@@ -22,7 +22,7 @@ OPTIONS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
 """Options of a param group that torch.optim.Adam does not have."""
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
-"""The states that are [V, H] in Adam and one vector [H] for all rows in Coupled Adam."""
+"""The states that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
@@ -30,13 +30,13 @@ Group = dict[str, Any]
 
 
 def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
-    """The state before the first step: zeros, the second moments [H] in float32 or wider."""
+    """The state before the first step: all zeros, the second moments [H] in float32 or wider."""
     if group["fused"]:
         _device_dtype_check_for_fused(p)
     on_device = group["capturable"] or group["fused"]
     dtype = _get_scalar_dtype(is_fused=group["fused"])
     state = {
-        # On a CPU as a constant, which can be read even where tensors have no memory.
+        # On a CPU a constant, whose value can be read even under FakeTensorMode.
         "step": torch.zeros((), dtype=dtype, device=p.device)
         if on_device and not p.is_cpu
         else torch.tensor(0.0, dtype=dtype),
@@ -53,7 +53,8 @@ def check_group(group: Group) -> None:
         raise ValueError(f"Invalid coupled value: {group['coupled']!r} (True or False)")
     if not 0.0 < group["second_moment_scale"] < math.inf:
         raise ValueError(
-            f"Invalid second_moment_scale: {group['second_moment_scale']} (finite and above 0)"
+            f"Invalid second_moment_scale: {group['second_moment_scale']} "
+            "(must be positive and finite)"
         )
     if group["vocab_dim"] not in (0, 1):
         raise ValueError(
@@ -67,9 +68,10 @@ def check_group(group: Group) -> None:
         return
     if group["stochastic_rounding"] and group["differentiable"]:
         raise ValueError(
-            "stochastic_rounding=True has no derivative: construct with differentiable=False"
+            "stochastic_rounding=True is not differentiable: construct the optimizer with "
+            "differentiable=False"
         )
-    # torch checks these for the constructor's arguments, not for a group's own.
+    # torch checks these only for the constructor's arguments, not for those of a group.
     if not group["lr"] >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")
     if not group["eps"] >= 0.0:
@@ -85,7 +87,10 @@ def check_group(group: Group) -> None:
 
 
 def check_parameter(group: Group, index: int) -> None:
-    """Raise if this parameter cannot be updated as it is now (wrappers replace parameters)."""
+    """Raise ValueError or RuntimeError if a parameter cannot be updated.
+
+    :func:`check_group` has checked the parameters already, but wrappers may replace them later.
+    """
     p = group["params"][index]
     _check_matrix(group, index)
     grad = p.grad
@@ -93,12 +98,12 @@ def check_parameter(group: Group, index: int) -> None:
         return
     if grad.layout != torch.strided:
         raise RuntimeError(
-            f"cannot couple {_describe(group, index)}: its gradient is sparse, and the average is "
-            "over all rows. Construct the embedding with sparse=False"
+            f"cannot couple {_describe(group, index)}: its gradient is sparse, but coupling "
+            "averages over all rows. Construct the embedding with sparse=False"
         )
     if sharded.is_dtensor(grad) != sharded.is_dtensor(p):
         raise RuntimeError(
-            f"cannot couple {_describe(group, index)}: it is a {_kind(p)} and its gradient a "
+            f"cannot couple {_describe(group, index)}: it is a {_kind(p)}, but its gradient is a "
             f"{_kind(grad)}. Make both DTensors, or both whole tensors"
         )
     if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
@@ -114,22 +119,22 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
     if exp_avg.device != p.device or exp_avg_sq.device != p.device:
         raise RuntimeError(
-            f"{_describe(group, index)} is on {p.device}, its optimizer state on {exp_avg.device}: "
-            "optimizer.load_state_dict(optimizer.state_dict()) moves it"
+            f"{_describe(group, index)} is on {p.device}, but its optimizer state is on "
+            f"{exp_avg.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the state"
         )
     if exp_avg.shape != p.shape or exp_avg_sq.shape != _moment_shape(group, p):
         raise RuntimeError(
             f"the state of {_describe(group, index)} has exp_avg {list(exp_avg.shape)} and "
-            f"exp_avg_sq {list(exp_avg_sq.shape)} where {list(p.shape)} and "
-            f"{list(_moment_shape(group, p))} belong. If the group was coupled after its first "
-            "step, optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+            f"exp_avg_sq {list(exp_avg_sq.shape)}; the shapes must be {list(p.shape)} and "
+            f"{list(_moment_shape(group, p))}. If 'coupled' was set after the first step, "
+            "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
     if not (
         sharded.same_layout(p, exp_avg)
         and sharded.moment_is_placed(exp_avg_sq, p, group["vocab_dim"])
     ):
         raise RuntimeError(
-            f"{_describe(group, index)} is a {_kind(p)}, and its state does not lie beside it: "
+            f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out differently: "
             f"exp_avg is a {_kind(exp_avg)}, exp_avg_sq a {_kind(exp_avg_sq)}. {_HOW_TO_LOAD}"
         )
 
@@ -137,38 +142,43 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
 def from_adam(
     param_groups: list[Group], state_dict: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Tensor]]]:
-    """Fit a state dict, of Adam or of any Coupled Adam, to an optimizer's param groups.
+    """Convert a state dict of Adam or of a Coupled Adam to the layout of an optimizer's groups.
 
-    Options that the saved groups do not have are taken from the optimizer's own; second moments
-    [V, H] of coupled parameters become their mean over the vocabulary.
+    Options that are missing in the saved groups are taken from the optimizer's groups. The second
+    moments [V, H] of coupled parameters are replaced by their mean over the vocabulary.
+
+    Args:
+        param_groups: the optimizer's param groups.
+        state_dict: the state dict to load; it is not changed.
 
     Returns:
-        The fitted state dict, and the second moments [H] of each coupled parameter, on its device
-        and in their own dtype. Nothing is changed in place.
+        The converted state dict, and the second moments [H] of each coupled parameter, on the
+        parameter's device and in float32 or wider.
 
     Raises:
-        ValueError: a state that does not fit its parameter.
+        ValueError: if a state does not fit its parameter.
     """
     saved_groups = [dict(group) for group in state_dict["param_groups"]]
     if [len(g["params"]) for g in param_groups] != [len(g["params"]) for g in saved_groups]:
-        return state_dict, {}  # torch says what is wrong
+        return state_dict, {}  # torch raises an error that says what is wrong
     state = dict(state_dict["state"])
     moments: dict[Tensor, dict[str, Tensor]] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
         if missing := [name for name in _ALWAYS_SAVED if name not in saved]:
             raise ValueError(
                 f"param group {number} of the checkpoint has no {missing}: "
-                "set_optimizer_state_dict leaves them out where the checkpoint's groups are others "
-                "than the optimizer's. Pass it the checkpoint's 'state' with the optimizer's own "
-                "'param_groups', of get_optimizer_state_dict(model, optimizer)"
+                "set_optimizer_state_dict drops them if the checkpoint's groups differ from the "
+                "optimizer's. Pass it the checkpoint's 'state' together with the 'param_groups' of "
+                "get_optimizer_state_dict(model, optimizer)"
             )
         for name in OPTIONS:
             saved.setdefault(name, group[name])
         if saved["coupled"] != group["coupled"]:
             warnings.warn(
                 f"param group {number} was constructed with coupled={group['coupled']}, but the "
-                f"checkpoint says coupled={saved['coupled']}, which replaces it like every option. "
-                "To keep your own, delete 'coupled' from the checkpoint's group before loading",
+                f"checkpoint has coupled={saved['coupled']}, which is used from now on, as for "
+                "every option. To keep the constructed value, delete 'coupled' from the "
+                "checkpoint's group before loading",
                 stacklevel=2,
             )
         fitted = {**group, **saved, "params": group["params"]}
@@ -180,7 +190,7 @@ def from_adam(
                 if name != "step" and sharded.is_dtensor(value) != sharded.is_dtensor(p):
                     raise ValueError(
                         f"cannot load the state of {_describe(fitted, index)}: the parameter is a "
-                        f"{_kind(p)}, and its {name} a {_kind(value)}. {_HOW_TO_LOAD}"
+                        f"{_kind(p)}, but its {name} is a {_kind(value)}. {_HOW_TO_LOAD}"
                     )
             if saved["coupled"]:
                 moments[p] = {
@@ -195,17 +205,17 @@ def from_adam(
 
 
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite the state dict of a Coupled Adam as one that ``torch.optim.Adam(W)`` loads.
+    """Convert the state dict of Coupled Adam to one that ``torch.optim.Adam(W)`` can load.
 
-    The shared second moment [H] becomes the second moment of each of the V rows, in the dtype of
-    ``exp_avg``, and the coupling options are left out of the groups. A ``second_moment_scale``
-    other than 1 is not carried over: it belongs to the update, the moment does not contain it.
+    The shared second moment [H] is copied to each of the V rows, in the dtype of ``exp_avg``, and
+    the coupling options are removed from the groups. A ``second_moment_scale`` other than 1 is
+    lost, as it is applied in the update and is not contained in the moment.
 
     Args:
-        state_dict: from ``CoupledAdam(W).state_dict()``; it is not changed.
+        state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
 
     Returns:
-        A new state dict. Tensors of uncoupled parameters are shared with the given one.
+        A new state dict. It shares the tensors of uncoupled parameters with the given one.
     """
     state = dict(state_dict["state"])
     groups = []
@@ -224,13 +234,14 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 _HOW_TO_LOAD = (
-    "To load it into a model that is sharded in another way, use torch.distributed.checkpoint, "
-    "or its set_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+    "To load a state into a model that is sharded in another way, use "
+    "torch.distributed.checkpoint, or its set_optimizer_state_dict(..., "
+    "options=StateDictOptions(full_state_dict=True))"
 )
 
 
 def _kind(tensor: Tensor) -> str:
-    """Whole, or sharded and how, in an error message."""
+    """Describe a tensor's layout in an error message."""
     if not sharded.is_dtensor(tensor):
         return "whole tensor"
     return f"DTensor with placements {tensor.placements}"  # type: ignore[attr-defined]
@@ -245,7 +256,7 @@ def _moment_shape(group: Group, p: Tensor) -> torch.Size:
 
 
 def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
-    """A loaded second moment as the vector [H], on the parameter's device, in its own dtype."""
+    """Reduce a loaded second moment to [H], on the parameter's device, in float32 or wider."""
     p = group["params"][index]
     if value.shape == p.shape:
         value = sharded.mean_over_tokens(value.to(_moment_dtype(p)), group["vocab_dim"])
@@ -254,7 +265,7 @@ def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
 
 
 def _describe(group: Group, index: int) -> str:
-    """Name a parameter of a group, with its shape, in an error message."""
+    """Describe a parameter by its name and shape in an error message."""
     shape = list(group["params"][index].shape)
     if "param_names" in group:
         return f"{group['param_names'][index]!r} {shape}"
@@ -268,20 +279,20 @@ def _check_matrix(group: Group, index: int) -> None:
         return
     if partial:
         problem = (
-            f"it is a {_kind(p)}, and the terms of a sum cannot be updated. "
+            f"it is a {_kind(p)}, and a partial sum cannot be updated. "
             "Redistribute it to Shard or Replicate"
         )
     elif p.dim() == 1:
         problem = (
-            "an embedding matrix is [V, H]. Move it to a group without coupled=True; or, if a "
-            "wrapper has flattened a matrix into it (FSDP1, ZeRO), use one that does not (FSDP2)"
+            "only matrices [V, H] can be coupled. Move it to a group without coupled=True; or, if "
+            "a wrapper has flattened a matrix into it (FSDP1, ZeRO), use one that does not (FSDP2)"
         )
     elif p.dim() != 2:
-        problem = "an embedding matrix is [V, H]. Move it to a group without coupled=True"
+        problem = "only matrices [V, H] can be coupled. Move it to a group without coupled=True"
     elif p.numel() == 0:
         problem = "it is empty. Move it to a group without coupled=True"
     else:
-        problem = f"its dtype is {p.dtype}, and coupling needs a real floating-point one"
+        problem = f"its dtype is {p.dtype}, but coupling needs a real floating-point dtype"
     raise ValueError(f"cannot couple {_describe(group, index)}: {problem}")
 
 
@@ -292,7 +303,7 @@ def _check_shapes(group: Group, index: int, shapes: dict[str, torch.Size]) -> No
         expected = _moment_shape(group, p) if shared else p.shape
         if shape != expected:
             raise ValueError(
-                f"cannot load the state of {_describe(group, index)}: its {name} is {list(shape)} "
-                f"and must be {list(expected)} where coupled={group['coupled']}. "
-                "Does the checkpoint belong to this model, with the same order of parameters?"
+                f"cannot load the state of {_describe(group, index)}: its {name} has the shape "
+                f"{list(shape)}, but must have {list(expected)} where coupled={group['coupled']}. "
+                "Does the checkpoint belong to this model, with the parameters in the same order?"
             )

@@ -1,6 +1,6 @@
-"""Which parameters of a model are token embeddings, and which of their dimensions counts tokens.
+"""Find the token embeddings of a model, and the dimension that indexes tokens in each.
 
-The rule is in the docstring of :func:`embedding_parameters`.
+The docstring of :func:`embedding_parameters` states the rule.
 """
 
 import dataclasses
@@ -28,11 +28,14 @@ _CONFIGURED = ("vocab_size", "src_vocab_size", "tgt_vocab_size")
 
 @dataclasses.dataclass(eq=False)
 class Matrix:
-    """A parameter with two dimensions, and what is known of it.
+    """A parameter with two dimensions.
 
-    ``modules`` are those that hold it, two for a tied one. ``sides`` tells a token embedding:
-    "input", "output" or both; it is empty for any other matrix. ``vocab_dim`` is the dimension that
-    counts tokens.
+    Attributes:
+        name: its name in the model.
+        parameter: the parameter itself.
+        modules: the modules that hold it; two or more for a tied matrix.
+        sides: "input", "output" or both for a token embedding; empty for any other matrix.
+        vocab_dim: the dimension that indexes tokens.
     """
 
     name: str
@@ -51,7 +54,10 @@ class Matrix:
 
     @property
     def kinds(self) -> set[str]:
-        """Of its modules: "embedding", "linear", "own" (hand-written), "layer" (of torch)."""
+        """The kinds of its modules.
+
+        They are "embedding", "linear", "own" (hand-written) or "layer" (any other layer of torch).
+        """
         return {_kind(module) for module in self.modules}
 
     @property
@@ -60,13 +66,13 @@ class Matrix:
         return self.shape[self.vocab_dim]
 
     def fits(self, n: int) -> bool:
-        """Whether it can be a token embedding of a vocabulary of this size."""
+        """Whether it may be a token embedding for a vocabulary of n tokens."""
         if self.kinds == {"layer"}:
             return False
         return n == self.shape[0] if "embedding" in self.kinds else n in self.shape
 
     def take(self, n: int, sides: set[str]) -> None:
-        """Make it a token embedding of a vocabulary of this size."""
+        """Mark it as a token embedding for a vocabulary of n tokens."""
         self.sides, self.vocab_dim = sides, 0 if self.shape[0] == n else 1
 
 
@@ -77,45 +83,52 @@ def embedding_parameters(
     embeddings: Embeddings | None = None,
     vocab_size: int | Iterable[int] | None = None,
 ) -> dict[str, Tensor]:
-    """The trainable parameters that :func:`param_groups` couples, by name.
+    """Find the trainable token embeddings of a model, which :func:`param_groups` couples.
 
-    The rule:
+    They are found as follows:
 
-    1. The vocabulary size V is ``vocab_size``; without it, what the model's configuration says
-       (``model.config.vocab_size``, also nested) and the number of rows of what
-       ``get_input_embeddings()`` and ``get_output_embeddings()`` return; without these, the number
-       of rows of the tied embedding, or else of the largest ``nn.Embedding``.
+    1. The vocabulary size V is the argument ``vocab_size``. If it is not given, V is taken from the
+       model's configuration (``model.config.vocab_size``, also in nested configurations) and from
+       the number of rows of the weights that ``get_input_embeddings()`` and
+       ``get_output_embeddings()`` return. If there are neither, V is the number of rows of the tied
+       embedding, or else of the largest ``nn.Embedding``.
     2. Every matrix with V rows or V columns that belongs to an ``nn.Embedding``, an ``nn.Linear``
-       or a hand-written module is a token embedding, and so is every such matrix that a
-       parametrization, such as ``weight_norm``, has put in the place of one.
-    3. Where other matrices have this size, too (as many positions as tokens, V = H), only those
-       that are tied or that the getters return are token embeddings, and a warning names the
-       others; if there are none of these, an error asks for ``embeddings``.
+       or a hand-written module is a token embedding. If a parametrization such as ``weight_norm``
+       has replaced such a weight, its original matrices count in its place.
+    3. If other matrices have this size as well (for example, if there are as many positions as
+       tokens, or V = H), only those are token embeddings that are tied or that the getters return,
+       and a warning names the others. If there are no such matrices, an error asks for
+       ``embeddings``.
 
-    A tied matrix appears once. Biases are never among them. Per-layer embeddings (Gemma 3n, Gemma
-    4) are, since their rows are tokens as well. They belong to the input side: ``couple="output"``
-    leaves them out, like the input embeddings of an untied model.
+    A tied matrix appears once, and biases are never included. Per-layer embeddings (Gemma 3n, Gemma
+    4) are included, as their rows belong to tokens as well. They count as input embeddings, so
+    ``couple="output"`` leaves them out.
 
     Args:
-        model: any module; also on the meta device.
-        couple: ``"input"`` or ``"output"`` to leave out the other one of an untied pair.
-        embeddings: the matrices to couple, in place of the rule: modules, parameters, parameter
-            names, or globs over parameter names such as ``"*.wte.weight"``; one or several. A
-            mapping from names or globs also says which dimension counts tokens:
-            ``{"embed.W_E": 0, "unembed.W_U": 1}``.
-        vocab_size: the number of rows of the token embeddings, padding included; several of them
+        model: any module, also on the meta device.
+        couple: ``"both"``, or ``"input"`` or ``"output"`` to return only these embeddings of a
+            model that does not tie them.
+        embeddings: the matrices to couple, which replaces the search above: one or several modules,
+            parameters, parameter names, or glob patterns over parameter names such as
+            ``"*.wte.weight"``. A mapping from names or patterns also gives the dimension that
+            indexes tokens: ``{"embed.W_E": 0, "unembed.W_U": 1}``.
+        vocab_size: the number of rows of the token embeddings, including padding; several numbers
             for several vocabularies.
 
+    Returns:
+        A dict from names to parameters.
+
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: token embeddings that cannot be told from other matrices; a ``vocab_size`` that
-            no matrix has; an entry of ``embeddings`` that matches nothing in the model, or not a
-            matrix; ``couple`` not one of the three, or not ``"both"`` together with
-            ``embeddings``; a model whose matrices a wrapper (FSDP1, ZeRO-3) has flattened; a
-            matrix of which Megatron's tensor parallelism has left only some rows.
+        TypeError: if ``model`` is not a module.
+        ValueError: if token embeddings cannot be told apart from other matrices; if no matrix has
+            the size ``vocab_size``; if an entry of ``embeddings`` matches no parameter, or one that
+            is not a matrix; if ``couple`` is not one of the three values, or not ``"both"``
+            although ``embeddings`` is given; if a wrapper (FSDP1, ZeRO-3) has flattened the model's
+            matrices; if Megatron's tensor parallelism has split a matrix by its rows.
 
     Warns:
-        UserWarning: matrices of V rows that are not coupled; a vocabulary size that is a guess.
+        UserWarning: if some matrices have the size of the vocabulary but are not coupled, or if the
+            vocabulary size is only a guess.
     """
     found, _ = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
     return {m.name: m.parameter for m in found}
@@ -128,15 +141,15 @@ def coupled_matrices(
     embeddings: Embeddings | None,
     vocab_size: int | Iterable[int] | None,
 ) -> tuple[list[Matrix], list[Matrix]]:
-    """The trainable matrices to couple, and the embeddings of whatever kind."""
+    """Return the trainable matrices to couple, and all embeddings, of tokens or anything else."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
     if couple not in ("both", "input", "output"):
         raise ValueError(f"Invalid couple value: {couple!r} ('both', 'input' or 'output')")
     if embeddings is not None and couple != "both":
         raise ValueError(
-            f"couple={couple!r} has no meaning beside embeddings=, which names the matrices: "
-            "leave one of the two out"
+            f"couple={couple!r} cannot be combined with embeddings=, which already names the "
+            "matrices to couple: leave one of the two out"
         )
     given = _given_sizes(vocab_size)
     _check_not_flattened(model)
@@ -154,15 +167,15 @@ def coupled_matrices(
 
 
 def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
-    """Raise ValueError for a parameter of which Megatron has left only some rows on this rank."""
+    """Raise ValueError if Megatron's tensor parallelism has split a parameter by its rows."""
     if not getattr(p, "tensor_model_parallel", False):
         return
     if getattr(p, "partition_dim", None) != 1 - vocab_dim:
         raise ValueError(
-            f"cannot couple {what}: its tensor_model_parallel=True says that this rank holds a "
-            "part of the vocabulary only, and the average is over all of it. Make it a DTensor "
-            "(torch.distributed.tensor.parallel.parallelize_module); or, if this rank does hold "
-            "all of it, set tensor_model_parallel=False on the parameter"
+            f"cannot couple {what}: according to its tensor_model_parallel=True, this rank holds "
+            "only a part of the vocabulary, but coupling averages over all of it. Make it a "
+            "DTensor (torch.distributed.tensor.parallel.parallelize_module); or, if this rank does "
+            "hold all of it, set tensor_model_parallel=False on the parameter"
         )
 
 
@@ -178,7 +191,7 @@ def _matrices(model: nn.Module) -> list[Matrix]:
 
 
 def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """A module's parameters, with those that parametrizations have put in the place of some."""
+    """A module's own parameters, including the originals of its parametrized weights."""
     if isinstance(module, parametrize.ParametrizationList):
         return
     yield from module.parameters(recurse=False)
@@ -199,14 +212,14 @@ def _kind(module: nn.Module) -> str:
 
 
 def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str]:
-    """Fill in ``sides`` and ``vocab_dim`` of the token embeddings; what to warn of is returned."""
+    """Set ``sides`` and ``vocab_dim`` of the token embeddings; return the warnings to issue."""
     told = given or _configured_sizes(model)
     sizes = {n for n in told if any(m.fits(n) for m in matrices)}
     if given - sizes:
         tables = [m for m in matrices if "embedding" in m.kinds]
         raise ValueError(
-            f"vocab_size={_spelled(given - sizes)} is the size of no embedding or linear layer of "
-            f"the model, whose nn.Embedding are {_listed(tables) or 'none'}"
+            f"vocab_size={_spelled(given - sizes)}: no embedding or linear layer of the model has "
+            f"this size. Its nn.Embedding weights: {_listed(tables) or 'none'}"
         )
     returned = _ask_getters(model, matrices, told)
     if not given:
@@ -215,13 +228,13 @@ def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str
     if not sizes:
         sizes, warned = _guess_sizes(matrices)
     for m in matrices:
-        if m.sides and m.tokens not in sizes:  # another vocabulary than the given one
+        if m.sides and m.tokens not in sizes:  # it belongs to another vocabulary
             m.sides.clear()
     left = [m for n in sorted(sizes) for m in _choose(matrices, n) if m.parameter.requires_grad]
     if left:
         warned.append(
-            f"not coupled, although as large as the vocabulary: {_listed(left)}. They were taken "
-            "for something else than token embeddings: pass embeddings= to name those yourself"
+            f"not coupled, although as large as the vocabulary: {_listed(left)}. They do not seem "
+            "to be token embeddings; if they are, pass embeddings= with all matrices to couple"
         )
     return warned
 
@@ -231,12 +244,14 @@ def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
         return set()
     sizes = {vocab_size} if isinstance(vocab_size, int) else set(vocab_size)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
-        raise ValueError(f"Invalid vocab_size value: {vocab_size!r} (above 0, one or several)")
+        raise ValueError(
+            f"Invalid vocab_size value: {vocab_size!r} (must be one or several positive integers)"
+        )
     return sizes
 
 
 def _configured_sizes(model: nn.Module) -> set[int]:
-    """Vocabulary sizes in the configurations of the model, of its parts, and nested in those."""
+    """The vocabulary sizes in the configurations of the model and its submodules, also nested."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -252,14 +267,14 @@ def _configured_sizes(model: nn.Module) -> set[int]:
 
 
 def _ask_getters(model: nn.Module, matrices: list[Matrix], sizes: set[int]) -> list[Matrix]:
-    """The matrices that the model's getters return, now with their sides."""
+    """Call the model's getters; return the matrices that they return, with ``sides`` set."""
     by_parameter = {m.parameter: m for m in matrices}
     found = []
     for module in model.modules():
         for getter, side in _GETTERS.items():
             for p in _weights(_call(getattr(module, getter, None))):
                 m = by_parameter.get(p)
-                # The "input embedding" of a vision or audio part is a projection of patches.
+                # The "input embeddings" of a vision or audio encoder are a projection of patches.
                 if m is None or (side == "input" and m.kinds == {"linear"}):
                     continue
                 m.sides.add(side)
@@ -270,21 +285,21 @@ def _ask_getters(model: nn.Module, matrices: list[Matrix], sizes: set[int]) -> l
 
 
 def _call(getter: Any) -> Any:
-    """What a getter returns; None if it is not one of the kind that ``transformers`` has."""
+    """Call a getter; None if it is not a getter as in ``transformers``."""
     if not callable(getter):
         return None
     try:
         inspect.signature(getter).bind()
-    except (TypeError, ValueError):  # it takes an argument: the name has another meaning here
+    except (TypeError, ValueError):  # it needs arguments, so it is something else of that name
         return None
     try:
         return getter()
-    except NotImplementedError:  # transformers: a part that has no such embedding
+    except NotImplementedError:  # transformers raises this in submodels without such embeddings
         return None
 
 
 def _weights(embedding: Any) -> Iterator[Tensor]:
-    """The weight of a module that is an embedding, or of several in a list."""
+    """The weights of what a getter returns: one embedding module, or a list of several."""
     if isinstance(embedding, nn.ModuleList | list | tuple):
         for one in embedding:
             yield from _weights(one)
@@ -295,13 +310,13 @@ def _weights(embedding: Any) -> Iterator[Tensor]:
 
 
 def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
-    """The vocabulary size where nothing tells it: rows of tied or of the largest ``nn.Embedding``.
+    """Guess the vocabulary size from the tied or else the largest ``nn.Embedding``.
 
     Returns:
-        The sizes, and what to warn of.
+        The sizes, and the warnings to issue.
 
     Raises:
-        ValueError: the largest is not clearly that of the tokens.
+        ValueError: if it is not clear that the largest embeds tokens.
     """
     tables = [m for m in matrices if "embedding" in m.kinds]
     rows = sorted({m.shape[0] for m in tables}, reverse=True)
@@ -309,11 +324,11 @@ def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
     rest = [m for m in matrices if "embedding" not in m.kinds]
     with_head = [n for n in rows if _is_head_size(rest, n)]
     sizes = tied or set(rows[:1])
-    # Half as many rows or more: a second vocabulary, perhaps.
+    # An embedding with at least half as many rows may be a second vocabulary.
     close = [n for n in rows if n not in sizes and 2 * n >= max(sizes)]
     hint = (
-        f"pass vocab_size={_spelled(sizes)} if that is right, the right number if it is not, or "
-        "all of them if there are several vocabularies"
+        f"pass vocab_size={_spelled(sizes)} if this is correct, otherwise the correct number, or "
+        "all sizes if there are several vocabularies"
     )
     guess = f"The vocabulary size may be {_spelled(sizes)}, but the model has {_listed(tables)}"
     if not tied and (close or (with_head and with_head[0] not in sizes)):
@@ -323,24 +338,24 @@ def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
 
 
 def _is_head_size(matrices: list[Matrix], n: int) -> bool:
-    """Whether some of these matrices have this size, and it is no width of hidden layers."""
+    """Whether some of these matrices have this size, and it is not the width of hidden layers."""
     fitting = [m for m in matrices if m.fits(n)]
     return bool(fitting) and not _is_width(fitting, n)
 
 
 def _is_width(matrices: list[Matrix], n: int) -> bool:
-    """Whether there are matrices to this width and from it, as in hidden layers."""
+    """Whether there are matrices with n rows and matrices with n columns, as in hidden layers."""
     return any(m.shape[0] == n for m in matrices) and any(m.shape[1] == n for m in matrices)
 
 
 def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
-    """Take the token embeddings of a vocabulary of size n.
+    """Mark the token embeddings for a vocabulary of size n.
 
     Returns:
-        Those of this size that are not taken.
+        The matrices of this size that are not token embeddings.
 
     Raises:
-        ValueError: they cannot be told from others.
+        ValueError: if token embeddings cannot be told apart from other matrices.
     """
     fitting = [m for m in matrices if m.fits(n)]
     for m in fitting:
@@ -361,7 +376,7 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     if not _is_width(layers, n):
         unclear += _take_layers(layers, n, _sides(known + tables))
     elif one_each_way and not known and not tables:
-        # [V, H] and [H, V] written by hand, or a projection of one-hot tokens and a head.
+        # Hand-written matrices [V, H] and [H, V], or a projection of one-hot tokens and a head.
         for m in layers:
             is_head = (m.shape[0] == n) == ("linear" in m.kinds)
             m.take(n, {"output"} if is_head else {"input"})
@@ -370,15 +385,15 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
 
     if unclear and not known:
         raise ValueError(
-            f"cannot tell which of these embed tokens, all of the vocabulary's size {n}: "
-            f"{_listed(unclear)}. Name all matrices that do, e.g. "
+            f"cannot tell which of these matrices embed tokens, as all have the vocabulary's size "
+            f"{n}: {_listed(unclear)}. Name all that do, e.g. "
             f"embeddings=[{unclear[0].name!r}, ...]"
         )
     return unclear + [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
 
 
 def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
-    """Take linear layers, and one hand-written matrix for a side that is missing; the rest."""
+    """Mark linear layers, and a lone hand-written matrix if a side is missing; return the rest."""
     linear = [m for m in layers if "linear" in m.kinds]
     own = [m for m in layers if "linear" not in m.kinds]
     for m in linear:
@@ -405,13 +420,13 @@ def _spelled(sizes: set[int]) -> str:
 
 
 def _check_not_flattened(model: nn.Module) -> None:
-    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has made vectors of matrices.
+    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has flattened matrices to vectors.
 
-    Which of the vectors were matrices, and decay, is no longer to be seen.
+    It is then no longer known which of the vectors were matrices and should have weight decay.
     """
     flattened: set[Tensor] = set()
     for module in model.modules():
-        # FullyShardedDataParallel(use_orig_params=True) keeps the shapes with its flat parameter.
+        # FullyShardedDataParallel(use_orig_params=True) records the shapes in its flat parameter.
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
         parts, shapes = getattr(flat, "_params", None) or (), getattr(flat, "_shapes", ())
         flattened.update(p for p, shape in zip(parts, shapes) if p.dim() != len(shape))
@@ -421,9 +436,9 @@ def _check_not_flattened(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p in flattened or getattr(p, "_is_flat_param", False):
             raise ValueError(
-                f"{name!r} is {list(p.shape)}, flattened by a wrapper (FSDP1, ZeRO-3), so that "
-                "matrices and biases cannot be told apart. Use one that keeps matrices, such as "
-                "FSDP2: torch.distributed.fsdp.fully_shard"
+                f"{name!r} has the shape {list(p.shape)}: it was flattened by a wrapper (FSDP1, "
+                "ZeRO-3), so that matrices and biases cannot be told apart. Use a wrapper that "
+                "keeps matrices, such as FSDP2: torch.distributed.fsdp.fully_shard"
             )
 
 
@@ -437,13 +452,15 @@ def _named_outright(
         for entry, dim in embeddings.items():
             if dim not in (0, 1):
                 raise ValueError(
-                    f"embeddings={{{entry!r}: {dim!r}}} must say which dimension counts tokens: "
-                    "0 for a matrix [V, H], 1 for [H, V]"
+                    f"embeddings={{{entry!r}: {dim!r}}} must give the dimension that indexes "
+                    "tokens: 0 for a matrix [V, H], 1 for [H, V]"
                 )
             for p in _resolve(model, entry):
                 m = by_parameter[p]
                 if dims.setdefault(m, dim) != dim:
-                    raise ValueError(f"embeddings says both 0 and 1 for {m}, with {entry!r} last")
+                    raise ValueError(
+                        f"embeddings gives both 0 and 1 for {m} (the last time in {entry!r})"
+                    )
     else:
         if isinstance(embeddings, nn.Module | Tensor | str):
             embeddings = [embeddings]
@@ -456,7 +473,7 @@ def _named_outright(
 
 
 def _vocab_dim(m: Matrix, sizes: set[int]) -> int:
-    """The dimension of a token embedding that counts tokens: by its module, or by its size."""
+    """The dimension of a token embedding that indexes tokens, by its module or by its size."""
     if "embedding" in m.kinds:
         return 0
     if dims := [dim for dim, length in enumerate(m.shape) if length in sizes]:
@@ -464,13 +481,13 @@ def _vocab_dim(m: Matrix, sizes: set[int]) -> int:
     if "linear" in m.kinds:
         return 0
     raise ValueError(
-        f"cannot tell which dimension of {m} counts tokens: pass vocab_size=, or "
+        f"cannot tell which dimension of {m} indexes tokens: pass vocab_size=, or "
         f"embeddings={{{m.name!r}: 0}} for a matrix [V, H], 1 for [H, V]"
     )
 
 
 def _resolve(model: nn.Module, entry: nn.Module | Tensor | str) -> list[Tensor]:
-    """The matrices that one entry of ``embeddings`` stands for."""
+    """The matrices that one entry of ``embeddings`` refers to."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if isinstance(entry, str):
         found = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
@@ -482,17 +499,17 @@ def _resolve(model: nn.Module, entry: nn.Module | Tensor | str) -> list[Tensor]:
         own = [entry] if isinstance(entry, Tensor) else list(_own_parameters(entry))
         found = {n: p for n, p in parameters.items() if any(p is o for o in own)}
         if isinstance(entry, nn.Module):
-            found = {n: p for n, p in found.items() if p.dim() == 2}  # a head's bias is not meant
+            found = {n: p for n, p in found.items() if p.dim() == 2}  # without a head's bias
         if not found:
             what = type(entry).__name__
             raise ValueError(
-                f"embeddings has a {what} that holds no matrix of this model: pass the embedding "
-                "module itself, or a parameter's name"
+                f"embeddings contains a {what} that holds no matrix of this model: pass the "
+                "embedding module itself, or a parameter's name"
             )
     for name, p in found.items():
         if p.dim() != 2:
             raise ValueError(
                 f"embeddings={entry!r} matches {name!r} of shape {list(p.shape)}, "
-                "which is not a matrix [V, H]: name the matrices more closely"
+                "which is not a matrix [V, H]: use a more specific name"
             )
     return list(found.values())

@@ -1,8 +1,10 @@
-"""One coupled matrix in one step: the record that is measured, and then applied.
+"""The update of one coupled matrix in one step.
 
-:meth:`CoupledAdam.step` collects an :class:`Update` for each coupled matrix, measures all of them,
-adds up the sums of all ranks, and applies them. A :class:`Kernel` is an implementation of these two
-verbs; :mod:`coupled_adam.optim.reference` is the one to read.
+:meth:`CoupledAdam.step` creates an :class:`Update` for each coupled matrix. It then calls
+``measure`` on each, which sums the squared gradient over this rank's rows, all-reduces the sums of
+all ranks, and calls ``apply`` on each, which updates the state and the parameter. A :class:`Kernel`
+implements these two passes over a matrix; :mod:`coupled_adam.optim.reference` is the one to read
+first.
 """
 
 from dataclasses import dataclass
@@ -15,51 +17,60 @@ from coupled_adam.optim.rounding import Noise, noise_of
 
 
 class Kernel(Protocol):
-    """The two passes over a matrix. Modules implement it.
+    """The two passes over a matrix, implemented by a module.
 
     Attributes:
-        skips: ``apply`` reads ``skip`` and the number of the step on the device, where they are
-            there; otherwise the step waits for ``skip``.
+        skips: whether ``apply`` can read ``update.skip`` and ``update.t`` on the device. If it
+            cannot, the host waits for GradScaler's ``found_inf`` before it calls ``apply``.
     """
 
     skips: bool
 
     def measure(self, update: "Update", update_moment: bool) -> None:
-        """Set ``sums``; with ``update_moment`` perhaps update ``exp_avg`` in the same pass.
+        """Set ``update.sums`` to the sums of the squared gradient over this rank's rows.
 
-        The sums are of the squared gradient, over this rank's rows: [columns], in float32 or wider;
-        of a parameter that is no DTensor also [parts, columns], still to be added up. A kernel that
-        has updated ``exp_avg`` sets ``moment_updated``.
+        They have the shape [columns] in float32 or wider. For a parameter that is not a DTensor, a
+        kernel may also leave partial sums of shape [parts, columns].
+
+        With ``update_moment`` a kernel may update ``exp_avg`` in the same pass, and then sets
+        ``update.moment_updated``.
         """
 
     def apply(self, update: "Update") -> None:
-        """Update nu and its maximum from ``sums``, ``exp_avg`` unless updated, and ``param``."""
+        """Update ``exp_avg_sq`` from ``update.sums``, then ``exp_avg``, then ``param``.
+
+        ``max_exp_avg_sq`` is updated with ``exp_avg_sq``; ``exp_avg`` is left as it is if
+        ``measure`` has already updated it.
+        """
 
 
 @dataclass(eq=False)
 class Update:
-    """What is known of one matrix in one step.
+    """All that a kernel needs to update one matrix in one step.
 
-    The matrices are this rank's part, transposed if ``vocab_dim`` is 1: a row is always a token.
+    ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, transposed if
+    ``vocab_dim`` is 1, so that each row belongs to one token.
 
     Attributes:
-        group: the options of its param group.
-        parameter: as the group has it: [V, H] or [H, V], whole or a DTensor.
-        moment: nu as the state has it: [H], whole or a DTensor.
-        step: the state's count of steps, a 0-dim tensor.
-        param, grad, exp_avg: this rank's part, [rows, columns].
+        group: the matrix's param group, for its options.
+        parameter: the parameter itself, [V, H] or [H, V], a plain tensor or a DTensor.
+        moment: the state's ``exp_avg_sq`` (nu in the formulas), [H], a plain tensor or a DTensor.
+        step: the state's number of steps, a 0-dim tensor.
+        param, grad, exp_avg: this rank's parts, [rows, columns].
         exp_avg_sq: this rank's part of nu, [columns].
-        max_exp_avg_sq: of its running maximum; None without ``amsgrad``.
-        traced: autograd or a compiler follows the step, so tensors must not be read as numbers.
-        lr, beta1, beta2: numbers, or 0-dim tensors that must not be read.
-        kernel: measures and applies it.
-        sums: see :class:`Kernel`; from :func:`sharded.all_reduce` on over the rows of all ranks.
-        moment_updated: ``exp_avg`` has been updated in this step.
-        memo: what the kernel keeps from ``measure`` to ``apply``.
-        t: the number of this step, 1 for the first; a tensor if it is not read.
-        factor: on the gradient: what clips and unscales it, negative to maximize.
-        skip: a tensor of one number, on the device: unless it is 0, nothing changes.
-        noise: the random numbers of stochastic rounding; None to round to nearest.
+        max_exp_avg_sq: this rank's part of nu's running maximum; None without ``amsgrad``.
+        traced: whether autograd or a compiler records the step, so that no tensor may be read as a
+            Python number.
+        lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
+        kernel: the implementation of both passes.
+        sums: the sums of the squared gradient (see :class:`Kernel`), over this rank's rows after
+            ``measure``, and over the rows of all ranks after :func:`sharded.all_reduce`.
+        moment_updated: whether ``measure`` has already updated ``exp_avg``.
+        memo: whatever the kernel keeps from ``measure`` for ``apply``.
+        t: the number of this step, starting with 1; a tensor if it must not be read.
+        factor: the factor that clips and unscales the gradient, negative to maximize.
+        skip: a tensor with one element, on the device; nothing is changed unless it is 0.
+        noise: the random numbers for stochastic rounding; None to round to nearest.
     """
 
     group: dict[str, Any]
@@ -86,13 +97,13 @@ class Update:
 
     @property
     def vocab_size(self) -> int:
-        """V, over all ranks."""
+        """The number of tokens V, over all ranks."""
         size: int = self.parameter.shape[self.group["vocab_dim"]]
         return size
 
     @property
     def decay(self) -> float | Tensor:
-        """What AdamW multiplies the parameter with: 1 - lr x weight_decay."""
+        """AdamW's factor on the parameter, 1 - lr x weight_decay; 1 with Adam's L2 penalty."""
         if self.has_penalty or self.group["weight_decay"] == 0:
             return 1.0
         weight_decay: float = self.group["weight_decay"]
@@ -100,29 +111,30 @@ class Update:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether weight decay is Adam's: an L2 penalty, and so a part of the gradient."""
+        """Whether weight decay is Adam's L2 penalty, which is added to the gradient."""
         return self.group["weight_decay"] != 0 and not self.group["decoupled_weight_decay"]
 
     def measure(self, update_moment: bool) -> None:
-        """Take the sums of this rank's part; see :class:`Kernel`."""
+        """Sum this rank's squared gradient; see :meth:`Kernel.measure`."""
         self.kernel.measure(self, update_moment and not self.group["maximize"])
 
     def add_penalty(self, factor: Tensor | None) -> None:
-        """Make the gradient that of the L2 penalty, too, with the factor on its own part."""
+        """Replace the gradient by ``factor * grad + weight_decay * param``."""
         grad = self.grad if factor is None else self.grad * factor.to(self.grad.device)
         if self.group["maximize"]:
             grad = -grad
         self.grad = grad.add(self.param, alpha=self.group["weight_decay"])
 
     def apply(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Count the step and change parameter and state.
+        """Increment the step, and update the state and the parameter.
 
         Args:
-            factor: on the gradient, unless :meth:`add_penalty` has used it; None for 1.
-            found_inf: of GradScaler: unless it is 0, nothing changes.
+            factor: the gradient is multiplied with it, unless :meth:`add_penalty` has already done
+                so; None for 1.
+            found_inf: GradScaler's flag; nothing is changed unless it is 0.
         """
         if found_inf is not None and self.kernel.skips:
-            self.skip = found_inf.to(self.param.device)  # without waiting for it
+            self.skip = found_inf.to(self.param.device)  # the host need not wait for its value
         elif found_inf is not None and found_inf.item():
             return
         self._advance()
@@ -143,16 +155,16 @@ class Update:
         if self.kernel.skips:
             self.t = self.step
             return
-        # In float64 (which MPS lacks), as 1 - beta^t loses five digits in float32.
+        # In float64, except on MPS, which lacks it: in float32 1 - beta^t would lose five digits.
         wide = self.step.dtype if self.step.device.type == "mps" else torch.float64
         self.t = self.step.to(wide, copy=True)
 
 
 def number(value: float | Tensor, traced: bool) -> float | Tensor:
-    """A number where reading it is free; a tensor, 0-dim, where it must stay one.
+    """Convert to a Python number where this is free; otherwise return a 0-dim tensor.
 
-    Reading a tensor on a device would wait for it; in a step that is compiled or captured it would
-    cut the graph, or freeze the number into it.
+    Reading a tensor on an accelerator would make the host wait for it. In a step that is compiled
+    or captured, it would break the graph or bake the current value into it.
     """
     if not isinstance(value, Tensor):
         return value

@@ -1,1 +1,1 @@
-"""What every report is made of: tables for the terminal, CSV, pictures, and pages of HTML."""
+"""The building blocks of reports: tables for the terminal, CSV, pictures, and pages of HTML."""

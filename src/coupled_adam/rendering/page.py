@@ -1,4 +1,4 @@
-"""Pages of HTML that need nothing else: the pictures are in them, and all text is escaped."""
+"""Self-contained pages of HTML: pictures are embedded, and all text is escaped."""
 
 import base64
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,14 @@ def render(
     *,
     package: str = "coupled_adam.rendering",
 ) -> str:
-    """A page from a template.
+    """Render a page from a template.
 
     Args:
         template: the name of a file in the folder ``templates`` of ``package``. It may extend
             ``base.html``, and include ``figures.html``, which shows the pictures.
-        values: what the template shows; it fails for a name that is not among them.
+        values: the variables of the template; rendering fails if one is missing.
+        pictures: the pictures to embed.
+        package: the package that contains the template.
     """
     packages = dict.fromkeys((package, "coupled_adam.rendering"))
     environment = jinja2.Environment(
@@ -43,7 +45,7 @@ def render_table(
     pictures: Sequence[Picture],
     note: str,
 ) -> str:
-    """A page of one table, with a note below it, and of pictures."""
+    """Render a page with one table, a note below it, and pictures."""
     values = {"title": title, "columns": columns, "sections": sections, "note": note}
     return render("table.html", values, pictures)
 

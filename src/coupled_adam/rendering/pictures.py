@@ -1,4 +1,4 @@
-"""Pictures with their captions, and what their axes have in common."""
+"""Pictures with captions, and the elements that their plots share."""
 
 import dataclasses
 import functools
@@ -20,7 +20,10 @@ class Picture:
     """A figure and its caption.
 
     Attributes:
-        file: where a report keeps it, relative to its folder; empty where it is only in a page.
+        figure: the matplotlib figure.
+        caption: the text below it.
+        file: its file in a report, relative to the report's folder; empty if it is only embedded in
+            a page.
     """
 
     figure: Figure
@@ -36,19 +39,19 @@ class Picture:
 
 
 def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Picture:
-    """A picture of one pair of axes."""
+    """Draw a picture with a single plot."""
     figure = Figure(figsize=(6, 4.5), layout="constrained")
     draw(figure.subplots())
     return Picture(figure, caption, file)
 
 
 def scatter(ax: Axes, x: Array, y: Array, color: str, label: str | None) -> None:
-    """Thousands of small points, as an image also in a vector graphic."""
+    """Draw thousands of small points, rasterized even in vector formats."""
     ax.scatter(x, y, s=3, alpha=0.35, color=color, linewidths=0, label=label, rasterized=True)
 
 
 def legend(ax: Axes, markerscale: float = 1.0) -> None:
-    """A legend, small where it has many entries; none where there is nothing to tell apart."""
+    """Add a legend, in small print if it has many entries; none if there are no labels."""
     entries = len(ax.get_legend_handles_labels()[0])
     many = entries > 5
     if entries:

@@ -13,7 +13,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def terminal_table(title: str = "", caption: str = "") -> Table:
-    """An empty table in the style of this package; brackets in the texts are no markup."""
+    """An empty table in the style of this package; brackets in texts are not read as markup."""
     return Table(
         title=Text(title) if title else None,
         caption=Text(caption) if caption else None,
@@ -24,7 +24,7 @@ def terminal_table(title: str = "", caption: str = "") -> Table:
 
 
 def csv_text(lines: Sequence[Sequence[Any]]) -> str:
-    """Lines of values as CSV; text that a spreadsheet would take for a formula gets a ' before."""
+    """Format lines of values as CSV; text that looks like a formula is prefixed with '."""
     text = io.StringIO()
     safe = (
         [f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for v in line]

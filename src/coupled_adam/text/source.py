@@ -1,4 +1,4 @@
-"""Which text is read, and how: the section ``data`` of a recipe."""
+"""The section ``data`` of a recipe: which text to read, and how."""
 
 import dataclasses
 from typing import Literal
@@ -6,17 +6,17 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Where the text comes from: one of text, hub and tokens; by default Python's documentation.
+    """The source of the text: ``text``, ``hub`` or ``tokens``; by default Python's documentation.
 
-    text: a file or folder: .txt, .md, .rst; .jsonl, .json; .parquet; also compressed. ``separator``
-        lies between the documents of plain text; null cuts it into passages.
-    hub: id of a data set on the Hugging Face hub, or a folder in its format.
-    tokens: a folder of token files as nanoGPT and llm.c write them.
-    tokenizer: id or folder of a tokenizer; null trains a byte-level BPE on the training text.
-    held_out: the share of the documents for validation, and as much for the test, unless
-        ``valid_split`` and ``test_split`` name the data set's own.
-    max_tokens: how many training tokens are taken at most.
-    max_held_out_tokens: how many tokens of each held-out split are taken at most.
+    text: a file or folder of .txt, .md, .rst, .jsonl, .json or .parquet files, also compressed.
+    separator: the text between two documents in plain text files; null cuts files into passages.
+    hub: the id of a data set on the Hugging Face hub, or a folder in its format.
+    tokens: a folder of token files in the formats of nanoGPT and llm.c.
+    tokenizer: the id or folder of a tokenizer; null trains a byte-level BPE on the training text.
+    held_out: the share of the documents for validation, and the same share for the test, unless
+        ``valid_split`` and ``test_split`` name splits of the data set.
+    max_tokens: the maximum number of training tokens.
+    max_held_out_tokens: the maximum number of tokens in each held-out split.
     """
 
     text: str | None = None

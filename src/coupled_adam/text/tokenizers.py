@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder, or of a model on the hub; none of its code is run.
+    """Load the tokenizer of a model, from its folder or the hub, without running its code.
 
     Raises:
-        UsageError: there is none.
+        UsageError: if there is none, or it cannot be read.
     """
     from transformers import AutoTokenizer  # takes seconds
 
@@ -26,23 +26,26 @@ def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name, local_files_only=Path(name).exists(), trust_remote_code=False
         )
-    except Exception as error:  # in the libraries' own classes
+    except Exception as error:  # transformers and tokenizers raise many types
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
-    # Without files, transformers makes some tokenizers from the model's type, with no vocabulary.
+    # If files are missing, transformers creates some tokenizers with an empty vocabulary.
     if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:
         raise UsageError(f"{name} has no tokenizer that can be read (its vocabulary is empty)")
     return tokenizer
 
 
 def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-    """The token ids of all documents of a text, each after the token that begins a text.
+    """The token ids of all documents of a text, [tokens].
+
+    Each document is preceded by the tokenizer's BOS token, or by its EOS token if it has no other.
 
     Args:
-        text: a file or folder, as ``data.text`` of a recipe.
+        text: a file or folder, as for ``data.text`` in a recipe.
+        tokenizer: a tokenizer of transformers.
 
     Raises:
-        UsageError: it cannot be read, or is empty.
+        UsageError: if the text cannot be read or is empty.
     """
     from coupled_adam.text.documents import open_documents
     from coupled_adam.text.source import Data

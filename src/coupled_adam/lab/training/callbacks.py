@@ -1,4 +1,4 @@
-"""What a run reports of itself: the log and the progress bar."""
+"""The log and the progress bar of a run."""
 
 import contextlib
 import json
@@ -29,10 +29,10 @@ _EVERY = 10  # steps between two lines of the log
 
 
 class RunLog(pl.Callback):
-    """Logs the training every ten steps, and the held-out loss and the embeddings when evaluated.
+    """Logs the training every ten steps, and the held-out loss and embeddings at each evaluation.
 
     Attributes:
-        last: the last value of each number, by its name.
+        last: the last logged value of each metric, by name.
     """
 
     def __init__(self, run: TrainingRun) -> None:
@@ -42,13 +42,13 @@ class RunLog(pl.Callback):
         self._evaluated_since: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
-        """Log where the embeddings start from."""
+        """Log the measures of the initial embeddings."""
         self._logged = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
             self._log(trainer, _measures(module))
 
     def on_train_batch_start(self, *_: Any) -> None:
-        """Leave the time of an evaluation and its checkpoint out of the tokens per second."""
+        """Exclude the time of an evaluation and its checkpoint from the tokens per second."""
         if self._evaluated_since is not None:
             step, since = self._logged
             self._logged = (step, since + time.perf_counter() - self._evaluated_since)
@@ -89,7 +89,7 @@ class RunLog(pl.Callback):
                 logger.log_metrics(metrics, trainer.global_step)
 
     def _save_second_moment(self, trainer: pl.Trainer, module: LanguageModel) -> None:
-        """The mean over H of AdamW's second moment, bias-corrected: one number for each token."""
+        """Save AdamW's bias-corrected second moment, averaged over H: a number for each token."""
         embedding = output_embeddings(module.model)
         moment = trainer.optimizers[0].state.get(embedding, {}).get("exp_avg_sq")
         if moment is None or moment.shape != embedding.shape:
@@ -116,10 +116,10 @@ def _measures(module: LanguageModel) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _ctrl_c_waits() -> Iterator[None]:
-    """Let an interrupt take effect at the end of the block only.
+    """Defer a keyboard interrupt to the end of the block.
 
-    TensorBoard and wandb write in threads. Interrupted while it holds a lock that it shares with
-    them, this thread would never release it, and the end of the run would wait for it forever.
+    TensorBoard and wandb write in threads. If this thread were interrupted while it holds a lock
+    that it shares with them, the lock would never be released, and the run would hang at its end.
     """
     came = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
@@ -132,12 +132,12 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 class MetricsFile(Logger):
-    """The log as JSON lines. ``step`` counts finished steps: 0 is before the first.
+    """Logs to a file of JSON lines. ``step`` is the number of finished steps, 0 before the first.
 
     Lines after ``last_step``, which a killed run wrote after its last checkpoint, are dropped.
 
     Raises:
-        UsageError: the file exists and holds something else.
+        UsageError: if the file exists and contains anything else.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:

@@ -1,8 +1,8 @@
-"""The checkpoints of a run: complete or absent, verified before use; the last two are kept.
+"""The checkpoints of a run: written atomically, and verified before use; the last two are kept.
 
-``step-N`` is a file, or a folder if the model is sharded; ``step-N.json`` next to it holds the
-SHA-256 of its files and of the run's ``config.yaml``. Both are on the disk before the checkpoint is
-renamed to ``step-N``.
+``step-N`` is a file, or a folder if the model is sharded. ``step-N.json`` next to it contains the
+SHA-256 digests of its files and of the run's ``config.yaml``. Both are flushed to the disk before
+the checkpoint gets its final name ``step-N``.
 """
 
 import functools
@@ -33,7 +33,7 @@ from coupled_adam.lab.training.distributed import (
 )
 from coupled_adam.lab.training.errors import PreemptedError
 
-_KEPT = 2  # if the last one is damaged on the disk, the one before is used
+_KEPT = 2  # so that a run can continue from the one before if the last one is damaged
 _CHUNK = 2**22
 
 
@@ -47,13 +47,13 @@ class Checkpoints(pl.Callback):
         self._asked_to_stop = False
 
     def last(self, skip_damaged: bool) -> Path | None:
-        """The newest checkpoint; None if there is none. Every rank must call this.
+        """The newest checkpoint, or None if there is none. Every rank must call this.
 
         Args:
-            skip_damaged: remove damaged ones, and return the newest intact one.
+            skip_damaged: whether to remove damaged checkpoints and return the newest intact one.
 
         Raises:
-            UsageError: it is damaged, or belongs to another run.
+            UsageError: if the newest checkpoint is damaged or belongs to another run.
         """
         while True:
             newest, before = on_rank_zero(self._newest)
@@ -75,7 +75,7 @@ class Checkpoints(pl.Callback):
 
     @contextmanager
     def deferring_sigterm(self) -> Iterator[None]:
-        """Note SIGTERM, for an orderly stop; once it has come, the handler stays until the end."""
+        """Record SIGTERM for an orderly stop; after a signal, the handler stays installed."""
         before = signal.signal(signal.SIGTERM, self._stop)
         try:
             yield
@@ -84,14 +84,14 @@ class Checkpoints(pl.Callback):
                 signal.signal(signal.SIGTERM, before)
 
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        """Replace Lightning's handler, which communicates with other processes from within it."""
+        """Replace Lightning's signal handler, which communicates with other processes."""
         signal.signal(signal.SIGTERM, self._stop)
 
     def _stop(self, _: int, __: FrameType | None) -> None:
         self._asked_to_stop = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Stop here if asked to, unless an evaluation and its checkpoint follow this step."""
+        """Stop after this step if asked to, unless it is followed by an evaluation anyway."""
         due = trainer.global_step % self.evaluate_every == 0
         if not due and trainer.global_step < trainer.max_steps and self.any_asked_to_stop():
             self._save(trainer)
@@ -104,7 +104,7 @@ class Checkpoints(pl.Callback):
             raise self._preempted(trainer)
 
     def any_asked_to_stop(self) -> bool:
-        """Whether any process was asked to stop: all stop at the same step, or wait forever."""
+        """Whether any process was asked to stop; all must stop at the same step, or would hang."""
         return any_rank(self._asked_to_stop)
 
     def _preempted(self, trainer: pl.Trainer) -> PreemptedError:
@@ -130,7 +130,7 @@ class Checkpoints(pl.Callback):
         return [path for path in names if path.name.removeprefix("step-").isdecimal()]
 
     def _newest(self) -> tuple[Path | None, Path | None]:
-        """The last two checkpoints, the newest first; also removes what a killed process left."""
+        """The last two checkpoints, newest first; also removes leftovers of killed processes."""
         for path in self.folder.glob("*.tmp"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self.folder.glob("*.json"):
@@ -171,7 +171,7 @@ class Checkpoints(pl.Callback):
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Writes in place; Lightning's writes through memory and the temporary folder."""
+    """Writes checkpoints directly; Lightning goes through memory and a temporary folder."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -183,7 +183,7 @@ class CheckpointIO(TorchCheckpointIO):
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
             Path(path).unlink(missing_ok=True)
-            # Where the disk is full, torch fails once more while it closes its archive.
+            # On a full disk torch raises a second error while it closes its archive.
             if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -194,10 +194,10 @@ def _manifest(path: Path) -> Path:
 
 
 def _digests(path: Path, sync: bool = False) -> dict[str, str]:
-    """The SHA-256 of a checkpoint's files by name; every rank reads its share of them.
+    """The SHA-256 digests of a checkpoint's files, by name; every rank reads a share of the files.
 
     Args:
-        sync: first wait until each file is on the disk.
+        sync: whether to flush each file to the disk first.
     """
     names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     found = {}

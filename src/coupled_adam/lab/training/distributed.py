@@ -1,4 +1,4 @@
-"""Several processes train one run together: started by torchrun, or by SLURM's srun."""
+"""Training with several processes, which torchrun or SLURM's srun has started."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def launcher() -> ClusterEnvironment | None:
-    """What started this process as one of several; None if it runs alone."""
+    """The launcher that started this process as one of several; None for a single process."""
     if TorchElasticEnvironment.detect():
         environment: ClusterEnvironment = TorchElasticEnvironment()
     elif SLURMEnvironment.detect():
@@ -30,7 +30,7 @@ def launcher() -> ClusterEnvironment | None:
 
 
 def world_size() -> int:
-    """The number of processes, inside of :func:`process_group`."""
+    """The number of processes inside :func:`process_group`; otherwise 1."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -40,7 +40,7 @@ def rank() -> int:
 
 
 def nodes() -> int:
-    """The number of machines, which run the same number of processes each."""
+    """The number of machines, each of which runs the same number of processes."""
     if world_size() == 1:
         return 1
     if TorchElasticEnvironment.detect():
@@ -53,7 +53,7 @@ def process_group(device: str) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
     Raises:
-        TrainingError: another process has ended, or has not answered within torch's time limit.
+        TrainingError: if another process has ended, or has not answered within torch's time limit.
     """
     environment = launcher()
     if environment is None:
@@ -74,7 +74,7 @@ def process_group(device: str) -> Iterator[None]:
         if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
             raise
         raise TrainingError(
-            "another process of this run has ended, or hangs: see what it said last; the last "
+            "another process of this run has ended or hangs (see its last output); the last "
             "checkpoint is kept, continue with --resume"
         ) from error
     finally:

@@ -1,4 +1,4 @@
-"""The software and hardware of a run, to trace its numbers."""
+"""The software and hardware of a run, recorded to make its numbers traceable."""
 
 import datetime
 import importlib.metadata
@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The differences between two environments that may change numbers; or a clock set back."""
+    """The differences between two environments that may affect results, or a clock set back."""
     flat = [{**facts, **facts.get("packages", {})} for facts in (before, now)]
     names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")
     found = [

@@ -1,12 +1,12 @@
-"""How a training run ends early."""
+"""The errors with which a training run ends early."""
 
 
 class TrainingError(Exception):
-    """A run cannot continue; the message names the step, and says what is kept."""
+    """Raised if a run cannot continue; the message names the step and says what is kept."""
 
 
 class DivergedError(TrainingError):
-    """The loss or the gradient is not finite at ``step``, counted from 1."""
+    """Raised if the loss or the gradient is not finite at ``step``, counted from 1."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message, step)
@@ -17,4 +17,4 @@ class DivergedError(TrainingError):
 
 
 class PreemptedError(Exception):
-    """The process was asked to stop (SIGTERM), and has written a checkpoint to continue from."""
+    """Raised after SIGTERM, once a checkpoint to continue from has been written."""

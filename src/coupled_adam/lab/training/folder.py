@@ -1,7 +1,9 @@
-"""The folder of a run: ``config.yaml`` (what is trained), ``environment.json`` (on what),
-``metrics.jsonl`` (the log), ``unigram_counts.npy`` (of the training tokens), ``second_moments/``
-(of AdamW, at each evaluation), ``checkpoints/`` (the last two), and ``model/`` (in Hugging Face
-format, when training is finished).
+"""The folder of a run.
+
+It contains ``config.yaml`` (the recipe, arm and seed), ``environment.json`` (the software and
+hardware), ``metrics.jsonl`` (the log), ``unigram_counts.npy`` (the counts of the training tokens),
+``second_moments/`` (those of AdamW at each evaluation), ``checkpoints/`` (the last two), and, when
+training is finished, ``model/`` in Hugging Face format.
 """
 
 import contextlib
@@ -28,13 +30,14 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
-    """Create the run's folder, or check that it is this run's; hold it as its only writer.
+    """Create the run's folder, or check that it belongs to this run, and lock it.
 
     Args:
-        held: the folder is released when this closes.
+        held: an exit stack; the folder is unlocked when it closes.
 
     Raises:
-        UsageError: it holds another run, one of another text, or is in use by another process.
+        UsageError: if the folder holds another run or a run on another text, or is in use by
+            another process.
     """
     folder, config = run.folder, run.config
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,13 +68,13 @@ def _check_text(folder: Path, corpus: Corpus) -> None:
         counts, corpus.unigram_counts()
     ):
         raise UsageError(
-            f"{folder} was begun with another text than {corpus.facts['source']} holds now: put "
-            "the old text there to continue, or choose another --out"
+            f"{folder} was begun with another text than {corpus.facts['source']} contains now: "
+            "restore the old text to continue, or choose another --out"
         )
 
 
 def record_resumption(folder: Path, step: int) -> None:
-    """Note in ``environment.json`` where the run resumes; warn of what may change its numbers."""
+    """Record in ``environment.json`` where the run resumes; warn if its environment has changed."""
     recorded = _recorded(folder)
     before = [recorded, *recorded.get("resumed", [])][-1]
     now = {**environment(), "processes": world_size(), "step": step}
@@ -80,7 +83,7 @@ def record_resumption(folder: Path, step: int) -> None:
     different = changes(before, now)
     if different:
         warnings.warn(
-            f"{folder} goes on at step {step} in another environment, which may change its "
+            f"{folder} continues at step {step} in another environment, which may change its "
             f"numbers: {', '.join(different)}",
             stacklevel=2,
         )
@@ -98,14 +101,14 @@ def _recorded(folder: Path) -> dict[str, Any]:
 def save_model(
     model: PreTrainedModel, state_dict: dict[str, Any], corpus: Corpus, folder: Path
 ) -> None:
-    """Save a model and the tokenizer of its corpus; the folder appears when both are complete.
+    """Save a model and the tokenizer of its corpus; the folder appears once both are complete.
 
     Args:
         state_dict: the weights, gathered from all processes.
     """
     temporary = folder.with_name("model.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
-    # Gathered from shards, a tied matrix comes twice: its second name is not a parameter's.
+    # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     own = {name: value for name, value in state_dict.items() if name in names}
     model.save_pretrained(temporary, state_dict=own)
@@ -115,7 +118,7 @@ def save_model(
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Save an array as .npy, under a temporary name that is then replaced."""
+    """Save an array as .npy, first under a temporary name."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         np.save(file, values)

@@ -6,10 +6,11 @@ from transformers import PreTrainedModel
 
 
 def next_token_loss(model: PreTrainedModel, blocks: Tensor) -> Tensor:
-    """The mean cross-entropy of all tokens of ``blocks``, [batch, length + 1], but the first ones.
+    """The mean cross-entropy of all tokens except the first one of each sequence.
 
     Args:
-        blocks: token ids; each sequence is followed by the target of its last token.
+        model: a causal language model.
+        blocks: token ids [batch, length + 1]: each sequence, and the target of its last token.
     """
     return sequence_losses(model, blocks).mean()
 
@@ -24,7 +25,8 @@ def cross_entropy_by_sequence(logits: Tensor, blocks: Tensor) -> Tensor:
     """The mean cross-entropy of each sequence, [batch], in float32 or wider.
 
     Args:
-        logits: [batch, length, V], for the tokens of ``blocks`` but the last of each sequence.
+        logits: [batch, length, V], the outputs for all tokens except the last of each sequence.
+        blocks: token ids [batch, length + 1].
     """
     logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     losses = nn.functional.cross_entropy(logits, blocks[:, 1:].flatten(), reduction="none")

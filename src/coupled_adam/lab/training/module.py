@@ -17,10 +17,10 @@ from coupled_adam.optim.sharded import full_tensor
 
 
 class LanguageModel(pl.LightningModule):
-    """A language model in training. A batch is a step, however many micro-batches it is split into.
+    """A language model in training.
 
-    For Lightning there is no accumulation: its counters, and with them a checkpoint, do not depend
-    on the micro-batch size, which may change on resume.
+    Each batch is one step, which this module itself splits into micro-batches. So Lightning's
+    counters and the checkpoints do not depend on the micro-batch size, which may change on resume.
 
     Attributes:
         train_loss: this process's mean loss in the last step, a scalar tensor.
@@ -53,8 +53,8 @@ class LanguageModel(pl.LightningModule):
     def training_step(self, batch: Tensor) -> Tensor:
         """The loss of this process's share of a batch, [sequences, length + 1].
 
-        The backward passes of all micro-batches but the last are made here; processes exchange
-        gradients in the last one, which Lightning makes.
+        This makes the backward passes of all micro-batches except the last. Lightning makes the
+        last one, in which the processes exchange their gradients.
         """
         *first, last = batch.split(self.execution.micro_batch_size or len(batch))
         self.trainer.optimizers[0].zero_grad()
@@ -72,17 +72,17 @@ class LanguageModel(pl.LightningModule):
         return self.run.variant.sequence_losses(self.model, blocks).mean()
 
     def optimizer_zero_grad(self, *_: Any) -> None:
-        """Nothing: Lightning would do it after all backward passes but the last."""
+        """Do nothing: Lightning would discard the gradients of the first micro-batches."""
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
-        """Clip the norm of all gradients; refuse a step where it is not finite."""
+        """Clip the norm of all gradients; raise DivergedError if it is not finite."""
         parameters = [p for p in self.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         nn.utils.clip_grads_with_norm_(parameters, self.run.recipe.training.max_grad_norm, norm)
         self.grad_norm = full_tensor(norm)
         if torch.isfinite(self.grad_norm):
             return
-        # The norm is the same on all ranks. If one stopped for its own loss, the others would wait.
+        # The norm is the same on all ranks, so that all stop together; the losses differ.
         loss, step = self.train_loss.item(), self.global_step + 1
         what = f"the norm of the gradient is {self.grad_norm.item()}"
         if not math.isfinite(loss):
@@ -94,7 +94,7 @@ class LanguageModel(pl.LightningModule):
         )
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-        """Make the step, then what the variant does after it."""
+        """Perform the step, then call the variant's functions that follow it."""
         super().optimizer_step(*arguments, **options)
         variant, step = self.run.variant, self.global_step + 1  # counted when this returns
         if variant.after_step is not None:

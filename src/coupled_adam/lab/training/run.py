@@ -25,19 +25,20 @@ from coupled_adam.lab.training.module import LanguageModel
 
 
 def train(run: TrainingRun, corpus: Corpus, execution: Execution) -> None:
-    """Train one model into the run's folder; resume where that has a checkpoint of the same run.
+    """Train one model into the run's folder, or resume from the last checkpoint in it.
 
-    On one CPU the result of a resumed run is that of an uninterrupted one, bit for bit. A finished
+    On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
     run is left as it is.
 
     Raises:
-        UsageError: the folder holds another run, or one of another text, or is in use by another
-            process; its last checkpoint is damaged; the processes cannot share the batch.
-        DivergedError: a loss or gradient is not finite; the last checkpoint is kept.
-        TrainingError: another process failed; the last checkpoint is kept.
-        PreemptedError: SIGTERM came, and a checkpoint was written.
-        KeyboardInterrupt: the user pressed Ctrl-C; the last checkpoint is kept.
-        OSError: the disk is full, or the folder cannot be written; the last checkpoint is kept.
+        UsageError: if the folder holds another run or a run on another text, or is in use by
+            another process; if its last checkpoint is damaged; or if the batch cannot be divided
+            among the processes.
+        DivergedError: if a loss or gradient is not finite; the last checkpoint is kept.
+        TrainingError: if another process failed; the last checkpoint is kept.
+        PreemptedError: after SIGTERM, once a checkpoint has been written.
+        KeyboardInterrupt: if the user pressed Ctrl-C; the last checkpoint is kept.
+        OSError: if the disk is full or the folder is not writable; the last checkpoint is kept.
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
@@ -74,7 +75,7 @@ def _train(
     held_out = held_out_loader(corpus.tokens("valid"), recipe, **share)
     module = LanguageModel(model, run, execution)
     with warnings.catch_warnings():
-        # Batches come from a memory map: there is nothing for worker processes to do.
+        # Batches are read from a memory map, so worker processes would have nothing to do.
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
@@ -116,7 +117,7 @@ def _trainer(
         enable_checkpointing=False,
         use_distributed_sampler=False,
         logger=loggers,
-        # A step is logged before a checkpoint says that it was made.
+        # The log comes first, so that a checkpoint never contains a step that was not logged.
         callbacks=[run_log, checkpoints, ProgressBar(run_log)],
         plugins=[CheckpointIO(), *filter(None, [launcher()])],
     )

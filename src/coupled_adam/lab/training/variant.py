@@ -21,9 +21,9 @@ def build_optimizer(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimiz
 class Variant:
     """What a run does differently from its recipe; by default nothing.
 
-    A run with a variant is trained, logged, checkpointed and resumed like any other, so what a
-    variant does must follow from its arguments. The interventions change the model's parameters in
-    place, and must do so without recording gradients; under FSDP2 the parameters are DTensors.
+    A run with a variant is trained, logged, checkpointed and resumed like any other. The variant's
+    functions must therefore depend on their arguments only. Interventions change the model's
+    parameters in place under ``torch.no_grad()``; with FSDP2 the parameters are DTensors.
 
     name: recorded in ``config.yaml``: a run is resumed only with the variant it was started with.
     build_model: the model with its initial weights, from the recipe.
@@ -37,7 +37,7 @@ class Variant:
     at_the_end: called with the trained model before it is saved.
 
     Raises:
-        ValueError: a variant that differs from the recipe has no name.
+        ValueError: if a variant that differs from the recipe has no name.
     """
 
     name: str | None = None

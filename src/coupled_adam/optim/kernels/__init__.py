@@ -1,9 +1,9 @@
-"""The two passes over a matrix, fast.
+"""Fast implementations of the two passes over a matrix, ``measure`` and ``apply``.
 
-Each kernel is a module with the two verbs of :class:`coupled_adam.optim.update.Kernel`. ``native``
-is in C, for CPUs; ``triton`` is for GPUs; ``operations`` is for everything else, with torch's
-operations and without a temporary of the matrix's size. They are tested against
-:mod:`coupled_adam.optim.reference`, which does what is rare or must be traced.
+Each is a module that implements :class:`coupled_adam.optim.update.Kernel`: ``native`` is written in
+C, for CPUs; ``triton`` is for GPUs; ``operations`` uses torch's operations, for everything else.
+All are tested against :mod:`coupled_adam.optim.reference`, which is itself used where autograd or a
+compiler records the step, and for rare options.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from coupled_adam.optim.update import Kernel, Update
 
 
 def choose(update: Update) -> Kernel:
-    """The kernel for a matrix. Ranks may differ in theirs."""
+    """Choose the kernel for a matrix. The ranks of one matrix may choose different ones."""
     group, param = update.group, update.param
     if group["fused"] is False or update.traced or isinstance(update.beta1, Tensor):
         return reference
@@ -33,10 +33,10 @@ def choose(update: Update) -> Kernel:
 
 
 def _fits_triton(update: Update) -> bool:
-    """Whether the tensors are what it takes for granted, in any memory layout.
+    """Whether the Triton kernel supports these tensors.
 
-    Plain tensors, as a subclass may have no memory of its own, and moments [H] in float32 whose
-    elements are neighbours in memory.
+    It needs plain tensors, as a subclass may have no memory of its own, and contiguous float32
+    moments [H]. The matrices may have any strides.
     """
     param, maximum = update.param, update.max_exp_avg_sq
     moments = [update.exp_avg_sq] if maximum is None else [update.exp_avg_sq, maximum]
@@ -54,16 +54,16 @@ _works: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def _triton_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton is there and compiles for this device; says once if not."""
+    """Whether Triton is installed and compiles for this device; warns once if not."""
     if (device, dtype) in _works:
         return _works[device, dtype]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # nothing can be compiled now; the next step may
+        return False  # nothing can be compiled during a capture; try again at the next step
     try:
         from coupled_adam.optim.kernels import triton
 
         triton.check(device, dtype)
-    except Exception as error:  # of Triton, a C compiler, ptxas, the driver
+    except Exception as error:  # from Triton, the C compiler, ptxas or the driver
         _works[device, dtype] = False
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             problem = "Triton is not installed"
@@ -73,7 +73,7 @@ def _triton_works(device: torch.device, dtype: torch.dtype) -> bool:
                 f"{device} ({type(error).__name__}: {error})"
             )
         warnings.warn(
-            f"{problem}: Coupled Adam goes on with torch's operations, which are slower",
+            f"{problem}. Coupled Adam uses torch's operations instead, which are slower",
             stacklevel=2,
         )
     else:

@@ -1,8 +1,9 @@
 /* Coupled Adam's update of a matrix [V, H] on a CPU, in two passes over memory.
  *
- * coupled_adam_measure sums the squares of each column of the gradient and, where nothing has to be
- * known before, updates the first moment. coupled_adam_apply makes of the sums the step size of each
- * column and updates the parameter. Plain C, without a header of Python's or torch's: native.py calls it
+ * coupled_adam_measure sums the squared gradient over each column. It also updates the first
+ * moment, unless the gradient still has to be scaled or the step may be skipped. Python then adds
+ * the sums of all ranks. coupled_adam_apply computes the step size of each column from the sums, and
+ * updates the parameter. This is plain C that needs no header of Python or torch; native.py calls it
  * through ctypes. The passes themselves are in native_passes.h.
  */
 
@@ -15,15 +16,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* One library for all machines: the passes are compiled for several instruction sets, of which the
- * best is chosen when the library is loaded. */
+/* The passes are compiled for several instruction sets. The best one is chosen when the library is
+ * loaded, so that one library is fast on all machines. */
 #if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
 #define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FOR_EACH_CPU
 #endif
 
-/* Parameter, gradient and first moment lie apart, which the compiler cannot know. */
+/* Tell the compiler that parameter, gradient and first moment do not overlap in memory. */
 #if defined(__clang__)
 #define NO_ALIASES _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -31,31 +32,32 @@
 #endif
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define BLOCK 128    /* columns whose lines are requested together */
-#define AHEAD 1024   /* bytes by which lines are requested ahead of their use */
-#define SUM_ROWS 256 /* summed in single precision; their sums are summed in double precision */
+#define BLOCK 128    /* columns whose cache lines are prefetched together */
+#define AHEAD 1024   /* bytes by which cache lines are prefetched ahead of their use */
+#define SUM_ROWS 256 /* rows summed in single precision before they are added in double precision */
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };
 
-/* What native.py fills in. Strides are from row to row, in elements. */
+/* One update of one matrix, filled in by native.py. Strides are between rows, in elements. */
 typedef struct {
     int32_t dtype, threads;
     int64_t rows, columns;
     void *param, *grad, *exp_avg;
     int64_t param_stride, grad_stride, exp_avg_stride;
-    void *exp_avg_sq, *max_exp_avg_sq; /* [H]; the maximum NULL without amsgrad */
+    void *exp_avg_sq, *max_exp_avg_sq; /* [H]; the maximum is NULL without amsgrad */
     double *sums;                      /* [H]: written by measure, read by apply */
     double weight;                     /* 1 - beta1 */
-    int32_t update_moment;             /* in measure; otherwise in apply */
-    /* From here on for apply. nu <- beta2 nu + share sums; scale: on nu, below the root; lr: divided by
-     * 1 - beta1^t; factor: on the gradient; decay: on the parameter. */
+    int32_t update_moment;             /* measure updates the first moment, otherwise apply does */
+    /* The following fields are for apply only. nu becomes beta2 nu + share sums. The step size is
+     * lr / (sqrt(scale nu) + eps), where lr is already divided by 1 - beta1^t and scale by 1 - beta2^t.
+     * factor multiplies the gradient, decay the parameter. */
     int32_t stochastic;
     double beta2, share, scale, eps, lr, factor, decay;
     uint32_t noise_key, noise_row, noise_column; /* see rounding.py */
 } Update;
 
-/* What one thread does of it. */
+/* One thread's share of the rows. */
 typedef struct {
     const Update *update;
     int64_t first, last; /* rows */
@@ -64,9 +66,9 @@ typedef struct {
     int failed;
 } Share;
 
-/* How many streams of rows a thread reads at a time: 2, or 4 with lines requested ahead. Measured: four
- * are best on Intel's processors, where two take 1.1 of the time, and two on AMD's, where four take 1.2. The
- * results are the same bits. */
+/* How many streams of rows a thread reads at a time: 2, or 4 with prefetching. Measured: on Intel
+ * processors two take 1.1 times as long as four, on AMD processors four take 1.2 times as long as two.
+ * The results are bit-identical. */
 int coupled_adam_streams = 2;
 
 __attribute__((constructor)) static void choose_streams(void) {
@@ -98,7 +100,7 @@ static inline bfloat16 to_bfloat16_stochastically(float value, uint32_t random) 
     return value == value ? (bfloat16)((bits + (random >> 16)) >> 16) : 0x7fc0;
 }
 
-static inline uint32_t mix(uint32_t x) { /* as in rounding.py, to the bit */
+static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
     x = (x ^ (x >> 16)) * 0x85ebca6b;
     x = (x ^ (x >> 13)) * 0xc2b2ae35;
     return x ^ (x >> 16);
@@ -138,8 +140,9 @@ typedef void StepSizes(const Update *, void *);
 static StepSizes *const STEP_SIZES[] = {step_sizes_float32, step_sizes_float64,
                                         step_sizes_bfloat16};
 
-/* Threads are those of torch's OpenMP; others would compete with them, as they wait busily. Torch makes
- * its OpenMP's functions visible to all; where they are not, threads are started. */
+/* Use the threads of torch's OpenMP runtime: they spin while they wait, and would compete with threads
+ * of our own. Torch loads the runtime with its symbols visible to other libraries; if they are not, we
+ * start threads ourselves. */
 static void (*openmp_parallel)(void (*)(void *), void *, unsigned, unsigned);
 static int (*openmp_thread)(void), (*openmp_threads)(void);
 
@@ -201,11 +204,11 @@ static int split(const Update *u, Share *shares) {
     return count;
 }
 
-/* The size of the record, by which native.py sees that it has the same idea of it. */
+/* The size of the struct, which native.py compares with its own to detect another version. */
 int64_t coupled_adam_update_size(void) { return sizeof(Update); }
 
-/* Write u->sums. Returns 0, or 1 where there was no memory: the first moment may then have been
- * updated in part. */
+/* Write u->sums. Returns 0 on success, or 1 if memory could not be allocated; the first moment may then
+ * have been updated in part. */
 int coupled_adam_measure(Update *u) {
     Share shares[MAX_THREADS];
     const int count = split(u, shares);
@@ -217,7 +220,7 @@ int coupled_adam_measure(Update *u) {
     for (int i = 0; i < count; i++) shares[i].sums = i ? others + (i - 1) * u->columns : u->sums;
     run(MEASURE[u->dtype], shares, count);
     int failed = shares[0].failed;
-    for (int i = 1; i < count; i++) { /* always in this order: the same bits at every call */
+    for (int i = 1; i < count; i++) { /* in a fixed order, so that results are reproducible */
         failed |= shares[i].failed;
         for (int64_t j = 0; j < u->columns; j++) u->sums[j] += shares[i].sums[j];
     }
@@ -225,10 +228,10 @@ int coupled_adam_measure(Update *u) {
     return failed;
 }
 
-/* Update nu and its maximum, the first moment unless measure has, and the parameter. Returns 0, or 1
- * where there was no memory, and nothing has been changed. */
+/* Update nu and its maximum, the first moment unless measure has done so, and the parameter. Returns 0
+ * on success, or 1 if memory could not be allocated; nothing has been changed then. */
 int coupled_adam_apply(Update *u) {
-    void *step_size = malloc((size_t)u->columns * sizeof(double) + 1); /* also of no columns */
+    void *step_size = malloc((size_t)u->columns * sizeof(double) + 1); /* + 1 for zero columns */
     if (step_size == NULL) return 1;
     STEP_SIZES[u->dtype](u, step_size);
     Share shares[MAX_THREADS];

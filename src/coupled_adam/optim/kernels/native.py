@@ -1,7 +1,7 @@
-"""The two passes on a CPU, in C: ``native.c``, which is compiled when the package is built.
+"""The two passes on a CPU, written in C (``native.c``) and called through ctypes.
 
-They move no more memory than must be moved. A package that was built where there was no C compiler
-is without them.
+They read and write each matrix as rarely as the algorithm allows. The library is compiled when the
+package is built; if no C compiler was available then, this kernel is not used.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ skips = False
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _WIDE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
-_ELEMENTS_FOR_A_THREAD = 2**17  # take about as long as a thread to start
+_ELEMENTS_PER_THREAD = 2**17  # updating so many takes about as long as starting a thread
 
 
 class _Record(ctypes.Structure):
-    """``Update`` in native.c, field by field."""
+    """The struct ``Update`` of native.c, with the same fields in the same order."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_int32) for name in ("dtype", "threads")),
@@ -40,11 +40,11 @@ class _Record(ctypes.Structure):
 
 
 def fits(update: Update) -> bool:
-    """Whether it is built, and the tensors are what it expects; fills ``update.memo``.
+    """Whether the library is built and supports these tensors; if so, fill ``update.memo``.
 
-    All are on the CPU. The matrices are plain tensors of one dtype, float32, float64 or bfloat16,
-    whose rows are contiguous; the moments [H], nu and its maximum, are float32, or float64 with the
-    matrices.
+    The matrices, on the CPU, must be plain tensors of the same dtype (float32, float64 or bfloat16)
+    with contiguous rows. The moments [H], nu and its maximum, must be contiguous, and float64 if
+    the matrices are float64, otherwise float32.
     """
     param, maximum = update.param, update.max_exp_avg_sq
     dtype = param.dtype
@@ -53,7 +53,7 @@ def fits(update: Update) -> bool:
     pointers, strides = [], []
     for matrix in (param, update.grad, update.exp_avg):
         row, column = matrix.stride()
-        # Not a subclass, which may have no memory of its own.
+        # A subclass of Tensor may have no memory of its own.
         if type(matrix) not in PLAIN or matrix.dtype != dtype or column != 1:
             return False
         pointers.append(matrix.data_ptr())
@@ -63,14 +63,14 @@ def fits(update: Update) -> bool:
             return False
         pointers.append(moment.data_ptr())
     rows, columns = param.shape
-    threads = max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_FOR_A_THREAD))
+    threads = max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD))
     update.memo = _Record(_DTYPES[dtype], threads, rows, columns, *pointers[:3], *strides)
     update.memo.exp_avg_sq, update.memo.max_exp_avg_sq, *_ = (*pointers[3:], None)
     return True
 
 
 def measure(update: Update, update_moment: bool) -> None:
-    """The sums, in float64, and with ``update_moment`` the first moment."""
+    """Sum the squared gradient in float64; with ``update_moment`` also update ``exp_avg``."""
     record: _Record = update.memo
     update.sums = torch.empty(record.columns, dtype=torch.float64)
     record.sums = update.sums.data_ptr()
@@ -80,11 +80,11 @@ def measure(update: Update, update_moment: bool) -> None:
 
 
 def apply(update: Update) -> None:
-    """All that follows the sums, the arithmetic with vectors [H] included."""
+    """Update nu, the first moment and the parameter, given the sums over all ranks."""
     assert update.sums is not None
     beta1, beta2, t, group = update.beta1, update.beta2, update.t, update.group
     record, factor = update.memo, update.factor
-    record.sums = update.sums.data_ptr()  # those over all ranks
+    record.sums = update.sums.data_ptr()  # all_reduce may have replaced them
     record.beta2 = beta2
     record.share = (1 - beta2) / update.vocab_size * factor * factor
     record.scale = group["second_moment_scale"] / (1 - beta2**t)
@@ -97,25 +97,25 @@ def apply(update: Update) -> None:
         record.stochastic = True
         record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
     _call("coupled_adam_apply", record)
-    # As torch's operations tell autograd.
+    # Tell autograd about the in-place change, as torch's own operations do.
     changed = (update.param, update.exp_avg, update.exp_avg_sq)
     torch.autograd.graph.increment_version(changed)
 
 
 def _call(function: str, record: _Record) -> None:
     if getattr(library(), function)(record):
-        raise MemoryError(f"no memory for vectors of {record.columns} numbers")
+        raise MemoryError(f"cannot allocate memory for vectors of {record.columns} numbers")
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None where there is none for this machine."""
+    """The compiled library, or None if it was not built for this machine."""
     path = Path(__file__).with_name("libcoupled_adam.so")
     try:
         found = ctypes.CDLL(str(path))
         if found.coupled_adam_update_size() != ctypes.sizeof(_Record):
-            return None  # built from another version's native.c
-    except (OSError, AttributeError):  # not built; of another machine; of another version
+            return None  # built from another version of native.c
+    except (OSError, AttributeError):  # not built, or built for another machine or version
         return None
     for function in (found.coupled_adam_measure, found.coupled_adam_apply):
         function.argtypes = (ctypes.POINTER(_Record),)

@@ -1,27 +1,28 @@
-/* The two passes over a matrix's rows for one dtype; native.c includes this file once for each.
+/* The two passes over a matrix's rows for one dtype; native.c includes this file once for each dtype.
  *
- * T: the dtype; WIDE: the dtype computed in; LOAD, STORE: from one to the other; NAME(x): x_T.
+ * T is the dtype in memory, WIDE the dtype of the arithmetic, LOAD and STORE convert between them,
+ * and NAME(x) is x with the dtype's suffix.
  *
- * A thread's rows are cut into four long runs, and one row of each of two or of all four is taken at a
- * time. A core waits for cache lines, of which it can request only a few at once: several long streams
- * keep more requests under way than a single one. How many are best, and whether it pays to request
- * lines ahead of their use, depends on the processor (native.c chooses). What belongs to a column, its
- * sum or its step size, is loaded once for all these rows.
+ * A thread divides its rows into four long runs of adjacent rows, and works on one row from each of
+ * two runs, or of all four, at a time. A core spends its time waiting for cache lines, and reading
+ * several streams keeps more requests in flight than reading a single one. How many streams are
+ * best, and whether prefetching helps, depends on the processor (native.c chooses). A column's sum
+ * or step size is loaded once for all these rows.
  *
- * Two runs are a pair and have their own sums, no loop over columns is a reduction, and -ffp-contract
- * is off: so all processors, however they take the rows, give the same bits.
+ * Results are bit-identical on all processors, whatever the number of streams: each pair of runs has
+ * its own sums, no loop over columns is a reduction, and -ffp-contract is off.
  */
 
-/* As torch.lerp, exact at both ends: without momentum the first moment is the gradient. */
+/* As torch.lerp, exact at both ends: without momentum the first moment equals the gradient. */
 #define LERP(old, x) (light ? old + weight * (x - old) : x - (1 - weight) * (x - old))
 #define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
 
-/* For one row of each run of `pairs` pairs: add the squares of the gradient to the pair's `some`, and
- * update the first moment where `moment` says so. Each run is `run` rows behind the one before; with
- * `run` 0 there is only one, which is one row. */
+/* For one row of each run in `pairs` pairs of `width` runs: add the squared gradient to the pair's
+ * `partial` sums, and update the first moment if `moment` is set. `row` is the row of the first run,
+ * and each further run starts `run` rows after the one before. */
 ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_t run,
                                             const int pairs, const int width, const int moment,
-                                            WIDE *restrict some) {
+                                            WIDE *restrict partial) {
     const int64_t columns = u->columns;
     const WIDE weight = (WIDE)u->weight;
     const int light = weight < (WIDE)0.5;
@@ -34,7 +35,7 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
     const int64_t block = pairs == 2 ? BLOCK : columns;
     for (int64_t start = 0; start < columns; start += block) {
         const int64_t stop = start + block < columns ? start + block : columns;
-        if (pairs == 2) /* four streams: request their lines ahead */
+        if (pairs == 2) /* four streams: prefetch their cache lines */
             for (int64_t i = start; i < stop; i += LINE)
                 for (int r = 0; r < pairs * width; r++) {
                     __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
@@ -52,67 +53,67 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
                         m[r][i] = STORE(LERP(old, x));
                     }
                 }
-                some[pair * columns + i] += total;
+                partial[pair * columns + i] += total;
             }
     }
 }
 
-/* Add what has been summed in WIDE to the sums in double precision. */
-static void NAME(collect)(WIDE *restrict some, double *restrict sums, int64_t columns) {
+/* Add the partial sums in WIDE to the sums in double precision, and reset them. */
+static void NAME(collect)(WIDE *restrict partial, double *restrict sums, int64_t columns) {
     for (int64_t i = 0; i < columns; i++) {
-        sums[i] += (double)some[i];
-        some[i] = 0;
+        sums[i] += (double)partial[i];
+        partial[i] = 0;
     }
 }
 
-/* All rows of one pair of runs, or of two. */
+/* Measure all rows of one pair of runs, or of two pairs. */
 ALWAYS_INLINE static void NAME(measure_runs)(const Update *u, int64_t first, int64_t run,
-                                             const int pairs, const int moment, WIDE *some,
+                                             const int pairs, const int moment, WIDE *partial,
                                              double *const *sums) {
     for (int64_t done = 1; done <= run; done++) {
-        NAME(measure_row)(u, first + done - 1, run, pairs, 2, moment, some);
+        NAME(measure_row)(u, first + done - 1, run, pairs, 2, moment, partial);
         if (done % (SUM_ROWS / 2) == 0 || done == run)
             for (int pair = 0; pair < pairs; pair++)
-                NAME(collect)(some + pair * u->columns, sums[pair], u->columns);
+                NAME(collect)(partial + pair * u->columns, sums[pair], u->columns);
     }
 }
 
-ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, WIDE *some,
+ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, WIDE *partial,
                                               double *const *sums) {
     const Update *u = share->update;
     const int64_t first = share->first, run = (share->last - first) / 4;
     if (coupled_adam_streams == 4) {
-        NAME(measure_runs)(u, first, run, 2, moment, some, sums);
+        NAME(measure_runs)(u, first, run, 2, moment, partial, sums);
     } else {
-        NAME(measure_runs)(u, first, run, 1, moment, some, sums);
-        NAME(measure_runs)(u, first + 2 * run, run, 1, moment, some, sums + 1);
+        NAME(measure_runs)(u, first, run, 1, moment, partial, sums);
+        NAME(measure_runs)(u, first + 2 * run, run, 1, moment, partial, sums + 1);
     }
     for (int64_t row = first + 4 * run; row < share->last; row++)
-        NAME(measure_row)(u, row, 0, 1, 1, moment, some);
-    NAME(collect)(some, sums[0], u->columns);
+        NAME(measure_row)(u, row, 0, 1, 1, moment, partial);
+    NAME(collect)(partial, sums[0], u->columns);
 }
 
 FOR_EACH_CPU static void NAME(measure)(Share *share) {
     const Update *u = share->update;
     const size_t columns = (size_t)u->columns;
-    WIDE *some = calloc(2 * columns + 1, sizeof(WIDE));
+    WIDE *partial = calloc(2 * columns + 1, sizeof(WIDE));
     double *second = calloc(columns + 1, sizeof(double));
-    if (some == NULL || second == NULL) {
+    if (partial == NULL || second == NULL) {
         share->failed = 1;
     } else {
         double *const sums[2] = {share->sums, second};
         memset(share->sums, 0, columns * sizeof(double));
         if (u->update_moment)
-            NAME(measure_share)(share, 1, some, sums);
+            NAME(measure_share)(share, 1, partial, sums);
         else
-            NAME(measure_share)(share, 0, some, sums);
+            NAME(measure_share)(share, 0, partial, sums);
         for (size_t i = 0; i < columns; i++) share->sums[i] += second[i];
     }
-    free(some);
+    free(partial);
     free(second);
 }
 
-/* For one row of each of `runs` runs: the first moment where it is still to be updated, then the
+/* For one row of each of `runs` runs: update the first moment if `moment` is set, then the
  * parameter. */
 ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t run, const int runs,
                                           const int moment, const int stochastic,
@@ -176,7 +177,7 @@ ALWAYS_INLINE static void NAME(apply_share)(Share *share, const int moment, cons
 FOR_EACH_CPU static void NAME(apply)(Share *share) {
     const Update *u = share->update;
     if (HAS_STOCHASTIC && u->stochastic) {
-        if (u->update_moment) /* measure has updated it */
+        if (u->update_moment) /* measure has already updated the first moment */
             NAME(apply_share)(share, 0, HAS_STOCHASTIC);
         else
             NAME(apply_share)(share, 1, HAS_STOCHASTIC);
@@ -187,15 +188,15 @@ FOR_EACH_CPU static void NAME(apply)(Share *share) {
     }
 }
 
-/* nu and its maximum, then the step size of each column: the arithmetic with vectors [H]. */
+/* Update nu and its maximum, and compute the step size of each column. */
 static void NAME(step_sizes)(const Update *u, void *step_sizes) {
     WIDE *step_size = step_sizes, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
     for (int64_t i = 0; i < u->columns; i++) {
-        /* Where clipping leaves nothing of the gradient, nothing is left of an overflow either. */
+        /* A gradient clipped to zero contributes zero, even where its sum has overflowed to inf. */
         const double share = u->share == 0 ? 0 : u->share * u->sums[i];
         nu[i] = (WIDE)(u->beta2 * nu[i] + share);
         WIDE highest = nu[i];
-        if (maximum != NULL) { /* as torch.maximum: NaN stays */
+        if (maximum != NULL) { /* as torch.maximum, which propagates NaN */
             if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
             maximum[i] = highest;
         }

@@ -1,7 +1,8 @@
-"""The two passes with torch's operations, on any device, without a temporary of the matrix's size.
+"""The two passes with torch's operations, on any device.
 
-On a CPU they go block by block: what one operation reads is in the cache for the next, and memory
-is passed over twice, which is the least possible. On other devices blocks only limit temporaries.
+On a CPU they work block by block, so that each operation finds in the cache what the one before it
+has read, and every matrix passes through memory only once in each pass. No temporary is as large as
+the matrix. On other devices blocks only limit the size of temporaries.
 """
 
 import functools
@@ -16,13 +17,13 @@ from coupled_adam.optim.update import Update
 
 skips = False
 
-_BLOCK_BYTES = 2**21  # of each tensor and for each thread: three of them share a core's cache
+_BLOCK_BYTES = 2**21  # per tensor and thread: the blocks of three tensors share a core's cache
 _DEVICE_BLOCK_BYTES = 2**26  # on other devices: large, so that launches are few
-_SUM_ROWS = 4096  # are summed one after the other; the rounding of float32 is then about 5e-7
+_SUM_ROWS = 4096  # summed sequentially in float32, with a relative rounding error of about 5e-7
 
 
 def measure(update: Update, update_moment: bool) -> None:
-    """The sums, and the first moment where it lies as the gradient does."""
+    """Sum the squared gradient; on a CPU also update ``exp_avg`` if neither is transposed."""
     grad, exp_avg = update.grad, update.exp_avg
     dtype = update.exp_avg_sq.dtype
     if not grad.numel():
@@ -41,7 +42,7 @@ def measure(update: Update, update_moment: bool) -> None:
 
 
 def apply(update: Update) -> None:
-    """m <- m + (1 - beta1) (factor g - m), then e <- decay e - rate m, block by block."""
+    """Update nu; then, block by block, m + (1 - beta1) (factor g - m) and decay e - rate m."""
     rates = step_size(update)
     decay, factor, weight = update.decay, update.factor, 1 - update.beta1
     scaled = isinstance(factor, Tensor) or factor != 1
@@ -60,7 +61,12 @@ def apply(update: Update) -> None:
 
 
 def _blocks(matrix: Tensor, most: int | None = None) -> Iterator[slice]:
-    """Slices of rows that fit into the caches; all rows where nothing is gained by that."""
+    """Slices of rows that fit into a CPU's caches, or that limit the temporaries of a device.
+
+    Args:
+        matrix: [rows, columns].
+        most: the largest number of rows in a slice.
+    """
     rows = len(matrix)
     row = max(1, matrix.element_size() * matrix.shape[1])
     if not matrix.is_cpu:
@@ -78,9 +84,11 @@ def _is_transposed(matrix: Tensor) -> bool:
 
 
 def _sum_of_squares(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """Over the rows. Of torch's operations that sum over rows, one is as fast as memory.
+    """The sum over the rows of the squared elements, [columns].
 
-    It is layer norm's gradient of its weight, sum_i dy_i (x_i - mean) rstd: dy = x, mean 0, rstd 1.
+    Among torch's operations that sum over rows, only one is as fast as the memory: the gradient of
+    a layer norm's weight, sum_i dy_i (x_i - mean) rstd. With dy = x, mean = 0 and rstd = 1, it is
+    the sum of squares.
     """
     block = block.to(dtype).contiguous()
     rows, columns = block.shape

@@ -312,7 +312,7 @@ def test_training_speed(capsys):
         (["--growth", "--clip"], "--growth has its own shapes"),
         (["--recipe", "tiny", "--growth"], "leave out --growth"),
         (["--recipe", "tiny", "--steps", "1"], "--steps 1: quartiles need 2 steps at least"),
-        (["model.n_layer=2"], "name one with --recipe"),
+        (["model.n_layer=2"], "name the recipe with --recipe"),
     ],
 )
 def test_refused(arguments, message, capsys):

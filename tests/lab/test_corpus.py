@@ -462,7 +462,7 @@ def test_existing_token_files(recipe, tmp_path):
 
     with pytest.raises(UsageError, match="the text is too short"):
         prepare_corpus(override(recipe, {"training.batch_size": 1000}), tmp_path / "cache")
-    with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids run from 0 to 299"):
+    with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids range from 0 to 299"):
         prepare_corpus(override(recipe, {"model.vocab_size": 299}), tmp_path / "cache")
     ids[::-1][:3000].tofile(folder / "train_1.bin")
     os.utime(folder / "train_1.bin", (0, 0))

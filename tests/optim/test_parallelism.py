@@ -219,7 +219,7 @@ def refused_matrices():
         p.grad = p.detach()
         optimizers[-1].step()
     for one, other in ((0, 1), (1, 0)):
-        with pytest.raises(ValueError, match=r"exp_avg a .*full_state_dict=True"):
+        with pytest.raises(ValueError, match=r"exp_avg is a .*full_state_dict=True"):
             optimizers[one].load_state_dict(optimizers[other].state_dict())
         optimizers[one].step()
     optimizers[0].load_state_dict(optimizers[2].state_dict())  # columns, for rows

@@ -256,9 +256,9 @@ def count(noted, *, dtype=torch.float32, scaled=False, matrices=1, device="cuda"
         # Two for a matrix; for all: stack, norm, add, two to divide, clamp.
         ({"max_grad_norm": 1.0}, 2 + 6),
         ({"max_grad_norm": 1.0, "matrices": 3}, 3 * 2 + 6),
-        # 1 / scale is two, and taken twice; two count the step unless it is skipped; the last
-        # leaves the gradient unscaled, as torch does.
-        ({"fused": True, "scaled": True}, 2 * 2 + 2 + 1),
+        # 1 / scale is two; two count the step unless it is skipped; the last leaves the gradient
+        # unscaled, as torch does.
+        ({"fused": True, "scaled": True}, 2 + 2 + 1),
     ],
     ids=str,
 )

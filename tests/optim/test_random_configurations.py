@@ -1,4 +1,4 @@
-"""Everything at once, drawn at random: 2,000 optimizers with all their options.
+"""Everything at once, drawn at random: optimizers with all their options.
 
 Coupled parameters are held against the float64 oracle, uncoupled ones against torch's own
 optimizer. One configuration again, with all that was drawn::
@@ -457,14 +457,14 @@ def failures(seeds):
 
 
 def test_random_configurations():
-    """The first of the 2,000."""
+    """A few; the slow test runs more, and this file as a program any seed."""
     assert failures(range(40)) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(40, 2000, 196))
+@pytest.mark.parametrize("start", [40, 240])
 def test_more_random_configurations(start):
-    assert failures(range(start, start + 196)) == {}
+    assert failures(range(start, start + 200)) == {}
 
 
 if __name__ == "__main__":

@@ -120,7 +120,9 @@ class Update:
 
     def add_penalty(self, factor: Tensor | None) -> None:
         """Replace the gradient by ``factor * grad + weight_decay * param``."""
-        grad = self.grad if factor is None else self.grad * factor.to(self.grad.device)
+        grad = self.grad
+        if factor is not None:  # in the moments' dtype: what is clipped may be too small for half
+            grad = grad.to(self.exp_avg_sq.dtype) * factor.to(grad.device)
         if self.group["maximize"]:
             grad = -grad
         self.grad = grad.add(self.param, alpha=self.group["weight_decay"])

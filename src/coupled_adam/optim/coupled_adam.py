@@ -259,22 +259,28 @@ class CoupledAdam(torch.optim.Adam):
         coupled, plain = self._collect()  # also performs all checks, before anything is changed
         # If nothing will scale the gradient or skip the step, measure may update exp_avg as well.
         used_as_is = self.max_grad_norm is None and grad_scale is None and found_inf is None
-        for update in coupled:
-            update.measure(update_moment=used_as_is and not update.has_penalty)
-        sharded.all_reduce(coupled)
+        penalized = [update for update in coupled if update.has_penalty]
+        # The sums without Adam's L2 penalty serve the norm alone.
+        summed = (
+            coupled
+            if self.max_grad_norm is not None
+            else [update for update in coupled if not update.has_penalty]
+        )
+        for update in summed:
+            update.measure(update_moment=used_as_is)
+        sharded.all_reduce(summed)
         clip = self._clip_factor(coupled, plain, grad_scale)
 
         unscale = None if grad_scale is None else 1 / grad_scale
         factor = clip if unscale is None else unscale
         if unscale is not None and clip is not None:
             factor = unscale * clip.to(unscale.device)
-        # Adam's L2 penalty is part of the gradient but not of the norm: add it, then sum again.
-        if penalized := [update for update in coupled if update.has_penalty]:
-            for update in penalized:
-                update.add_penalty(factor)
-                update.kernel = kernels.choose(update)  # the gradient is now another tensor
-                update.measure(update_moment=found_inf is None)
-            sharded.all_reduce(penalized)
+        # The penalty is part of the gradient but not of the norm: add it, and take the final sums.
+        for update in penalized:
+            update.add_penalty(factor)
+            update.kernel = kernels.choose(update)  # the gradient is now another tensor
+            update.measure(update_moment=found_inf is None)
+        sharded.all_reduce(penalized)
         for update in reversed(coupled):  # the last one's gradient may still be in the cache
             update.apply(factor, found_inf)
             if unscale is not None:
@@ -336,9 +342,7 @@ class CoupledAdam(torch.optim.Adam):
             norms.append(sharded.full_tensor(sums.sum()).sqrt())
         for _, (_, grads, *_), _ in plain:
             for grad in grads:
-                dtype = torch.promote_types(
-                    dtype, grad.abs().dtype if grad.is_complex() else grad.dtype
-                )
+                dtype = torch.promote_types(dtype, grad.dtype.to_real())
             norms += [
                 sharded.full_tensor(torch.nn.utils.get_total_norm(same_mesh))
                 for same_mesh in sharded.group_by_mesh(grads)

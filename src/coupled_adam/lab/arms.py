@@ -69,6 +69,7 @@ class CoupledAdamArm:
     """Coupled Adam for the token embeddings.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
+    row_exponent, zero_sum: as in :class:`coupled_adam.CoupledAdamW`; they go beyond the paper.
     couple: which of the two embedding matrices of an untied model are coupled.
     lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
@@ -76,6 +77,8 @@ class CoupledAdamArm:
     """
 
     second_moment_scale: float = 1.0
+    row_exponent: float = 0.0
+    zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
@@ -84,6 +87,8 @@ class CoupledAdamArm:
         """Raise ValueError for options out of range."""
         if not 0 < self.second_moment_scale < math.inf:
             raise ValueError(f"second_moment_scale={self.second_moment_scale} must be above 0")
+        if not 0 <= self.row_exponent <= 1:
+            raise ValueError(f"row_exponent={self.row_exponent} must be between 0 and 1")
         _check_embedding_options(self)
 
     @property
@@ -92,6 +97,10 @@ class CoupledAdamArm:
         parts = ["Coupled Adam"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
+        if self.row_exponent:
+            parts.append(f"a = {self.row_exponent:g}")
+        if self.zero_sum:
+            parts.append("zero-sum")
         if self.couple != "both":
             parts.append(f"{self.couple} only")
         return ", ".join([*parts, *_embedding_options(self)])
@@ -110,6 +119,8 @@ class CoupledAdamArm:
             training.betas,
             training.eps,
             second_moment_scale=self.second_moment_scale,
+            row_exponent=self.row_exponent,
+            zero_sum=self.zero_sum,
         )
 
 

@@ -32,7 +32,8 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
         "--bold",
         type=Literal["adamw", "all"],
         default="adamw",
-        help="bold is better than AdamW (default), or than all other arms, as in Table 7",
+        help="make values bold that are better than AdamW's (default), or than those of all other "
+        "arms, as in the paper's Table 7",
     )
 
 

@@ -143,8 +143,21 @@ def is_committed(run: Run) -> bool:
     return commit is not None and not commit.endswith("-dirty")
 
 
-def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") -> str:
-    """Create one Markdown table of all groups, one below the other, and its footnote."""
+def markdown(
+    groups: Sequence[Group],
+    measures: Sequence[str],
+    first: str = "",
+    bold: Literal["first", "all"] = "first",
+) -> str:
+    """Create one Markdown table of all groups, one below the other, and its footnote.
+
+    Args:
+        groups: the rows.
+        measures: the columns.
+        first: the header of the first column.
+        bold: ``"first"``: better than the first row of the group; ``"all"``: better than each other
+            row of the group, as in the paper's Table 7.
+    """
     rows = [line for group in groups for line in group]
     shown = [name for name in measures if name not in NEWER or any(values(r, name) for r in rows)]
     header = [first, *(MEASURES[name].header for name in shown), "p", "p, paired", "seeds"]
@@ -152,10 +165,12 @@ def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") 
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for group in groups:
         for line in group:
-            against = group[0]
-            if line is against:
-                against = group[1] if len(group) == 2 else line
-            cells = [_cell(line, against, name) for name in shown]
+            rivals = [other for other in group if other is not line]
+            if bold == "first" and line is not group[0]:
+                rivals = [group[0]]
+            elif bold == "first" and len(group) != 2:
+                rivals = []
+            cells = [_cell(line, rivals, name) for name in shown]
             lines.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return table + (f"\n{UNCOMMITTED}\n" if "†" in table else "")
@@ -183,16 +198,16 @@ def _seeds(line: Line) -> str:
 UNCOMMITTED = "†: the run with this seed was made by code with changes that were not committed."
 
 
-def _cell(line: Line, against: Line, name: str) -> str:
-    mine, theirs, measure = values(line, name), values(against, name), MEASURES[name]
+def _cell(line: Line, rivals: Sequence[Line], name: str) -> str:
+    """Mean and deviation, bold if significantly better than each of the rivals."""
+    mine, measure = values(line, name), MEASURES[name]
     diverged = sum(map(math.isinf, mine))
     if diverged:
         return f"{diverged} of {len(mine)} diverged"
     text = "< 1e-6" if mine and 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
-    if line is against:
-        return text
-    p = one_sided_t_test(mine, theirs, measure.better)
-    return f"**{text}**" if p is not None and p < SIGNIFICANCE else text
+    found = [one_sided_t_test(mine, values(rival, name), measure.better) for rival in rivals]
+    is_better = found and all(p is not None and p < SIGNIFICANCE for p in found)
+    return f"**{text}**" if is_better else text
 
 
 BASE = (
@@ -278,7 +293,7 @@ def _rate() -> str:
 
 def _sgd() -> str:
     lines = [Line(f"SGD, {name.replace('=', ' = ')}", "sgd", name) for name in QUESTIONS["sgd"]]
-    return markdown([[*BASE, *lines]], ("valid_loss", *ALL))
+    return markdown([[*BASE, *lines]], ("valid_loss", *ALL), bold="all")
 
 
 def _tying() -> str:

@@ -318,7 +318,7 @@ def test_pictures_show_the_results(draw):
     assert (figures.IMAGES / f"{draw.__name__}.png").exists()
 
 
-def table_of(monkeypatch, runs, groups, measures):
+def table_of(monkeypatch, runs, groups, measures, **options):
     """The lines of a table of made-up runs: by name, a dict of results for each seed from 1."""
     committed = {"environment": {"git_commit": "abc"}}
     found = {
@@ -327,7 +327,7 @@ def table_of(monkeypatch, runs, groups, measures):
     }
     monkeypatch.setattr(tables, "results", lambda question: found)
     named = [[tables.Line(name.upper(), "", name) for name in group] for group in groups]
-    return tables.markdown(named, measures).splitlines()
+    return tables.markdown(named, measures, **options).splitlines()
 
 
 def test_a_table(monkeypatch):
@@ -346,6 +346,22 @@ def test_a_table(monkeypatch):
         f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
         "| THREE | 1 of 3 diverged |  |  | 3 |",
     ]
+
+
+def test_bold_as_in_table_7(monkeypatch):
+    """Better than each other row, not only than the first."""
+    seeds = {"one": [2.0, 2.1, 2.2], "two": [1.0, 1.2, 1.1], "three": [1.05, 1.15, 1.1]}
+    runs = {name: [{"test_loss": loss} for loss in losses] for name, losses in seeds.items()}
+    groups = [[*runs]]
+
+    def bold(rule):
+        lines = table_of(monkeypatch, runs, groups, ["test_loss"], bold=rule)[2:]
+        return [line.split(" | ")[1].startswith("**") for line in lines]
+
+    assert bold("first") == [False, True, True]
+    assert bold("all") == [False, False, False]
+    runs["three"] = [{"test_loss": loss - 0.5} for loss in seeds["three"]]
+    assert bold("all") == [False, False, True]
 
 
 def test_columns_that_only_newer_runs_have(monkeypatch):

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.reporting.statistics import (
+    SIGNIFICANCE,
+    one_sided_t_test,
+    paired_t_test,
+    shorthand,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +57,18 @@ def test_no_t_test_without_a_deviation():
     assert one_sided_t_test([0.1 + 0.2] * 2, [0.3] * 2, "higher") == 1
     expected = stats.t.cdf(-1.5 / np.sqrt((0 + 0.5) / 2), 2)
     assert one_sided_t_test([1.0, 1.0], [2.0, 3.0], "lower") == pytest.approx(expected)
+
+
+def test_paired_t_test_is_of_the_differences():
+    """Of the seeds that both sides have, in any order; what a seed adds to both is no noise."""
+    one, other = {3: 1.3, 1: 5.1, 2: 3.0, 7: 9.0}, {1: 5.4, 2: 3.2, 3: 1.7, 4: 0.0}
+    expected = stats.ttest_rel([5.1, 3.0, 1.3], [5.4, 3.2, 1.7], alternative="less").pvalue
+    assert paired_t_test(one, other, "lower") == pytest.approx(expected)
+    assert paired_t_test(other, one, "higher") == pytest.approx(expected)
+    assert paired_t_test(one, other, "higher") == pytest.approx(1 - expected)
+    assert expected < SIGNIFICANCE
+    assert one_sided_t_test([*one.values()], [*other.values()], "lower") > 0.3
+    assert paired_t_test({1: 1.0, 2: 2.0}, {1: 1.5, 3: 2.0}, "lower") is None
+    assert paired_t_test({1: 1.0, 2: float("inf")}, {1: 1.5, 2: 2.0}, "lower") is None
+    assert paired_t_test({1: 0.1 + 0.2, 2: 1.0}, {1: 0.3, 2: 1.0}, "lower") == 1
+    assert paired_t_test({1: 1.1, 2: 2.1}, {1: 1.0, 2: 2.0}, "higher") == 0

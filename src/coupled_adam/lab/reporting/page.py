@@ -1,5 +1,6 @@
 """A report as a single, self-contained HTML page."""
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,24 +9,32 @@ from typing import Any
 import yaml
 
 from coupled_adam.lab.reporting.runs import Run, short
-from coupled_adam.lab.reporting.tables import Column, Row, footnotes
+from coupled_adam.lab.reporting.tables import Column, Row
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
+
+
+@dataclasses.dataclass(frozen=True)
+class PageTable:
+    """The table of a page: its rows, the columns to show, and the notes below it."""
+
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    footnotes: Sequence[str]
 
 
 def render(
     runs: Sequence[Run],
     left_out: Mapping[Path, str],
-    rows: Sequence[Row],
-    columns: Sequence[Column],
+    table: PageTable,
     pictures: Sequence[Picture],
 ) -> str:
     """Create the page of a report, with embedded pictures; all text is escaped."""
     first = {run.experiment: run for run in reversed(runs)}
     values = {
-        "rows": rows,
-        "columns": columns,
-        "footnotes": footnotes(rows),
+        "rows": table.rows,
+        "columns": table.columns,
+        "footnotes": table.footnotes,
         "experiments": [
             {
                 "name": name,

@@ -10,11 +10,14 @@ from rich.table import Table
 
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import render
+from coupled_adam.lab.reporting.page import PageTable, render
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
+    Bold,
+    footnotes,
     latex,
     markdown,
+    more_columns,
     runs_csv,
     shown_columns,
     summary_csv,
@@ -23,14 +26,14 @@ from coupled_adam.lab.reporting.tables import (
 )
 
 
-def report(folders: Sequence[Path], out: Path) -> Table:
+def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Table:
     """Write a report of all finished runs in some folders, and return the table for the terminal.
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
     missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete;
-    anything else is never replaced.
+    anything else is never replaced. ``bold`` is explained at :func:`table_rows`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
@@ -46,15 +49,16 @@ def report(folders: Sequence[Path], out: Path) -> Table:
         raise UsageError(
             f"{places}: there is no finished run in it; coupled-adam compare makes some"
         )
-    rows = table_rows(runs)
+    rows = table_rows(runs, bold)
     columns = shown_columns(rows)
+    all_columns = [*columns, *more_columns(rows)]
     out = out.resolve()  # so that a symbolic link stays one
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
-        _write(temporary / "table.md", markdown(rows, columns))
+        _write(temporary / "table.md", markdown(rows, columns, bold))
         _write(temporary / "table.tex", latex(rows, columns))
-        _write(temporary / "summary.csv", summary_csv(rows, columns))
+        _write(temporary / "summary.csv", summary_csv(rows, all_columns))
         _write(temporary / "runs.csv", runs_csv(runs))
         results = [
             {"recipe": r.recipe.name, "arm": r.arm, "seed": r.seed, **r.evaluation} for r in runs
@@ -65,7 +69,8 @@ def report(folders: Sequence[Path], out: Path) -> Table:
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        page = render(runs, left_out, rows, columns, pictures)
+        table = PageTable(rows, all_columns, footnotes(rows, bold))
+        page = render(runs, left_out, table, pictures)
         _write(temporary / "index.html", page)
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
@@ -76,7 +81,7 @@ def report(folders: Sequence[Path], out: Path) -> Table:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return terminal(rows, columns)
+    return terminal(rows, columns, bold)
 
 
 def _write(path: Path, text: str) -> None:

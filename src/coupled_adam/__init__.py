@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
+    from coupled_adam.optim.kernels import kernels
     from coupled_adam.optim.param_groups import param_groups
     from coupled_adam.optim.state import to_adam_state_dict
     from coupled_adam.optim.token_embeddings import embedding_parameters
@@ -20,6 +21,7 @@ __all__ = [
     "CoupledAdam",
     "CoupledAdamW",
     "embedding_parameters",
+    "kernels",
     "param_groups",
     "to_adam_state_dict",
 ]
@@ -29,6 +31,7 @@ _MODULES = {
     "CoupledAdam": "coupled_adam",
     "CoupledAdamW": "coupled_adam",
     "embedding_parameters": "token_embeddings",
+    "kernels": "kernels",
     "param_groups": "param_groups",
     "to_adam_state_dict": "state",
 }

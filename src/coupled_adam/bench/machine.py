@@ -1,13 +1,12 @@
 """The machine on which steps are timed: everything about it that affects their time."""
 
 import dataclasses
-import importlib.util
 import os
 from typing import Any
 
 import torch
 
-from coupled_adam.optim.kernels import native
+from coupled_adam.optim.kernels import kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Machine:
         threads: the number of threads that torch's operations on the CPU use.
         load: the mean number of running or waiting processes over the last minute; None if the
             system does not report it.
-        kernels: the state of each of Coupled Adam's kernels: "available", or why it is not used.
+        kernels: which of Coupled Adam's kernels can be used, see :func:`coupled_adam.kernels`.
     """
 
     device: str
@@ -62,17 +61,5 @@ def describe_machine(device: str) -> Machine:
         instructions=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        kernels=_kernels(),
+        kernels=kernels(),
     )
-
-
-def _kernels() -> dict[str, str]:
-    if importlib.util.find_spec("triton") is None:
-        triton = "not used (triton is not installed)"
-    elif not torch.cuda.is_available():
-        triton = "not used (there is no GPU)"
-    else:
-        triton = "available"
-    built = native.library() is not None
-    c = "available" if built else "not available (this package was built without a C compiler)"
-    return {"C": c, "Triton": triton}

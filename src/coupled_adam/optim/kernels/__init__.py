@@ -6,6 +6,7 @@ All are tested against :mod:`coupled_adam.optim.reference`, which is itself used
 compiler records the step, and for rare options.
 """
 
+import importlib.util
 import warnings
 
 import torch
@@ -15,6 +16,33 @@ from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import native, operations
 from coupled_adam.optim.sharded import PLAIN
 from coupled_adam.optim.update import Kernel, Update
+
+
+def kernels() -> dict[str, str]:
+    """Which of Coupled Adam's fast kernels can be used on this machine.
+
+    The optimizer chooses by itself, and says nothing where torch's operations do the work instead:
+    the numbers are the same up to rounding, and only the speed differs.
+
+    Returns:
+        For the kernel in C (CPUs) and the one in Triton (CUDA and XPU), ``"C"`` and ``"Triton"``:
+        ``"available"``, or why it is not used. Triton may still turn out not to compile for a GPU,
+        which gives a warning at the first step.
+
+    Example:
+        >>> coupled_adam.kernels()
+        {'C': 'available', 'Triton': 'not used (there is no GPU)'}
+    """
+    found = {"C": "available", "Triton": "available"}
+    if native.library() is None:
+        built = native.PATH.exists()
+        why = "its library cannot be used here" if built else "this package was built without it"
+        found["C"] = f"not available ({why})"
+    if importlib.util.find_spec("triton") is None:
+        found["Triton"] = "not used (triton is not installed)"
+    elif not (torch.cuda.is_available() or torch.xpu.is_available()):
+        found["Triton"] = "not used (there is no GPU)"
+    return found
 
 
 def choose(update: Update) -> Kernel:

@@ -17,6 +17,7 @@ from coupled_adam.optim.sharded import PLAIN, splits_columns
 from coupled_adam.optim.update import Update
 
 skips = False
+PATH = Path(__file__).with_name("libcoupled_adam.so")
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
 _WIDE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
@@ -164,9 +165,8 @@ def _call(function: str, record: _Record) -> None:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled library, or None if it was not built for this machine."""
-    path = Path(__file__).with_name("libcoupled_adam.so")
     try:
-        found = ctypes.CDLL(str(path))
+        found = ctypes.CDLL(str(PATH))
         if found.coupled_adam_update_size() != ctypes.sizeof(_Record):
             return None  # built from another version of native.c
     except (OSError, AttributeError):  # not built, or built for another machine or version

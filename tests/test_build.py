@@ -1,0 +1,153 @@
+"""What is built and uploaded: wheels with the kernel and without, links that work on PyPI."""
+
+import email
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from coupled_adam import __version__
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = "coupled_adam/optim/kernels/libcoupled_adam.so"
+REPOSITORY = "https://git.example/owner/coupled-adam"
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    """The module hatch_build."""
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(target, source, out, check=True, **environment):
+    """The process of ``hatchling build``, and what it has put into the folder ``out``."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", out]
+    names = ("COUPLED_ADAM_NATIVE", "COUPLED_ADAM_REPOSITORY")
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    result = subprocess.run(
+        command,
+        check=check,
+        cwd=source,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+    )
+    return result, sorted(out.iterdir()) if out.exists() else []
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """The source distribution, unpacked, as a release makes it."""
+    folder = tmp_path_factory.mktemp("sdist")
+    _, (archive,) = build("sdist", ROOT, folder, COUPLED_ADAM_REPOSITORY=REPOSITORY)
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_source_distribution(source):
+    """It holds all of the repository, of this version, and is small."""
+    assert source.name == f"coupled_adam-{__version__}"
+    held = {path.name for path in source.iterdir()}
+    assert held >= {"src", "tests", "docs", "examples", "study", "benchmarks", "constraints.txt"}
+    assert not list(source.rglob("*.so"))
+    assert source.with_name(f"{source.name}.tar.gz").stat().st_size < 3e6
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("environment", "holds"),
+    [
+        ({"CC": "./quickly"}, True),
+        ({"CC": "no-compiler-of-this-name"}, False),
+        ({"CC": "cc", "COUPLED_ADAM_NATIVE": "0"}, False),
+    ],
+)
+def test_wheel(environment, holds, source, tmp_path):
+    """It holds the kernel for this platform, or is a wheel of Python alone; and has the URLs."""
+    quickly = source / "quickly"  # optimizing takes half a minute
+    quickly.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
+    quickly.chmod(0o755)
+    _, (wheel,) = build("wheel", source, tmp_path, **environment)
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (about,) = [name for name in names if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(archive.read(about))
+    assert (LIBRARY in names) is holds
+    assert wheel.stem.startswith(f"coupled_adam-{__version__}-py3-none-")
+    assert wheel.stem.endswith("-any") is not holds
+    assert "coupled_adam/optim/kernels/native.c" in names
+    assert all(name.startswith("coupled_adam") for name in names)
+    assert f"Issues, {REPOSITORY}/issues" in metadata.get_all("Project-URL")
+    assert f"]({REPOSITORY}/blob/v{__version__}/docs/optimizer.md)" in metadata.get_payload()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [("1", "cannot be compiled"), ("yes", "must be 0, 1 or empty, not 'yes'")],
+)
+def test_the_kernel_can_be_demanded(wanted, message, source, tmp_path):
+    """A release without its kernel must not look like one with it."""
+    environment = {"CC": "no-compiler-of-this-name", "COUPLED_ADAM_NATIVE": wanted}
+    result, built = build("wheel", source, tmp_path / "dist", check=False, **environment)
+    assert result.returncode != 0
+    assert message in result.stderr
+    assert not built
+
+
+@pytest.mark.parametrize(
+    ("python", "machine", "archflags", "oldest", "tag", "flags"),
+    [
+        ("macosx-10.9-universal2", "arm64", "", "", "macosx_11_0_arm64", "-arch arm64"),
+        ("macosx-10.9-universal2", "x86_64", "", "", "macosx_10_9_x86_64", "-arch x86_64"),
+        (
+            "macosx-10.9-universal2",
+            "arm64",
+            "-arch x86_64 -arch arm64",
+            "10.13",
+            "macosx_10_13_universal2",
+            "-arch arm64 -arch x86_64",
+        ),
+        ("macosx-14.2-arm64", "arm64", "", "", "macosx_14_0_arm64", "-arch arm64"),
+        ("macosx-11.0-arm64", "arm64", "-arch x86_64", "12", "macosx_12_0_x86_64", "-arch x86_64"),
+    ],
+)
+def test_macos(python, machine, archflags, oldest, tag, flags, hooks, monkeypatch):
+    """The tag says what has been compiled, whatever architectures Python itself is made for."""
+    monkeypatch.setattr(hooks.sys, "platform", "darwin")
+    monkeypatch.setattr(hooks.sysconfig, "get_platform", lambda: python)
+    monkeypatch.setattr(hooks.platform, "machine", lambda: machine)
+    monkeypatch.setenv("ARCHFLAGS", archflags)
+    monkeypatch.setenv("MACOSX_DEPLOYMENT_TARGET", oldest)
+    found, arguments, environment = hooks.target()
+    assert (found, " ".join(arguments)) == (tag, flags)
+    deployment = environment["MACOSX_DEPLOYMENT_TARGET"].replace(".", "_")
+    assert tag.startswith(f"macosx_{deployment}_")
+
+
+def test_links(hooks):
+    """At a release no link of the README is relative, and each target is in the repository."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    released = hooks.absolute(text, REPOSITORY, "v1.2.3")
+    addresses = re.findall(r'\]\(([^)]*)\)|<img src="([^"]*)"', released)
+    assert len(addresses) > 20
+    for link, picture in addresses:
+        where = link or picture
+        assert re.match(r"https://|#", where), where
+        if where.startswith(REPOSITORY):
+            kind = "raw" if picture else "blob"
+            path = where.removeprefix(f"{REPOSITORY}/{kind}/v1.2.3/").split("#")[0]
+            assert (ROOT / path).exists(), where
+    assert hooks.absolute("![a](b.png) [c](https://d) [e](#f)", "R", "v1") == (
+        "![a](R/raw/v1/b.png) [c](https://d) [e](#f)"
+    )

@@ -1,0 +1,52 @@
+"""What mkdocs does with these pages, which are written to be read in the repository, too."""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!\w+:|#)([^)\s]+)\)")
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<(?:code|autoref|a)\b)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the study's pages by their numbers."""
+    pages = Path(config.docs_dir).glob("study/[0-9]*.md")
+    numbered = sorted(pages, key=lambda page: int(page.name.split("-")[0]))
+    config.nav[-1]["Study"].extend(f"study/{page.name}" for page in numbered)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """The README is the first page."""
+    readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")
+    readme = readme.replace('<img src="docs/', '<img src="')
+    files.append(File.generated(config, "index.md", content=readme))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Links to files that are not pages lead to the repository, where that is known."""
+    first = page.file.src_uri == "index.md"
+    folder = "" if first else posixpath.dirname(f"docs/{page.file.src_uri}")
+
+    def follow(link: re.Match[str]) -> str:
+        text, target = link.groups()
+        where = posixpath.normpath(posixpath.join(folder, target))
+        if where.startswith("docs/"):
+            return f"[{text}]({where.removeprefix('docs/') if first else target})"
+        return f"[{text}]({config.repo_url}blob/main/{where})" if config.repo_url else text
+
+    blocks = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(
+        block if block.startswith("```") else LINK.sub(follow, block) for block in blocks
+    )
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings mark names with Sphinx's roles, which Markdown does not know."""
+    return ROLE.sub("", html)

@@ -74,3 +74,24 @@ def one_sided_t_test(
         alternative="less" if better == "lower" else "greater",
     )
     return float(result.pvalue)
+
+
+def paired_t_test(values: Sequence[float], baseline: Sequence[float]) -> float | None:
+    """The p-value of Student's two-sided paired t-test that the two means differ.
+
+    ``values`` and ``baseline`` belong together in pairs, such as the runs of one seed. The test is
+    not possible, and the result is None, if there are fewer than two pairs or if a value is not
+    finite.
+
+    Raises:
+        ValueError: the numbers of values differ.
+    """
+    if len(values) != len(baseline):
+        raise ValueError(f"{len(values)} values cannot be paired with {len(baseline)}")
+    if len(values) < 2 or not all(map(math.isfinite, (*values, *baseline))):
+        return None
+    differences = np.subtract(values, baseline)
+    rounding = 1e-12 * float(np.max(np.abs([values, baseline])))
+    if np.ptp(differences) <= rounding:  # without variance the difference is exact
+        return 0.0 if abs(differences.mean()) > rounding else 1.0
+    return float(stats.ttest_rel(values, baseline).pvalue)

@@ -125,11 +125,9 @@ class SweepReport:
         for one in self.best:
             for name, value in one.setting.values.items():
                 numbers = self._tried_values(one.arm, name)
-                edges = (numbers[0], numbers[-1]) if len(numbers) > 1 else ()
-                if value in edges:
-                    place, more = (
-                        ("lowest", "lower") if value == edges[0] else ("highest", "higher")
-                    )
+                if len(numbers) > 1 and value in (numbers[0], numbers[-1]):
+                    is_lowest = value == numbers[0]
+                    place, more = ("lowest", "lower") if is_lowest else ("highest", "higher")
                     yield (
                         f"The best {name} of {self.label(one.arm)}, {as_text(value)}, is the "
                         f"{place} that was tried: a {more} one may be better."

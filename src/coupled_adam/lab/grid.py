@@ -81,7 +81,7 @@ class Grid:
         return [axis for axis in self.axes if axis.belongs_to(arm)]
 
     def setting(self, arm: str, values: Sequence[Any]) -> Setting:
-        """The setting with these values, one for each axis of the arm.
+        """The setting with these values, one for each axis of the arm, of the types they have there.
 
         Raises:
             UsageError: a value is out of range, or the values do not fit together.
@@ -89,10 +89,11 @@ class Grid:
         axes = self.of_arm(arm)
         recipe = dataclasses.replace(self.recipe, arms={arm: self.recipe.arms[arm]})
         recipe = override(recipe, {axis.key: value for axis, value in zip(axes, values)})
-        # As the recipe has read them: 1e-3 is text in YAML, and would be another run than 0.001.
-        read = {axis.key: _read(recipe, axis.key) for axis in axes}
-        named = {axis.name: read[axis.key] for axis in axes}
-        return Setting(arm, override(recipe, read), named)
+        return Setting(arm, recipe, {axis.name: value for axis, value in zip(axes, values)})
+
+    def number(self, arm: str) -> int:
+        """The number of combinations of the arm's values."""
+        return math.prod(len(axis.values) for axis in self.of_arm(arm))
 
     def settings(self, arm: str) -> list[Setting]:
         """All combinations of the arm's values; of a range, its two ends."""
@@ -174,6 +175,7 @@ def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: boo
         raise UsageError(f"nothing to sweep: give two or more values of an option, as {_EXAMPLE}")
     axes = []
     for key, listed in several.items():
+        # 1e-3 is text in YAML, and would be another run than 0.001.
         read = tuple(_read(override(recipe, {key: value}), key) for value in listed)
         texts = [as_text(value) for value in read]
         twice = next((text for text in texts if texts.count(text) > 1), None)
@@ -185,10 +187,9 @@ def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: boo
         axes.append(Axis(key, tuple(sorted(read)) if are_numbers else read, is_range))
     grid = Grid(recipe, tuple(axes))
     for arm in grid.arms:
-        number = math.prod(len(axis.values) for axis in grid.of_arm(arm))
-        if number > _LARGEST:
+        if grid.number(arm) > _LARGEST:
             raise UsageError(
-                f"arm {arm!r} has {number:,} combinations of values: at most {_LARGEST:,} are "
+                f"arm {arm!r} has {grid.number(arm):,} combinations of values: at most {_LARGEST:,} are "
                 "possible; leave some out, or try ranges with --optuna TRIALS"
             )
         grid.settings(arm)

@@ -44,7 +44,7 @@ class Sweep:
         """The number of settings, over all arms."""
         if self.trials is not None:
             return self.trials * len(self.grid.arms)
-        return sum(len(self.grid.settings(arm)) for arm in self.grid.arms)
+        return sum(map(self.grid.number, self.grid.arms))
 
     def to_dict(self) -> dict[str, Any]:
         """The content of ``sweep.yaml``."""

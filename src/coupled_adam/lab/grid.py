@@ -81,7 +81,7 @@ class Grid:
         return [axis for axis in self.axes if axis.belongs_to(arm)]
 
     def setting(self, arm: str, values: Sequence[Any]) -> Setting:
-        """The setting with these values, one for each axis of the arm, of the types they have there.
+        """The setting with these values, one for each axis of the arm, of the axis's type.
 
         Raises:
             UsageError: a value is out of range, or the values do not fit together.
@@ -189,8 +189,8 @@ def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: boo
     for arm in grid.arms:
         if grid.number(arm) > _LARGEST:
             raise UsageError(
-                f"arm {arm!r} has {grid.number(arm):,} combinations of values: at most {_LARGEST:,} are "
-                "possible; leave some out, or try ranges with --optuna TRIALS"
+                f"arm {arm!r} has {grid.number(arm):,} combinations of values: at most "
+                f"{_LARGEST:,} are possible; leave some out, or try ranges with --optuna TRIALS"
             )
         grid.settings(arm)
     return grid

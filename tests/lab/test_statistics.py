@@ -72,3 +72,7 @@ def test_paired_t_test_is_of_the_differences():
     assert paired_t_test({1: 1.0, 2: float("inf")}, {1: 1.5, 2: 2.0}, "lower") is None
     assert paired_t_test({1: 0.1 + 0.2, 2: 1.0}, {1: 0.3, 2: 1.0}, "lower") == 1
     assert paired_t_test({1: 1.1, 2: 2.1}, {1: 1.0, 2: 2.0}, "higher") == 0
+    assert paired_t_test({1: 1.1, 2: 2.1}, {1: 1.0, 2: 2.0}, "lower") == 1
+    both = paired_t_test(one, other, "different")
+    assert both == paired_t_test(other, one, "different") == pytest.approx(2 * expected)
+    assert paired_t_test({1: 1.0, 2: 2.0}, {1: 1.5, 2: 2.5}, "different") == 0

@@ -77,9 +77,11 @@ def one_sided_t_test(
 
 
 def paired_t_test(
-    values: Mapping[int, float], baseline: Mapping[int, float], better: Literal["lower", "higher"]
+    values: Mapping[int, float],
+    baseline: Mapping[int, float],
+    better: Literal["lower", "higher", "different"],
 ) -> float | None:
-    """The p-value of the one-sided t-test that the differences of equal seeds are better.
+    """The p-value of the t-test that the differences of equal seeds are better, or not zero.
 
     Runs with the same seed share their initialisation and the order of their batches. What both
     sides owe to the seed cancels in the difference, which the unpaired test of the paper counts as
@@ -87,13 +89,16 @@ def paired_t_test(
 
     Args:
         values, baseline: the values by seed.
+        better: ``"lower"`` or ``"higher"`` for a one-sided test, ``"different"`` for a two-sided.
     """
-    common = values.keys() & baseline.keys()
-    pairs = [(values[seed], baseline[seed]) for seed in sorted(common)]
+    seeds = sorted(values.keys() & baseline.keys())
+    pairs = np.array([(values[seed], baseline[seed]) for seed in seeds])
     if len(pairs) < 2 or not np.isfinite(pairs).all():
         return None
-    differences = [mine - theirs if better == "higher" else theirs - mine for mine, theirs in pairs]
-    mean = float(np.mean(differences))
-    if max(differences) - min(differences) <= 1e-12 * float(np.abs(pairs).max()):
-        return 0.0 if mean > 1e-12 * float(np.abs(pairs).max()) else 1.0
-    return float(stats.ttest_1samp(differences, 0, alternative="greater").pvalue)
+    differences = pairs[:, 0] - pairs[:, 1]
+    rounding = 1e-12 * float(np.abs(pairs).max())
+    if np.ptp(differences) <= rounding:  # without variance the difference is exact
+        mean = float(differences.mean()) * {"lower": -1, "higher": 1}.get(better, 1)
+        return 0.0 if (abs(mean) if better == "different" else mean) > rounding else 1.0
+    alternative = {"lower": "less", "higher": "greater", "different": "two-sided"}[better]
+    return float(stats.ttest_1samp(differences, 0, alternative=alternative).pvalue)

@@ -8,20 +8,21 @@ import contextlib
 import dataclasses
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import sole_writer, write_atomically
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
-from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
 
 _FILE = "comparison.yaml"
@@ -37,8 +38,14 @@ def stored_recipe(out: Path) -> Recipe | None:
 
 
 def compare(
-    recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
-) -> Table | None:
+    recipe: Recipe,
+    out: Path,
+    *,
+    execution: Execution,
+    cache: Path,
+    resume: bool = False,
+    on_start: Callable[[], object] = lambda: None,
+) -> Report | None:
     """Train and evaluate all runs into ``out``, and write its report.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
@@ -48,9 +55,10 @@ def compare(
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
             or more of them; finished runs are kept, an interrupted run continues from its last
             checkpoint.
+        on_start: called when the folder and the corpus are there, before the first run starts.
 
     Returns:
-        The table for the terminal, on rank 0; None on the others.
+        The report, on rank 0; None on the others.
 
     Raises:
         UsageError: if the folder is in use or not writable, or the text or the device cannot be
@@ -74,10 +82,14 @@ def compare(
                 for seed in recipe.seeds
                 for arm in recipe.arms
             ]
-            for run in runs:
-                train(run, corpus, execution)
-                if world_size() == 1:
-                    evaluate_run(run.folder, corpus, device=execution.device)
+            on_start()
+            with Progress(runs) as progress:
+                for run in runs:
+                    train(run, corpus, execution, progress)
+                    if world_size() == 1:
+                        progress.say("testing")
+                        evaluate_run(run.folder, corpus, device=execution.device)
+                progress.say("done")
             own_rank = rank()
         if own_rank > 0:
             return None

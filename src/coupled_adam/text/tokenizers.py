@@ -47,6 +47,8 @@ def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.in
     Raises:
         UsageError: if the text cannot be read or is empty.
     """
+    from tqdm import tqdm
+
     from coupled_adam.text.documents import open_documents
     from coupled_adam.text.source import Data
 
@@ -55,7 +57,10 @@ def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.in
         first = tokenizer.eos_token_id
     begin = [] if first is None else [first]
     parts = []
-    for document in open_documents(Data(text=str(text))).readers["train"]():
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(np.array([*begin, *ids], np.int64))
+    documents = open_documents(Data(text=str(text))).readers["train"]()
+    with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
+        for document in documents:
+            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+            parts.append(np.array([*begin, *ids], np.int64))
+            bar.update(len(parts[-1]))
     return np.concatenate(parts)

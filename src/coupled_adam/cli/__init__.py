@@ -15,7 +15,17 @@ from collections.abc import Sequence
 try:
     import jsonargparse
 
-    from coupled_adam.cli import analyze, bench, compare, evaluate, recipes, report, theory, train
+    from coupled_adam.cli import (
+        analyze,
+        bench,
+        compare,
+        evaluate,
+        recipes,
+        report,
+        sample,
+        theory,
+        train,
+    )
     from coupled_adam.cli.options import plain
     from coupled_adam.cli.terminal import is_other_rank
 except ModuleNotFoundError as error:
@@ -31,6 +41,7 @@ _COMMANDS = {
     "compare": compare,
     "train": train,
     "evaluate": evaluate,
+    "sample": sample,
     "report": report,
     "analyze": analyze,
     "theory": theory,

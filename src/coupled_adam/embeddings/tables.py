@@ -2,14 +2,14 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.report import MEASURES, Measure, Measures, number, shown
+from coupled_adam.embeddings.report import MEASURES, Measures, number, shown
 from coupled_adam.rendering.tables import csv_text, terminal_table
 
 T = TypeVar("T")
@@ -54,26 +54,35 @@ def table_rows(analyses: Sequence[Analysis]) -> list[tuple[str, list[Row]]]:
         (f"with the mean and the {removed} removed", "all_but_the_top"),
     ):
         parts = [a.report if field is None else getattr(a.report, field) for a in analyses]
-        rows = [
-            _row(measure, parts, healthy=field is None)
-            for measure in MEASURES
-            if any(number(part, measure.path) for part in parts)
-            and not (measure.of_the_mean and field is not None)
-        ]
+        rows = measure_rows(parts, as_is=field is None)
         rows += _word_similarity_rows(parts)
         sections.append((title, rows))
     return sections
 
 
-def _row(measure: Measure, parts: Sequence[Measures], healthy: bool) -> Row:
-    """A measure of each matrix, with its healthy range if ``healthy``."""
-    values = [number(part, measure.path) for part in parts]
-    texts = [shown(value, measure.digits) for value in values]
-    if measure.healthy is None or not healthy:
-        return Row(measure.label, measure.symbol, texts)
-    outside = [value is not None and value not in measure.healthy for value in values]
-    text = f"{measure.healthy} [{_SOURCES.index(measure.healthy.source) + 1}]"
-    return Row(measure.label, measure.symbol, texts, text, outside)
+def measure_rows(parts: Sequence[Measures | Mapping[str, Any]], *, as_is: bool = True) -> list[Row]:
+    """A row for each measure that one of some reports, or of their dicts, has.
+
+    Args:
+        parts: the reports, or one variant of each.
+        as_is: whether they are of the embeddings as they are. Otherwise there are no measures of
+            the mean itself, which say nothing once it is removed, and no healthy ranges.
+    """
+    rows = []
+    for measure in MEASURES:
+        values = [number(part, measure.path) for part in parts]
+        if not any(values) or (measure.of_the_mean and not as_is):
+            continue
+        row = Row(measure.label, measure.symbol, [shown(v, measure.digits) for v in values])
+        if measure.healthy is not None and as_is:
+            source = _SOURCES.index(measure.healthy.source) + 1
+            row = dataclasses.replace(
+                row,
+                healthy=f"{measure.healthy} [{source}]",
+                outside=[value is not None and value not in measure.healthy for value in values],
+            )
+        rows.append(row)
+    return rows
 
 
 def sources(sections: Sequence[tuple[str, Sequence[Row]]]) -> list[str]:

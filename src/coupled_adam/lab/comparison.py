@@ -37,6 +37,25 @@ def stored_recipe(out: Path) -> Recipe | None:
     return parse_recipe(text, str(out / _FILE))
 
 
+def runs_to_sample(name: str) -> list[str]:
+    """The finished runs of a comparison with one seed, a run for each arm; or ``name`` itself.
+
+    The seed is the first one for which most arms have finished.
+
+    Raises:
+        UsageError: it is the folder of a comparison, and none of its runs has finished.
+    """
+    recipe = stored_recipe(Path(name))
+    if recipe is None:
+        return [name]
+    folders = [[Path(name) / f"{arm}-seed-{seed}" for arm in recipe.arms] for seed in recipe.seeds]
+    finished = [[str(run) for run in runs if (run / "model").exists()] for runs in folders]
+    most = max(finished, key=len)
+    if not most:
+        raise UsageError(f"{name}: none of its runs has finished; continue it with --resume")
+    return most
+
+
 def compare(
     recipe: Recipe,
     out: Path,

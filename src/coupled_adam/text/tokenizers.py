@@ -14,8 +14,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or the hub, without running its code.
+
+    Args:
+        name: the folder, or the id on the hub.
+        revision: a branch, tag or commit on the hub.
 
     Raises:
         UsageError: if there is none, or it cannot be read.
@@ -24,7 +28,10 @@ def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=Path(name).exists(), trust_remote_code=False
+            name,
+            revision=revision or "main",
+            local_files_only=Path(name).exists(),
+            trust_remote_code=False,
         )
     except Exception as error:  # transformers and tokenizers raise many types
         reason = f"{type(error).__name__}: {one_line(error)}"

@@ -1,15 +1,19 @@
 """All measures of one embedding matrix, as an object, a table, and JSON."""
 
+import base64
+import contextlib
 import dataclasses
+import html
+import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
@@ -106,6 +110,35 @@ class EmbeddingReport(Measures):
             lines.append(("rows left out of all measures", "", str(self.excluded_rows), "", ""))
         return "\n".join(f"{a:<34}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
 
+    def _repr_html_(self) -> str:
+        """The table with the healthy ranges, and the spectra if matplotlib is installed."""
+        variants = (self, self.centered, self.all_but_the_top)
+        header = (
+            f"{self.vocab_size} x {self.hidden_size}",
+            "as is",
+            "- mean",
+            f"- top {self.top_directions}",
+            "healthy, as is",
+        )
+        lines = []
+        for measure in MEASURES:
+            values = [number(variant, measure.path) for variant in variants]
+            if values[0] is None:
+                continue
+            texts = [shown(value, measure.digits) for value in values]
+            cells = [f"{measure.label} {measure.symbol}", *texts]
+            note = ""
+            if measure.healthy is not None:
+                cells.append(str(measure.healthy))
+                note = f' title="{html.escape(measure.healthy.source)}"'
+                if values[0] not in measure.healthy:
+                    cells[1] += " (!)"
+            row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+            lines.append(f"<tr{note}>{row}</tr>")
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in header)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        return table + _spectra(variants)
+
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
         return dataclasses.asdict(self)
@@ -113,6 +146,24 @@ class EmbeddingReport(Measures):
     def to_json(self) -> str:
         """The attributes as a JSON object, in full precision; None becomes null."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+
+def _spectra(variants: Sequence[Measures]) -> str:
+    """The singular values of the three variants as an image; empty without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:  # it is not needed for anything else here
+        return ""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    ax = figure.subplots()
+    for variant, label in zip(variants, ("as is", "- mean", "- top directions")):
+        ax.plot(variant.singular_values, label=label)
+    ax.set(xlabel="number", ylabel="singular value", yscale="log")
+    ax.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    data = base64.b64encode(image.getvalue()).decode()
+    return f'<img alt="singular values" src="data:image/png;base64,{data}">'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +315,7 @@ def shown(value: float | None, digits: int) -> str:
 
 
 def analyze(
-    embeddings: geometry.Embeddings,
+    embeddings: geometry.Embeddings | nn.Module,
     counts: torch.Tensor | NDArray[Any] | None = None,
     *,
     sets: Mapping[str, WordSimilaritySet] | None = None,
@@ -278,7 +329,9 @@ def analyze(
     H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
+            such matrix, such as ``nn.Embedding``, or a model of transformers, whose output
+            embeddings are measured if it has any, and otherwise its input embeddings.
         counts: unigram counts or probabilities [V], for the correlations with frequency.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
         token_ids: a function from a word to its token id, needed with ``sets``; see
@@ -292,6 +345,8 @@ def analyze(
             its rows are zero; if ``counts``, token ids or ``keep`` do not fit the matrix; if
             ``directions`` is not between 0 and H.
     """
+    if isinstance(embeddings, nn.Module):
+        embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
@@ -352,6 +407,32 @@ def analyze(
         centered=_measures(centred, centred_squares, log_z, p, scores[1]),
         all_but_the_top=_measures(topless, topless_squares, topless_log_z, p, scores[2]),
         top_directions=top,
+    )
+
+
+def _matrix_of(module: nn.Module) -> Tensor:
+    """The output embeddings of a model, or its input embeddings, or the matrix of a layer."""
+    layers: list[Any] = [module]
+    for name in ("get_output_embeddings", "get_input_embeddings"):
+        getter = getattr(module, name, None)
+        if callable(getter):
+            with contextlib.suppress(NotImplementedError):  # of models without a text
+                layers.append(getter())
+    layers = [layer for layer in layers[1:] if layer is not None] or layers[:1]
+    weight = getattr(layers[0], "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.detach()
+    tables = {
+        name: layer.weight.detach()
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding)
+    }
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    has = f"has several: {', '.join(tables)}" if tables else "has none"
+    raise ValueError(
+        f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
+        "Pass the matrix itself, such as model.embed_tokens.weight"
     )
 
 

@@ -322,6 +322,7 @@ def analyze(
     token_ids: Callable[[str], int | None] | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
@@ -339,6 +340,8 @@ def analyze(
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
         directions: the number of top principal directions to remove; by default H / 100, rounded
             up. See :func:`all_but_the_top`.
+        on_rows: called with the number of rows of each block that a pass is done with, to show
+            the progress: together these are three times the rows that are measured.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
@@ -360,10 +363,10 @@ def analyze(
             raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
 
-    mean, norms = geometry.mean_and_norms(embeddings, kept)
+    mean, norms = geometry.mean_and_norms(embeddings, kept, on_rows)
     geometry.check_not_zero(float(norms.max()))
     used = len(norms)
-    centred_gram = geometry.gram(embeddings, mean, kept)
+    centred_gram = geometry.gram(embeddings, mean, kept, on_rows)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
@@ -372,7 +375,7 @@ def analyze(
     floor = 1e-12 * float(norms.max())
     raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
     along = torch.empty_like(norms)
-    for block in geometry.blocks(embeddings, kept):
+    for block in geometry.blocks(embeddings, kept, on_rows):
         along[raw.rows : raw.rows + len(block)] = block @ mean
         raw.add(block, geometry.project(block, basis))
         # In the basis of the principal directions, removing the top ones means dropping columns.

@@ -24,7 +24,8 @@ class Progress:
         self._runs = runs
         self._bar = tqdm(
             total=sum(run.recipe.steps for run in runs),
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
+            desc=runs[0].folder.name,
+            bar_format="{desc}{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
             disable=rank() > 0,
             dynamic_ncols=True,
             mininterval=0.1 if sys.stderr.isatty() else 30,
@@ -39,7 +40,7 @@ class Progress:
 
     def start(self, run: TrainingRun, step: int) -> None:
         """A run starts after ``step`` steps, which take no time now; all of them if it is done."""
-        self._bar.set_description_str(run.folder.name, refresh=False)
+        self._bar.set_description(run.folder.name, refresh=False)
         skipped = self._place(run, step) - self._bar.n
         self._bar.initial += skipped
         self._bar.n += skipped

@@ -404,25 +404,25 @@ def test_neither_tensor_nor_array(wrong):
 def test_modules():
     """A layer's matrix, a model's output embeddings, or its only table; otherwise which to pass."""
     layer = nn.Embedding(20, 4)
-    expected = analyze(layer.weight)
-    assert analyze(layer) == expected
-    assert analyze(nn.Sequential(layer, nn.Linear(4, 2))) == expected
+    expected = measures.analyze(layer.weight)
+    assert measures.analyze(layer) == expected
+    assert measures.analyze(nn.Sequential(layer, nn.Linear(4, 2))) == expected
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=20, n_embd=4, n_layer=1, n_head=1, tie_word_embeddings=False)
     )
-    assert analyze(model) == analyze(model.lm_head.weight)
-    assert analyze(model.transformer) == analyze(model.transformer.wte.weight)
+    assert measures.analyze(model) == measures.analyze(model.lm_head.weight)
+    assert measures.analyze(model.transformer) == measures.analyze(model.transformer.wte.weight)
     for module, message in (
         (nn.ModuleList([layer, nn.Embedding(5, 4)]), "it has several: 0, 1. Pass the matrix"),
         (nn.ReLU(), "which matrix of ReLU is meant is not clear, as it has none"),
     ):
         with pytest.raises(ValueError, match=message):
-            analyze(module)
+            measures.analyze(module)
 
 
 def test_a_report_in_a_notebook():
     """All numbers of the printed table, the healthy ranges, and a picture; nothing unescaped."""
-    report = analyze(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)) + 1)
+    report = measures.analyze(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)) + 1)
     shown = report._repr_html_()
     numbers = re.findall(r" -?\d+\.\d+", str(report))
     assert len(numbers) > 20
@@ -435,5 +435,5 @@ def test_a_report_in_a_notebook():
 def test_rows_are_counted_in_three_passes():
     counted = []
     keep = np.arange(30) < 20
-    analyze(torch.randn(30, 4), keep=keep, on_rows=counted.append)
+    measures.analyze(torch.randn(30, 4), keep=keep, on_rows=counted.append)
     assert sum(counted) == 3 * 20

@@ -396,9 +396,11 @@ def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):
     runs = [TrainingRun(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
     steps = recipe.steps
     with Progress(runs) as progress:
+        bar = progress._bar
+        capsys.readouterr()
+        bar.ncols, bar.dynamic_ncols = 60, None  # as for a terminal of 60 columns
         progress.start(runs[0], steps)  # it had finished
         progress.start(runs[1], 0)
-        bar = progress._bar
         for step in range(1, steps + 1):
             progress.step(runs[1], step, {"train_loss": 5.0, "tokens_per_second": 1e4})
             assert bar.n == steps + step

@@ -24,7 +24,7 @@ class Progress:
         self._runs = runs
         self._bar = tqdm(
             total=sum(run.recipe.steps for run in runs),
-            desc=runs[0].folder.name,
+            desc=f"{runs[0].folder.name}: ",
             bar_format="{desc}{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}",
             disable=rank() > 0,
             dynamic_ncols=True,

@@ -98,8 +98,8 @@ def printed(table, width=200):
         ),
         (
             {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [3.1, 3.0, 3.0]},
-            "The test losses of Coupled Adam and AdamW cannot be told apart with 3 seeds: the "
-            "difference is -0.067 (95 % confidence interval -0.446 to +0.313; paired t-test, "
+            "The test losses of Coupled Adam and AdamW cannot be told apart with 3 seeds: the first "
+            "minus the second is -0.067 (95 % confidence interval -0.446 to +0.313; paired t-test, "
             "p = 0.53).",
         ),
         (
@@ -127,7 +127,7 @@ def test_conclusion(losses, said, recipe, tmp_path):
     (paragraph,) = conclusion(runs, {})
     assert paragraph.startswith(said)
     if len(losses) == 2:
-        assert "isotropy 0.9 against 0.1" in paragraph
+        assert "isotropy is 0.9 against 0.1" in paragraph
     *_, diverged, unfinished = conclusion(
         runs, {tmp_path: "diverged at step 3", tmp_path / "a": "not finished"}
     )

@@ -10,7 +10,7 @@ from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, Paired, paired_t
 _MOST = 3  # as many arms get sentences of their own
 _LOSS = ("test_loss",)
 _GEOMETRY = {
-    "relative norm of the mean embedding": ("embeddings", "mean_norm_ratio"),
+    "the relative norm of the mean embedding": ("embeddings", "mean_norm_ratio"),
     "isotropy": ("embeddings", "isotropy"),
 }
 
@@ -105,8 +105,8 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     if not test.significant:
         return (
             f"The test losses of {name} and {reference} cannot be told apart with {test.pairs} "
-            f"seeds: the difference is {test.difference:+.3f} (95 % confidence interval "
-            f"{test.low:+.3f} to {test.high:+.3f}; paired t-test, {shown_p(test.p)})."
+            f"seeds: the first minus the second is {test.difference:+.3f} (95 % confidence "
+            f"interval {test.low:+.3f} to {test.high:+.3f}; paired t-test, {shown_p(test.p)})."
         )
     word = "lower" if test.difference < 0 else "higher"
     low, high = sorted((abs(test.low), abs(test.high)))
@@ -123,12 +123,11 @@ def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
     for name, path in _GEOMETRY.items():
         mine, theirs = _pairs(baseline, arm, path)
         if mine:
-            part = f"{name} {_mean(mine):.2g} against {_mean(theirs):.2g}"
+            part = f"{name} is {_mean(mine):.2g} against {_mean(theirs):.2g}"
             if len(mine) > 1:
                 part += f" ({shown_p(paired_t_test(mine, theirs).p)})"
             parts.append(part)
-    text = "; ".join(parts)
-    return [f"{text[0].upper()}{text[1:]}."] if text else []
+    return [f"With {arm[0].label}, {' and '.join(parts)}."] if parts else []
 
 
 def _mean(values: Sequence[float]) -> float:

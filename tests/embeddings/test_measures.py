@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coupled_adam import embeddings as measures
 from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.report import PASSES
 
 
 def cloud(rows=50, columns=6, shift=0.3, seed=0):
@@ -35,6 +36,16 @@ def test_isotropy_by_definition():
     published = measures.isotropy(matrix, convention="published")
     assert published == pytest.approx(min(signed) / max(signed), rel=1e-12)
     assert measures.isotropy(matrix) <= published
+
+
+def test_isotropy_at_unit_norm_does_not_depend_on_size():
+    """Nor does the effective rank; the plain isotropy does, by orders of magnitude."""
+    small, large = measures.analyze(cloud()), measures.analyze(500 * cloud())
+    for one, other in ((small, large), (small.centered, large.centered)):
+        assert other.isotropy_unit == pytest.approx(one.isotropy_unit, rel=1e-9)
+        assert other.effective_rank == pytest.approx(one.effective_rank, rel=1e-9)
+        assert other.isotropy < 1e-6 * one.isotropy
+    assert measures.isotropy_unit(500 * cloud()) == pytest.approx(small.isotropy_unit, rel=1e-9)
 
 
 def test_isotropy_does_not_depend_on_signs(monkeypatch):
@@ -87,6 +98,14 @@ def test_rho_by_definition():
     # Probabilities or counts: the total does not matter.
     p = torch.from_numpy(counts / counts.sum())
     assert measures.norm_frequency_correlation(matrix, p) == pytest.approx(expected)
+    # As published: with tokens that never occur, at 1e-10.
+    log_p = np.log(p.numpy() + 1e-10)
+    expected = np.corrcoef(np.linalg.norm(matrix, axis=1), log_p)[0, 1]
+    for either in (counts, p):
+        published = measures.norm_frequency_correlation(matrix, either, convention="published")
+        assert published == pytest.approx(expected)
+    with pytest.raises(ValueError, match="Invalid convention: 'all'"):
+        measures.norm_frequency_correlation(matrix, counts, convention="all")
     # Where there is nothing to correlate, it is not a number.
     assert np.isnan(measures.norm_frequency_correlation(np.ones((4, 2)), np.arange(4)))
     assert np.isnan(measures.norm_frequency_correlation(matrix, np.ones(50)))
@@ -223,7 +242,11 @@ def by_definition(matrix, counts=None):
         if a.any() and b.any()
     ]
     mu = matrix.mean(0)
+    _, axes = np.linalg.eigh(matrix.T @ matrix)
+    unit = matrix / norms.mean()
+    partition = [z(sign * c, unit) for c in axes.T for sign in (1, -1)]
     found = {
+        "isotropy_unit": min(partition) / max(partition),
         "mean_norm": np.sqrt(mu @ mu),
         "mean_norm_ratio": np.sqrt(mu @ mu) / norms.mean(),
         "condition": 100 * sigma[-1] / sigma[0],
@@ -240,6 +263,8 @@ def by_definition(matrix, counts=None):
         log_p = np.log(counts[seen] / counts.sum())
         found["norm_frequency_correlation"] = np.corrcoef(norms[seen], log_p)[0, 1]
         found["mean_frequency_correlation"] = np.corrcoef((matrix @ mu)[seen], log_p)[0, 1]
+        log_p = np.log(counts / counts.sum() + 1e-10)
+        found["norm_frequency_correlation_published"] = np.corrcoef(norms, log_p)[0, 1]
     return found
 
 
@@ -290,7 +315,7 @@ def test_a_report_of_what_was_centered(rows, columns, directions, seed):
         return
     report = measures.analyze(matrix, directions=directions)
     assert report.top_directions == (1 if directions is None else directions)
-    names = ("isotropy", "mean_norm", "mean_cosine_similarity", "norm_mean", "norm_std")
+    names = ("isotropy", "isotropy_unit", "mean_norm", "mean_cosine_similarity", "norm_mean")
     for part, other in (
         (report.centered, measures.subtract_mean(matrix)),
         (report.all_but_the_top, measures.all_but_the_top(matrix, directions)),
@@ -329,7 +354,14 @@ def test_rows_that_are_left_out():
     expected = measures.analyze(matrix[keep], counts[keep])
     assert report.excluded_rows == (~keep).sum()
     assert report.unseen_tokens == (counts == 0).sum()
-    for name in ("isotropy", "mean_norm", "norm_frequency_correlation", "effective_rank"):
+    for name in (
+        "isotropy",
+        "isotropy_unit",
+        "mean_norm",
+        "norm_frequency_correlation",
+        "norm_frequency_correlation_published",
+        "effective_rank",
+    ):
         assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=1e-9)
         assert getattr(report.centered, name) == pytest.approx(
             getattr(expected.centered, name), rel=1e-9
@@ -432,8 +464,8 @@ def test_a_report_in_a_notebook():
     assert 'src="data:image/png;base64,' in shown
 
 
-def test_rows_are_counted_in_three_passes():
+def test_rows_are_counted_in_each_pass():
     counted = []
     keep = np.arange(30) < 20
     measures.analyze(torch.randn(30, 4), keep=keep, on_rows=counted.append)
-    assert sum(counted) == 3 * 20
+    assert sum(counted) == PASSES * 20

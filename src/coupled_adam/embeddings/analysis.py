@@ -22,6 +22,7 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.text.token_files import Tokens, token_file
@@ -133,7 +134,7 @@ def analyze_model(
             keep = _kept_rows(exclude, rows, is_token, counts)
             measured = rows if keep is None else int(keep.sum())
             with tqdm(
-                total=3 * measured,
+                total=PASSES * measured,
                 desc=f"measuring {Path(model).name}",
                 unit=" rows",
                 unit_scale=True,

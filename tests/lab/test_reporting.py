@@ -99,8 +99,8 @@ def printed(table, width=200):
         (
             {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [3.1, 3.0, 3.0]},
             "The test losses of Coupled Adam and AdamW cannot be told apart with 3 seeds: the "
-            "first minus the second is -0.067 (95 % confidence interval -0.446 to +0.313; paired t-test, "
-            "p = 0.53).",
+            "first minus the second is -0.067 (95 % confidence interval -0.446 to +0.313; paired "
+            "t-test, p = 0.53).",
         ),
         (
             {"adamw": [3.0], "coupled_adam": [2.5]},

@@ -22,7 +22,11 @@ try:
         evaluate,
         recipes,
         report,
+<<<<<<< HEAD
         sweep,
+=======
+        sample,
+>>>>>>> w18b
         theory,
         train,
     )
@@ -42,6 +46,7 @@ _COMMANDS = {
     "train": train,
     "sweep": sweep,
     "evaluate": evaluate,
+    "sample": sample,
     "report": report,
     "analyze": analyze,
     "theory": theory,

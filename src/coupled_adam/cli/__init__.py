@@ -22,11 +22,8 @@ try:
         evaluate,
         recipes,
         report,
-<<<<<<< HEAD
-        sweep,
-=======
         sample,
->>>>>>> w18b
+        sweep,
         theory,
         train,
     )

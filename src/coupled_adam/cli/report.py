@@ -46,11 +46,6 @@ def run(options: Options) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = Path(options.out) if options.out else folders[0] / "report"
-<<<<<<< HEAD
-    print_table(report(folders, out, options.bold))
-    print_path("the whole report:", out / "index.html")
-=======
-    written = report(folders, out)
+    written = report(folders, out, options.bold)
     print_table(written)
     print_path("the whole report:", written.page)
->>>>>>> w18b

@@ -15,18 +15,10 @@ from tqdm import tqdm
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-<<<<<<< HEAD
-from coupled_adam.lab.reporting.page import PageTable, render
+from coupled_adam.lab.reporting.page import ShownTable, render, results_table
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
     Bold,
-=======
-from coupled_adam.lab.reporting.page import render, results_table
-from coupled_adam.lab.reporting.runs import read_runs
-from coupled_adam.lab.reporting.tables import (
-    Column,
-    Row,
->>>>>>> w18b
     footnotes,
     latex,
     markdown,
@@ -39,10 +31,6 @@ from coupled_adam.lab.reporting.tables import (
 )
 
 
-<<<<<<< HEAD
-def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Table:
-    """Write a report of all finished runs in some folders, and return the table for the terminal.
-=======
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A report that was written: it prints as text and table, and shows itself in a notebook.
@@ -50,35 +38,33 @@ class Report:
     Attributes:
         page: the path of its page.
         conclusion: what the runs show, a sentence or a few for each experiment.
-        rows, columns: the table.
+        table: the results.
         overview: the most important picture, a PNG.
     """
 
     page: Path
     conclusion: Sequence[str]
-    rows: Sequence[Row]
-    columns: Sequence[Column]
+    table: ShownTable
     overview: bytes = dataclasses.field(repr=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from terminal(self.rows, self.columns, options.max_width)
-        yield Text("\n".join([*footnotes(self.rows), ""]), style="dim")
+        yield from terminal(self.table.rows, self.table.columns, options.max_width)
+        yield Text("\n".join([*self.table.footnotes, ""]), style="dim")
         yield Text("\n".join([*self.conclusion, ""]))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         widest = max(
             console.measure(part, options=options).maximum
-            for part in terminal(self.rows, self.columns, console.width)
+            for part in terminal(self.table.rows, self.table.columns, console.width)
         )
         return Measurement(widest, widest)
 
     def _repr_html_(self) -> str:
-        return results_table(self.conclusion, self.rows, self.columns, self.overview)
+        return results_table(self.conclusion, self.table, self.overview)
 
 
-def report(folders: Sequence[Path], out: Path) -> Report:
+def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     """Write a report of all finished runs in some folders.
->>>>>>> w18b
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
@@ -102,12 +88,9 @@ def report(folders: Sequence[Path], out: Path) -> Report:
         )
     rows = table_rows(runs, bold)
     columns = shown_columns(rows)
-<<<<<<< HEAD
+    notes = footnotes(rows, bold)
     all_columns = [*columns, *more_columns(rows)]
-    out = out.resolve()  # so that a symbolic link stays one
-=======
     shown, out = out, out.resolve()  # so that a symbolic link stays one
->>>>>>> w18b
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
@@ -124,12 +107,8 @@ def report(folders: Sequence[Path], out: Path) -> Report:
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-<<<<<<< HEAD
-        table = PageTable(rows, all_columns, footnotes(rows, bold))
-        page = render(runs, left_out, table, pictures)
-=======
-        page = render(runs, left_out, rows, columns, pictures, out)
->>>>>>> w18b
+        table = ShownTable(rows, all_columns, notes)
+        page = render(runs, left_out, table, pictures, out)
         _write(temporary / "index.html", page)
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
@@ -140,12 +119,12 @@ def report(folders: Sequence[Path], out: Path) -> Report:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-<<<<<<< HEAD
-    return terminal(rows, columns, bold)
-=======
-    said = conclusion(runs, left_out)
-    return Report(shown / "index.html", said, rows, columns, pictures[0].png)
->>>>>>> w18b
+    return Report(
+        shown / "index.html",
+        conclusion(runs, left_out),
+        ShownTable(rows, columns, notes),
+        pictures[0].png,
+    )
 
 
 def _write(path: Path, text: str) -> None:

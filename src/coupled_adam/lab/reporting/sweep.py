@@ -16,7 +16,7 @@ from coupled_adam.lab.grid import Setting, as_text, is_number
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.reporting.plots import arm_colors
 from coupled_adam.lab.reporting.runs import short
-from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, paired_t_test, shorthand
+from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture, legend, single
 from coupled_adam.rendering.tables import csv_text, terminal_table
@@ -102,15 +102,15 @@ class SweepReport:
         seeds = list(one.test)
         difference = float(np.mean([one.test[s] - other.test[s] for s in seeds]))
         mine, theirs = self.label(one.arm), self.label(other.arm)
-        p = paired_t_test(one.test, other.test, "different")
+        paired = paired_t_test(one.test, other.test)
         way = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
-        if p is None:
+        if paired is None:
             return (
                 f"With one seed, the test loss of the best setting of {mine} is {way} than that of "
                 f"{theirs}; a test needs two seeds or more."
             )
-        test = f"two-sided paired t-test over {len(seeds)} seeds: p = {p:.2g}"
-        if p < SIGNIFICANCE:
+        test = f"two-sided paired t-test over {len(seeds)} seeds: p = {paired.p:.2g}"
+        if paired.significant:
             return (
                 f"The test loss of the best setting of {mine} is {way} than that of {theirs} "
                 f"({test})."

@@ -200,11 +200,12 @@ def _cell(
         return one_sided_t_test(values, [*_values(column, other).values()], column.better)
 
     found = [p(rival) for rival in rivals]
+    paired = None if against is None else paired_t_test(mine, _values(column, against))
     return Cell(
         values,
         shorthand(values, column.digits),
         None if against is None else p(against),
-        None if against is None else paired_t_test(mine, _values(column, against), column.better),
+        None if paired is None else paired.one_sided(column.better),
         bool(found) and all(one is not None and one < SIGNIFICANCE for one in found),
     )
 
@@ -242,14 +243,9 @@ def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
     notes = []
     if max(counts) > 1:
         notes.append(
-<<<<<<< HEAD
-            "Mean (standard deviation in the last digit) over seeds. "
-            f"{_BOLD[bold]}, by a one-sided Student t-test at 95 %."
-=======
-            "Mean (standard deviation in the last digit) over seeds. Bold: better than AdamW, or "
-            "AdamW better than the only other optimizer, by a one-sided Student t-test at 95 %, as "
-            "in the paper; the sentences use two-sided tests over pairs of runs with equal seeds."
->>>>>>> w18b
+            f"Mean (standard deviation in the last digit) over seeds. {_BOLD[bold]}, by a "
+            "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests "
+            "over pairs of runs with equal seeds."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
@@ -346,24 +342,13 @@ def runs_csv(runs: Sequence[Run]) -> str:
     return csv_text([header, *lines])
 
 
-<<<<<<< HEAD
-def terminal(rows: Sequence[Row], columns: Sequence[Column], bold: Bold = "adamw") -> Table:
-    """Create the table for the terminal."""
-    # If all rows have the same D and N, the title shows them, so that the rest fits 80 characters.
-=======
 def terminal(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[Table]:
     """Create the table for the terminal: in several parts if it is wider than ``width``."""
     # If all rows have the same D and N, the title shows them, so that more columns fit.
->>>>>>> w18b
     first = rows[0]
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
     names = ", ".join(dict.fromkeys(row.experiment for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
-<<<<<<< HEAD
-    shown = terminal_table(names + (size if one else ""), "\n".join(footnotes(rows, bold)))
-    shown.caption_justify = "left"
-    header = ([] if one else ["D", "N"]) + ["Optimizer", *(column.header for column in columns)]
-=======
     title = names + (size if one else "")
     ruler = Console(width=1000)
     parts: list[Table] = []
@@ -384,7 +369,6 @@ def _terminal_part(
 ) -> Table:
     shown = terminal_table(title)
     header = (["D", "N"] if with_sizes else []) + ["Optimizer", *(c.header for c in columns)]
->>>>>>> w18b
     for name in header:
         shown.add_column(name, justify="left" if name == "Optimizer" else "right", no_wrap=True)
     for row in rows:

@@ -6,12 +6,10 @@ mean removed, and with their mean and their top principal directions removed.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import jsonargparse
-from jsonargparse.typing import NonNegativeInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -20,6 +18,7 @@ from coupled_adam.cli.options import (
     check_folders,
     device,
     optional_path,
+    whole_number,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -45,7 +44,7 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument(
         "models",
@@ -69,7 +68,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exclude",
-        type=Literal["padding", "unseen"],
+        choices=("padding", "unseen"),
         nargs="+",
         default=[],
         help="leave out padding (rows that belong to no token of the tokenizer), or unseen tokens "
@@ -77,7 +76,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top",
-        type=NonNegativeInt,
+        type=whole_number,
         metavar="N",
         help="how many top principal directions to remove (default: H / 100, rounded up)",
     )

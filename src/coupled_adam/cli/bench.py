@@ -6,15 +6,13 @@ with torch's fused AdamW. With --recipe, whole training steps are timed instead.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-
-import jsonargparse
-from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -23,6 +21,8 @@ from coupled_adam.cli.options import (
     add_overrides,
     check_folders,
     device,
+    positive_int,
+    positive_number,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -49,7 +49,7 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     add_overrides(parser)
     parser.add_argument(
@@ -57,7 +57,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=Literal["float32", "bfloat16", "float16", "float64"],
+        choices=("float32", "bfloat16", "float16", "float64"),
         default="float32",
         help="the dtype of parameters and gradients",
     )
@@ -70,14 +70,14 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
     parser.add_argument(
-        "--steps", type=PositiveInt, default=20, help="training steps of each optimizer"
+        "--steps", type=positive_int, default=20, help="training steps of each optimizer"
     )
     parser.add_argument(
         "--optimizers", nargs="+", metavar="NAME", help="time only these optimizers of the table"
     )
     parser.add_argument(
         "--seconds",
-        type=PositiveFloat,
+        type=positive_number,
         default=4.0,
         help="about how long each optimizer is timed for",
     )

@@ -7,11 +7,9 @@ on Python's built-in documentation, in a few minutes on two cores.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     RunOptions,
@@ -20,6 +18,7 @@ from coupled_adam.cli.options import (
     execution,
     known_arm,
     overridden,
+    positive_int,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
 
@@ -32,7 +31,7 @@ class Options(RunOptions):
     seeds: list[int] | None
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     add_run_arguments(
         parser, "a new folder for the results (default: runs/NAME, with the recipe's name)"
@@ -42,7 +41,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=PositiveInt,
+        type=positive_int,
         nargs="+",
         metavar="N",
         help="one number N: the seeds 1 to N; several numbers: these seeds",

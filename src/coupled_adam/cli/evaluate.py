@@ -7,13 +7,11 @@ causal language model, in a folder in Hugging Face format, to the file --out, if
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -22,6 +20,7 @@ from coupled_adam.cli.options import (
     cache_folder,
     device,
     optional_path,
+    positive_int,
 )
 from coupled_adam.cli.terminal import console, print_path, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -42,12 +41,12 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument("model", help="the folder of a run, or of a model")
     parser.add_argument(
         "--batches",
-        type=PositiveInt,
+        type=positive_int,
         help="how many batches of held-out text to use (default: the recipe's number, or all)",
     )
     parser.add_argument(

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import importlib.util
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from coupled_adam.cli.terminal import quiet_libraries
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
     from coupled_adam.lab.training.config import Execution
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,32 @@ class RunOptions:
     log: list[Literal["tensorboard", "wandb"]]
 
 
-def add_overrides(parser: jsonargparse.ArgumentParser) -> None:
+def positive_int(text: str) -> int:
+    """The type of options that count: a whole number from 1 on."""
+    return _number(text, int, lambda number: number >= 1, "a whole number, 1 or more")
+
+
+def whole_number(text: str) -> int:
+    """The type of options that may be 0: a whole number from 0 on."""
+    return _number(text, int, lambda number: number >= 0, "a whole number, 0 or more")
+
+
+def positive_number(text: str) -> float:
+    """The type of durations: a finite number above 0."""
+    return _number(text, float, lambda number: 0 < number < math.inf, "a number above 0")
+
+
+def _number(text: str, kind: type[N], fits: Callable[[N], bool], what: str) -> N:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind(-1)
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {what}")
+    return number
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Values of the recipe as positional arguments."""
     parser.add_argument(
         "overrides",
@@ -50,31 +76,31 @@ def add_overrides(parser: jsonargparse.ArgumentParser) -> None:
     )
 
 
-def add_cache(parser: jsonargparse.ArgumentParser) -> None:
+def add_cache(parser: argparse.ArgumentParser) -> None:
     """``--cache``."""
     parser.add_argument(
         "--cache", help="the folder that keeps prepared corpora (default: in the user's cache)"
     )
 
 
-def add_device(parser: jsonargparse.ArgumentParser) -> None:
+def add_device(parser: argparse.ArgumentParser) -> None:
     """``--device``."""
     parser.add_argument(
         "--device",
-        type=Device,
+        choices=get_args(Device),
         default="auto",
         help="where to compute; auto takes cuda, mps or cpu, the first that is available",
     )
 
 
-def add_json(parser: jsonargparse.ArgumentParser, what: str = "numbers") -> None:
+def add_json(parser: argparse.ArgumentParser, what: str = "numbers") -> None:
     """``--json``."""
     parser.add_argument(
         "--json", action="store_true", help=f"print all {what} as JSON, and nothing else"
     )
 
 
-def add_run_arguments(parser: jsonargparse.ArgumentParser, out: str) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """The arguments of :class:`RunOptions`; ``out`` is the help of ``--out``."""
     add_overrides(parser)
     parser.add_argument(
@@ -85,7 +111,7 @@ def add_run_arguments(parser: jsonargparse.ArgumentParser, out: str) -> None:
     parser.add_argument(
         "--text", help="train on this file, or on all text files in this folder (data.text)"
     )
-    parser.add_argument("--steps", type=PositiveInt, help="training steps (training.steps)")
+    parser.add_argument("--steps", type=positive_int, help="training steps (training.steps)")
     parser.add_argument("--out", help=out)
     add_cache(parser)
     parser.add_argument(
@@ -101,19 +127,19 @@ def add_run_arguments(parser: jsonargparse.ArgumentParser, out: str) -> None:
     add_device(parser)
     parser.add_argument(
         "--strategy",
-        type=Literal["ddp", "fsdp2"],
+        choices=("ddp", "fsdp2"),
         default="ddp",
         help="how several processes (torchrun, srun) share a run; fsdp2 shards the model",
     )
     parser.add_argument(
         "--micro-batch-size",
-        type=PositiveInt,
+        type=positive_int,
         help="sequences that a process takes at a time (default: its whole share of the batch)",
     )
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument(
         "--log",
-        type=Literal["tensorboard", "wandb"],
+        choices=("tensorboard", "wandb"),
         nargs="*",
         default=["tensorboard"],
         help="loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
@@ -206,13 +232,3 @@ def check_folders(**files: str | None) -> None:
     for option, path in files.items():
         if path is not None and not Path(path).parent.is_dir():
             raise UsageError(f"--{option}: there is no folder {Path(path).parent}: create it first")
-
-
-def plain(value: Any) -> Any:
-    """The same number or list as Python's own type: jsonargparse's subclasses are no YAML."""
-    if isinstance(value, list):
-        return [plain(element) for element in value]
-    for kind in (bool, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    return value

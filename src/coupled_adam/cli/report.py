@@ -5,10 +5,9 @@ Tables, pictures, and a page that holds all of them.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
-
-import jsonargparse
 
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
@@ -22,7 +21,7 @@ class Options:
     out: str | None
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     parser.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
     parser.add_argument("--out", help="the report's folder (default: report in the first DIR)")

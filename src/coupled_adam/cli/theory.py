@@ -6,12 +6,10 @@ SGD and of Coupled Adam, but not those of AdamW.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -22,6 +20,7 @@ from coupled_adam.cli.options import (
     check_folders,
     device,
     optional_path,
+    positive_int,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 
@@ -40,12 +39,12 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     parser.add_argument("model", help="the folder of a run, or of a causal language model")
     parser.add_argument("--text", help="text for a model: a file, or a folder of text files")
-    parser.add_argument("--batches", type=PositiveInt, default=50, help="gradients to take")
-    parser.add_argument("--batch-size", type=PositiveInt, default=8, help="sequences in a batch")
+    parser.add_argument("--batches", type=positive_int, default=50, help="gradients to take")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="sequences in a batch")
     add_json(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page with the table and a picture")
     add_cache(parser)

@@ -6,11 +6,9 @@ by coupled-adam report.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
-
-import jsonargparse
-from jsonargparse.typing import NonNegativeInt
 
 from coupled_adam.cli.options import (
     RunOptions,
@@ -19,6 +17,7 @@ from coupled_adam.cli.options import (
     execution,
     known_arm,
     overridden,
+    whole_number,
 )
 from coupled_adam.cli.terminal import print_path
 
@@ -31,11 +30,11 @@ class Options(RunOptions):
     seed: int
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     add_run_arguments(parser, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
     parser.add_argument("--arm", required=True, help="an arm of the recipe")
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="the seed of the run")
+    parser.add_argument("--seed", type=whole_number, default=1, help="the seed of the run")
 
 
 def run(options: Options) -> None:

@@ -15,10 +15,11 @@ from coupled_adam.cli.options import (
     Device,
     add_device,
     add_json,
-    check_folders,
+    check_files,
     device,
     optional_path,
     whole_number,
+    write_file,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -89,13 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from coupled_adam.embeddings import analysis, tables
-    from coupled_adam.files import write_atomically
 
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
     given = [name for name, value in counted.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
-    check_folders(csv=options.csv, html=options.html)
+    check_files(csv=options.csv, html=options.html)
     target = device(options.device)
     quiet_libraries()
     sets = None
@@ -121,13 +121,15 @@ def run(options: Options) -> None:
             device=target,
         )
     ]
-    if options.csv is not None:
-        write_atomically(Path(options.csv), tables.analyses_csv(analyses))
-    if options.html is not None:
-        from coupled_adam.embeddings.page import analyses_page
+    try:
+        if options.csv is not None:
+            write_file("--csv", options.csv, tables.analyses_csv(analyses))
+        if options.html is not None:
+            from coupled_adam.embeddings.page import analyses_page
 
-        write_atomically(Path(options.html), analyses_page(analyses))
-    if options.json:
-        print(tables.analyses_json(analyses))
-    else:
-        print_table(tables.analyses_table(analyses))
+            write_file("--html", options.html, analyses_page(analyses))
+    finally:  # the numbers are shown even if a file cannot be written after all
+        if options.json:
+            print(tables.analyses_json(analyses))
+        else:
+            print_table(tables.analyses_table(analyses))

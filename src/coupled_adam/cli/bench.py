@@ -19,7 +19,7 @@ from coupled_adam.cli.options import (
     add_device,
     add_json,
     add_overrides,
-    check_folders,
+    check_files,
     device,
     positive_int,
     positive_number,
@@ -93,7 +93,7 @@ def run(options: Options) -> None:
     from coupled_adam import bench
     from coupled_adam.lab.training.environment import environment
 
-    check_folders(picture=options.picture)
+    check_files(picture=options.picture)
     if options.picture is not None:
         bench.check_format(Path(options.picture))
     target = device(options.device)
@@ -122,13 +122,15 @@ def run(options: Options) -> None:
         print("\n".join(machine.notes))
     timed = bench.bench(cases, names, device=target, seconds=options.seconds)
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
-    if options.picture is not None:
-        draw = bench.growth_picture if options.growth else bench.bench_picture
-        bench.save_figure(draw(results), Path(options.picture))
-    if options.json:
-        print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
-    else:
-        print_table(bench.bench_table(results))
+    try:
+        if options.picture is not None:
+            draw = bench.growth_picture if options.growth else bench.bench_picture
+            bench.save_figure(draw(results), Path(options.picture))
+    finally:
+        if options.json:
+            print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
+        else:
+            print_table(bench.bench_table(results))
 
 
 def _time_training(

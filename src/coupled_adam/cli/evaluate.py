@@ -18,9 +18,11 @@ from coupled_adam.cli.options import (
     add_cache,
     add_device,
     cache_folder,
+    check_files,
     device,
     optional_path,
     positive_int,
+    write_file,
 )
 from coupled_adam.cli.terminal import console, print_path, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -74,13 +76,13 @@ def run(options: Options) -> None:
     from rich.pretty import pprint
 
     from coupled_adam.embeddings.analysis import word_similarity_sets
-    from coupled_adam.files import write_atomically
     from coupled_adam.lab.data.corpus import prepare_corpus
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
     from coupled_adam.lab.evaluation.loading import is_run
     from coupled_adam.lab.recipe import load_recipe
 
+    check_files(out=options.out)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)
@@ -119,9 +121,11 @@ def run(options: Options) -> None:
             device=target,
         )
         written = optional_path(options.out)
-        if written is not None:
-            write_atomically(written, json.dumps(result, indent=2))
-    pprint(_without_spectra(result), console=console(), expand_all=True)
+    try:
+        if options.out is not None:
+            write_file("--out", options.out, json.dumps(result, indent=2))
+    finally:
+        pprint(_without_spectra(result), console=console(), expand_all=True)
     if written is not None:
         print_path("all numbers:", written)
 

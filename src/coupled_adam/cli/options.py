@@ -6,13 +6,17 @@ import argparse
 import difflib
 import importlib.util
 import math
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from coupled_adam.cli.terminal import quiet_libraries
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -21,13 +25,15 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda", "mps"]
 N = TypeVar("N", int, float)
 
+DEFAULT_RECIPE = "tiny"
+
 
 @dataclass(frozen=True)
 class RunOptions:
     """What ``compare`` and ``train`` have in common: a recipe, and how its runs are executed."""
 
     overrides: list[str]
-    recipe: str
+    recipe: str | None
     text: str | None
     steps: int | None
     out: str | None
@@ -105,8 +111,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     add_overrides(parser)
     parser.add_argument(
         "--recipe",
-        default="tiny",
-        help="the name of a recipe (coupled-adam recipes lists them), or a YAML file",
+        help="the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: "
+        "tiny; with --resume, the recipe in OUT)",
     )
     parser.add_argument(
         "--text", help="train on this file, or on all text files in this folder (data.text)"
@@ -147,10 +153,23 @@ def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
 
 
 def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe with the values that the command line gives."""
+    """The recipe with the values that the command line gives.
+
+    Raises:
+        UsageError: a value is not valid, or is given twice in different ways.
+    """
     from coupled_adam.lab.recipe import override, parse_overrides
 
     values = parse_overrides(options.overrides)
+    for option, given, others in (
+        ("--steps", options.steps, ("training.steps", "training.tokens")),
+        ("--text", options.text, ("data.text", "data.hub", "data.tokens")),
+    ):
+        for key in others:
+            if given is not None and values.get(key) is not None:
+                raise UsageError(
+                    f"{option} {given} and {key}={values[key]} exclude each other: give only one"
+                )
     if options.steps is not None:
         values |= {"training.steps": options.steps, "training.tokens": None}
     if options.text is not None:
@@ -181,6 +200,8 @@ def execution(options: RunOptions) -> Execution:
     from coupled_adam.lab.training.config import Execution
 
     quiet_libraries()  # after their imports, which set the levels they like
+    if options.skip_damaged and not options.resume:
+        raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
     for name in options.log:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log {name} needs a package: pip install {name}")
@@ -227,8 +248,57 @@ def optional_path(path: str | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-def check_folders(**files: str | None) -> None:
-    """Raise UsageError where a file is to be written into a folder that does not exist."""
-    for option, path in files.items():
-        if path is not None and not Path(path).parent.is_dir():
-            raise UsageError(f"--{option}: there is no folder {Path(path).parent}: create it first")
+def check_files(**files: str | None) -> None:
+    """Check, before any work is done for them, that files can be written.
+
+    Args:
+        files: paths, by the names of their options.
+
+    Raises:
+        UsageError: a file cannot be written; nothing has been changed.
+    """
+    for option, name in files.items():
+        if name is None:
+            continue
+        path = Path(name)
+        with _explaining(f"--{option} {name}", "name another file"):
+            if not path.parent.exists():
+                raise UsageError(f"--{option}: there is no folder {path.parent}: create it first")
+            if path.exists() and not path.is_file():
+                raise UsageError(f"--{option} {name} exists and is not a file: name another one")
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Check, before any work is done for it, that a folder can be created or written to.
+
+    Raises:
+        UsageError: it cannot be; nothing has been changed.
+    """
+    with _explaining(f"{option} {folder}", "choose another folder"):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{option} {folder} exists and is not a folder: choose another one")
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+
+
+def write_file(option: str, name: str, content: str | bytes) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        TrainingError: it cannot be written, such as when the disk is full.
+    """
+    try:
+        write_atomically(Path(name), content)
+    except OSError as error:
+        raise TrainingError(f"{option} {name} cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def _explaining(what: str, instead: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} cannot be written ({error.strerror}): {instead}") from None

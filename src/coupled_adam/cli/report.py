@@ -9,6 +9,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from coupled_adam.cli.options import check_folder
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
@@ -36,5 +37,6 @@ def run(options: Options) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = Path(options.out) if options.out else folders[0] / "report"
+    check_folder("--out", out)
     print_table(report(folders, out))
     print_path("the whole report:", out / "index.html")

@@ -17,10 +17,11 @@ from coupled_adam.cli.options import (
     add_device,
     add_json,
     cache_folder,
-    check_folders,
+    check_files,
     device,
     optional_path,
     positive_int,
+    write_file,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 
@@ -53,11 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: Options) -> None:
     """Measure the sums, and print or write them."""
-    from coupled_adam.files import write_atomically
     from coupled_adam.lab.evaluation.theory import measure_folder
     from coupled_adam.lab.reporting.theory import theory_page, theory_table
 
-    check_folders(html=options.html)
+    check_files(html=options.html)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)
@@ -69,9 +69,11 @@ def run(options: Options) -> None:
         cache=cache_folder(options.cache),
         device=target,
     )
-    if options.html is not None:
-        write_atomically(Path(options.html), theory_page(measured, folder.name))
-    if options.json:
-        print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
-    else:
-        print_table(theory_table(measured, folder.name))
+    try:
+        if options.html is not None:
+            write_file("--html", options.html, theory_page(measured, folder.name))
+    finally:
+        if options.json:
+            print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
+        else:
+            print_table(theory_table(measured, folder.name))

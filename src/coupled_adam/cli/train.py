@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
     RunOptions,
     add_run_arguments,
     cache_folder,
+    check_folder,
     execution,
     known_arm,
     overridden,
@@ -43,9 +45,14 @@ def run(options: Options) -> None:
     from coupled_adam.lab.recipe import load_recipe
     from coupled_adam.lab.training.config import TrainingRun
 
-    recipe = overridden(load_recipe(options.recipe), options)
+    named = options.recipe or DEFAULT_RECIPE
+    if options.recipe is None and options.resume and options.out is not None:
+        config = Path(options.out) / "config.yaml"
+        named = str(config) if config.is_file() else named
+    recipe = overridden(load_recipe(named), options)
     arm, seed = known_arm(options.arm, recipe), options.seed
     folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
+    check_folder("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
         execution=execution(options),

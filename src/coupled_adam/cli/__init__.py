@@ -6,18 +6,21 @@ Each file defines ``Options``, ``add_arguments`` and ``run``. It imports large l
 
 import argparse
 import difflib
+import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 try:
     from coupled_adam.cli import analyze, bench, compare, evaluate, recipes, report, theory, train
     from coupled_adam.cli.terminal import is_other_rank
 except ModuleNotFoundError as error:
-    sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
+    from coupled_adam.errors import install
+
+    sys.exit(f"coupled-adam: {error}; install the command with: {install('lab')}")
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
@@ -45,27 +48,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     same command with ``--resume`` continues.
     """
     arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # rather ? than an error, where there is no ‖
+        sys.stdout.reconfigure(errors="replace")
+    given: dict[str, Any] = {}
     try:
         name = _command_name(arguments)
-        given = _command_parser(name).parse_args(arguments[1:])
-        _COMMANDS[name].run(_COMMANDS[name].Options(**vars(given)))
+        given = vars(_command_parser(name).parse_args(arguments[1:]))
+        _COMMANDS[name].run(_COMMANDS[name].Options(**given))
+        sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)
         return _fail(2, f"error: {message}{_hint(arguments, message)}")
     except TrainingError as error:
         return _fail(1, f"error: {one_line(error, longest=None)}")
+    except BrokenPipeError:  # what reads standard output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno is None:
             raise
         where = f": {error.filename}" if error.filename else ""
-        what = f"error: {os.strerror(error.errno)}{where}"
-        return _fail(1, f"{what}; what was finished is kept, continue with --resume")
+        kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
+        return _fail(1, f"error: {os.strerror(error.errno)}{where}{kept}")
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
         return _fail(PREEMPTED, f"{one_line(error, longest=None)}; continue with --resume")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
-        return _fail(130, "interrupted; add --resume to the command to continue")
+        more = "; add --resume to the command to continue" if "resume" in given else ""
+        return _fail(130, f"interrupted{more}")
     return 0
 
 

@@ -19,6 +19,7 @@ from coupled_adam.cli.options import (
     add_device,
     cache_folder,
     check_files,
+    check_folder,
     device,
     optional_path,
     positive_int,
@@ -96,6 +97,7 @@ def run(options: Options) -> None:
     elif tasks_folder is not None:
         raise UsageError("--lm-eval-path needs --lm-eval, with the names of the tasks")
     if is_run(folder):
+        check_folder("MODEL", folder)
         if options.text is not None or options.out is not None:
             raise UsageError(
                 f"--text and --out are for models; {folder} is a run, which has its own text and "

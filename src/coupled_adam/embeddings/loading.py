@@ -110,7 +110,8 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
     if tensor is not None:
         if tensor not in matrices:
-            raise ValueError(f"{weights.source} has no matrix {tensor!r}; it contains {listed}")
+            what = f"it contains {listed}" if any(matrices) else "its matrix has no name"
+            raise ValueError(f"{weights.source} has no matrix {tensor!r}; {what}")
         return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
     inputs, output = _named(matrices, _INPUT), _named(matrices, _OUTPUT)
     if inputs is None and output is None:
@@ -184,10 +185,18 @@ def _open_folder(folder: Path) -> Weights:
         if whole.exists():
             opened = open_file(whole)
             return dataclasses.replace(opened, source=str(folder), config=config)
+    runs = inner_runs(folder)
+    if runs:
+        raise ValueError(f"{folder} is not a model, but holds runs: name one, such as {runs[0]}")
     raise ValueError(
         f"{folder} has no weights that can be read: no model.safetensors (or its index), no "
         "pytorch_model.bin, no distributed checkpoint"
     )
+
+
+def inner_runs(folder: Path) -> list[Path]:
+    """The runs in a folder, which is that of a comparison if there are any."""
+    return sorted(path.parent for path in folder.glob("*/config.yaml"))
 
 
 def _open_run(folder: Path) -> Weights:

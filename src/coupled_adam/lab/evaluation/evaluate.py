@@ -25,6 +25,7 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.loading import (
     block_length,
+    check_model,
     is_causal,
     load_model,
     load_model_tokenizer,
@@ -134,14 +135,17 @@ def evaluate_model(
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
+    check_model(folder)
+    if batches is not None and text is None:
+        raise UsageError("--batches is for the test loss: name a text for it with --text")
+    needs_tokenizer = text is not None or sets is not None or downstream is not None
+    tokenizer = load_model_tokenizer(folder) if needs_tokenizer else None
     model = load_model(folder, device)
     if not is_causal(model):
         raise UsageError(
             f"{folder}: {type(model).__name__} predicts tokens from later ones, too: a causal "
             "language model is needed"
         )
-    needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = load_model_tokenizer(folder) if needs_tokenizer else None
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),

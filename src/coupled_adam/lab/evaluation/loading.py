@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from coupled_adam.embeddings.loading import inner_runs
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
@@ -35,16 +36,25 @@ def recipe_of_run(folder: Path) -> Recipe:
     return recipe
 
 
+def check_model(folder: Path) -> None:
+    """Raise UsageError unless this is the folder of a model."""
+    runs = inner_runs(folder)
+    if (folder / "config.json").exists():
+        return
+    if runs:
+        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
+    raise UsageError(
+        f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+    )
+
+
 def load_model(folder: Path, device: str) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
     Raises:
         UsageError: the folder has no model, or weights are damaged or missing.
     """
-    if not (folder / "config.json").exists():
-        raise UsageError(
-            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
-        )
+    check_model(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -22,6 +22,7 @@ from coupled_adam.embeddings.weights import (
     open_file,
     open_hub_file,
 )
+from coupled_adam.text.hub import hub_error, reach_hub
 
 _INPUT = (
     "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
@@ -251,6 +252,8 @@ def _open_hub(name: str, revision: str | None) -> Weights:
     import huggingface_hub
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    reach_hub()
+
     def download(filename: str) -> dict[str, Any] | None:
         try:
             return _json(Path(huggingface_hub.hf_hub_download(name, filename, revision=revision)))
@@ -272,10 +275,9 @@ def _open_hub(name: str, revision: str | None) -> Weights:
     except ValueError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many types
-        reason = " ".join(str(error).split())[:300]
         raise FileNotFoundError(
-            f"{name}: no such file or folder here, and the hub did not return such a model "
-            f"({type(error).__name__}: {reason})"
+            f"{name}: there is no such file or folder here, nor a model on the hub that can be "
+            f"read ({hub_error(error)})"
         ) from None
 
 

@@ -116,6 +116,9 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings in it; if counts, a tokenizer or a
             text do not fit the embeddings, or are needed but were not given.
     """
+    needed = bool(sets) or "padding" in exclude
+    # One that is named is loaded before the work, since it may be misspelt.
+    tokenizer = None if source.tokenizer is None else _tokenizer(model, source, needed)
     try:
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
     except (ValueError, OSError) as error:
@@ -127,7 +130,7 @@ def analyze_model(
             raise UsageError(
                 f"--top {directions}: the embeddings of {model} have only {width} directions"
             )
-    tokenizer = _tokenizer(model, source, bool(sets) or "padding" in exclude)
+    tokenizer = tokenizer or _tokenizer(model, source, needed)
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
@@ -207,8 +210,10 @@ def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerB
     try:
         return load_tokenizer(name)
     except UsageError as error:
-        if needed or source.tokenizer is not None:
-            raise UsageError(f"{error}, or pass a tokenizer with --tokenizer") from None
+        if source.tokenizer is not None:
+            raise UsageError(f"--tokenizer {error}") from None
+        if needed:
+            raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
         return None
 
 

@@ -76,7 +76,7 @@ def run(options: Options) -> None:
             raise UsageError(f"--arms {' '.join(options.arms)} names an arm twice")
         arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
         recipe = dataclasses.replace(recipe, arms=arms)
-    how = execution(options)
+    how = execution(options, recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
         f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",

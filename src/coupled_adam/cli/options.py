@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib.util
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -191,11 +192,11 @@ def known_arm(name: str, recipe: Recipe) -> str:
     return name
 
 
-def execution(options: RunOptions) -> Execution:
-    """How the runs are executed.
+def execution(options: RunOptions, recipe: Recipe) -> Execution:
+    """How the runs of a recipe are executed.
 
     Raises:
-        UsageError: a device or a logger that is not available here.
+        UsageError: a device or a logger is not available here, or the model is too large for it.
     """
     from coupled_adam.lab.training.config import Execution
 
@@ -205,14 +206,35 @@ def execution(options: RunOptions) -> Execution:
     for name in options.log:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log {name} needs a package: pip install {name}")
+    target = device(options.device)
+    if options.strategy != "fsdp2":  # which shares a model among machines
+        _check_memory(recipe, target)
     return Execution(
-        device=device(options.device),
+        device=target,
         strategy=options.strategy,
         micro_batch_size=options.micro_batch_size,
         compile=options.compile,
         log=tuple(options.log),
         skip_damaged=options.skip_damaged,
     )
+
+
+def _check_memory(recipe: Recipe, target: str) -> None:
+    """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
+    import torch
+
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if target == "cuda":
+        available = torch.cuda.get_device_properties(0).total_memory
+    needed = 3 * 4 * recipe.parameters  # float32
+    if needed > available:
+        raise UsageError(
+            f"a model of {recipe.parameters / 1e9:,.1f} billion parameters (model.n_embd="
+            f"{recipe.model.n_embd}, model.n_layer={recipe.model.n_layer}, model.vocab_size="
+            f"{recipe.model.vocab_size}) needs at least {needed / 1e9:,.0f} GB for its training, "
+            f"and {target} has {available / 1e9:,.0f} GB: make it smaller, or share it with "
+            "--strategy fsdp2"
+        )
 
 
 def device(name: Device) -> str:

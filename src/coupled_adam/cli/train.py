@@ -55,7 +55,7 @@ def run(options: Options) -> None:
     check_folder("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
-        execution=execution(options),
+        execution=execution(options, recipe),
         cache=cache_folder(options.cache),
         resume=options.resume,
     )

@@ -151,7 +151,10 @@ def errors(small_recipe, text_file, tmp_path):
             "data.hub=x exclude each other",
         ),
         "no resume": (("--skip-damaged", *recipe), "--skip-damaged is for --resume"),
-        "too large": (("model.n_embd=2000000", *recipe), "96,0"),
+        "too large": (
+            ("model.n_embd=2000000", *recipe),
+            "a model of 48,000.7 billion parameters (model.n_embd=2000000,",
+        ),
         "missing device": (("--device", "mps", "--out", new, *recipe), "is not available here"),
         "unknown recipe": (("--recipe", "tinny"), "did you mean tiny?"),
     }

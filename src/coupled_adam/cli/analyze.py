@@ -95,6 +95,10 @@ def run(options: Options) -> None:
     given = [name for name, value in counted.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
+    if options.revision is not None:
+        here = [model for model in options.models if Path(model).exists()]
+        if here:
+            raise UsageError(f"--revision is for models on the hub, and {here[0]} is a path here")
     check_files(csv=options.csv, html=options.html)
     target = device(options.device)
     quiet_libraries()

@@ -282,7 +282,7 @@ def check_files(**files: str | None) -> None:
     for option, name in files.items():
         if name is None:
             continue
-        path = Path(name)
+        path = Path(name).resolve()  # a link stays one
         with _explaining(f"--{option} {name}", "name another file"):
             if not path.parent.exists():
                 raise UsageError(f"--{option}: there is no folder {path.parent}: create it first")
@@ -313,7 +313,7 @@ def write_file(option: str, name: str, content: str | bytes) -> None:
         TrainingError: it cannot be written, such as when the disk is full.
     """
     try:
-        write_atomically(Path(name), content)
+        write_atomically(Path(name).resolve(), content)  # a link stays one
     except OSError as error:
         raise TrainingError(f"{option} {name} cannot be written ({error.strerror})") from None
 

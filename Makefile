@@ -8,7 +8,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 .PHONY: demo gpu test test-slow
 
 # AdamW against Coupled Adam on real text; run it again to see the finished result again.
-demo: $(VENV)/installed
+demo: $(VENV)/demo
 	$(BIN)/coupled-adam compare --out runs/demo --resume
 
 # Every check before a change lands: format, lint, types, and all tests that do not take long.
@@ -26,9 +26,23 @@ test-slow: $(VENV)/installed
 gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py benchmarks/results/bench/gpu.json
 
+SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
+PIP := $(BIN)/pip --disable-pip-version-check install
+
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
-$(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
+$(VENV)/torch: constraints.txt
+	@echo "1 of 2: torch, into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	touch $@
+
+# What the demo needs, and no more.
+$(VENV)/demo: $(VENV)/torch $(SOURCES)
+	@echo "2 of 2: what the coupled-adam command needs, into $(VENV)"
+	$(PIP) --constraint constraints.txt --editable '.[lab]'
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	@echo "2 of 2: what the command and all tests need, into $(VENV)"
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/demo

@@ -78,7 +78,7 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0])
 def test_zero_sum_adamw(exponent):
-    """Adam's own update without its mean for a = 1; the definition for a = 1/2; other groups: AdamW."""
+    """For a = 1 Adam's own update without its mean; other groups are AdamW's."""
     torch.manual_seed(0)
     p, q, other, control = (
         torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64)) for _ in range(4)

@@ -496,7 +496,7 @@ def test_the_hub_sends_the_embeddings_alone(sharded, hub):
 
 def test_what_the_hub_does_not_have(hub):
     with pytest.raises(
-        FileNotFoundError, match="someone/else: no such file or folder here, and the hub"
+        FileNotFoundError, match="someone/else: there is no such file or folder here, nor a model"
     ):
         load_embeddings("someone/else")
     make("gpt2").save_pretrained(hub.folder)

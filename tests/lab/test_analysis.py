@@ -276,14 +276,24 @@ def test_unusable_input(gpt2, tmp_path, capsys):
     T5EncoderModel(
         T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1)
     ).save_pretrained(tmp_path / "t5")
-    assert as_json(capsys, tmp_path / "t5")["role"] == "input"
+    found = as_json(capsys, tmp_path / "t5")
+    assert (found["role"], found["padding_rows"]) == ("input", None)  # it has no tokenizer
     np.save(tmp_path / "nan.npy", np.array([[1.0, 2.0], [np.nan, 0.0]]))
     np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
+    np.save(tmp_path / "one.npy", np.eye(3))
+    np.save(tmp_path / "large.npy", 1e200 * np.eye(3))
+    np.save(tmp_path / "small.npy", 1e-300 * np.eye(3))
+    np.save(tmp_path / "two.npy", np.ones(2))
     for arguments, message in {
         ("missing/model/here",): "there is no such file, folder or model",
         (gpt2, "--tensor", "wpe"): "has no matrix 'wpe'; it contains transformer.wte.weight",
         (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
-        (gpt2, "--top", 17): "directions=17 must be from 0 to H = 16",
+        (tmp_path / "large.npy",): "too large for float64",
+        (tmp_path / "small.npy",): "too small for float64",
+        (tmp_path / "one.npy", "--counts", tmp_path / "two.npy"): "one number for each of the 3",
+        (tmp_path / "one.npy", "--tensor", "x"): "--tensor x: ",
+        (gpt2, "--tokenizer", tmp_path): f"--tokenizer {tmp_path} has no tokenizer",
+        (gpt2, "--top", 17): "--top 17: the embeddings of",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "nan.npy",): "nan.npy: embeddings: row 1 is not finite",
         (tmp_path / "zero.npy",): "every row of embeddings is zero",

@@ -327,7 +327,7 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
             make_run(tmp_path / "other", other, arm, seed, loss - seed / 10)
     runs, _ = read_runs([tmp_path])
     rows = table_rows(runs)
-    named = {f"small, training.lr={each.training.lr}" for each in (recipe, other)}
+    named = {f"small (lr={each.training.lr})" for each in (recipe, other)}
     assert {row.experiment for row in rows} == named
     assert sorted(row.cells["test_loss"].text for row in rows) == [
         "1.85 (7)",
@@ -335,8 +335,26 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
         "2.85 (7)",
         "3.15 (7)",
     ]
-    report([tmp_path], tmp_path / "report")
-    assert len(list((tmp_path / "report" / "figures").glob("*/overview.png"))) == 2
+    # Each row says what is different, and nothing that is the same.
+    table = printed(report([tmp_path], tmp_path / "report"))
+    out = tmp_path / "report"
+    assert table.lstrip().startswith("small: D = 2.56k tokens")
+    assert re.search(r"lr +Optimizer +L ↓", table)
+    assert re.search(r"0\.01 +AdamW +", table)
+    assert re.search(r"0\.5 +Coupled Adam +", table)
+    assert "| D | N | lr | Optimizer | L ↓ |" in (out / "table.md").read_text()
+    assert "| 0.5 | AdamW |" in (out / "table.md").read_text()
+    assert "0.01 & Coupled Adam &" in (out / "table.tex").read_text()
+    for file in ("summary.csv", "runs.csv"):
+        with (out / file).open() as lines:
+            rates = {row.get("lr", row.get("training.lr")) for row in csv.DictReader(lines)}
+        assert rates == {"0.01", "0.5"}
+    page = Page((out / "index.html").read_text())
+    assert "Coupled Adam: small\n" in page.text
+    assert "lr=0.5" in page.text
+    settings = [entry["settings"] for entry in json.loads((out / "results.json").read_text())]
+    assert settings[0] == {"training.lr": 0.01}
+    assert len(list((out / "figures").glob("*/overview.png"))) == 2
 
 
 def test_a_sweep_has_the_baseline_of_its_recipe(tmp_path, recipe):

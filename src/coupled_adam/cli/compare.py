@@ -7,16 +7,17 @@ on Python's built-in documentation, in a few minutes on two cores.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 
-import jsonargparse
-
 from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
     RunOptions,
     add_run_arguments,
     add_selection,
     cache_folder,
+    check_folder,
     execution,
     overridden,
     selected,
@@ -32,7 +33,7 @@ class Options(RunOptions):
     seeds: list[int] | None
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     add_run_arguments(
         parser, "a new folder for the results (default: runs/NAME, with the recipe's name)"
@@ -45,13 +46,19 @@ def run(options: Options) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.recipe import load_recipe
 
-    recipe = load_recipe(options.recipe)
-    out = Path(options.out or Path("runs") / recipe.name)
-    recipe = overridden(
-        (comparison.stored_recipe(out) if options.resume else None) or recipe, options
-    )
+    named = None if options.recipe is None else load_recipe(options.recipe)
+    out = Path(options.out or Path("runs") / (named.name if named else DEFAULT_RECIPE))
+    check_folder("--out", out)
+    stored = comparison.stored_recipe(out) if options.resume else None
+    recipe = overridden(named or stored or load_recipe(DEFAULT_RECIPE), options)
+    if named and stored:  # as the one in OUT, which has more arms and seeds if it was extended
+        recipe = dataclasses.replace(
+            recipe,
+            arms={**stored.arms, **recipe.arms},
+            seeds=sorted({*stored.seeds, *recipe.seeds}),
+        )
     recipe = selected(recipe, options.arms, options.seeds)
-    how = execution(options)
+    how = execution(options, recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
         f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",

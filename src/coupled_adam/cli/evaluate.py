@@ -8,12 +8,10 @@ given.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -21,8 +19,12 @@ from coupled_adam.cli.options import (
     add_device,
     add_json,
     cache_folder,
+    check_files,
+    check_folder,
     device,
     optional_path,
+    positive_int,
+    write_file,
 )
 from coupled_adam.cli.terminal import print_path, print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -46,12 +48,12 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument("model", help="the folder of a run or of a model, or its id on the hub")
     parser.add_argument(
         "--batches",
-        type=PositiveInt,
+        type=positive_int,
         help="how many batches of held-out text to use (default: the recipe's number, or all)",
     )
     parser.add_argument(
@@ -68,7 +70,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     parser.add_argument("--lm-eval-path", metavar="DIR", help="a folder with tasks of your own")
     parser.add_argument(
         "--limit",
-        type=PositiveInt,
+        type=positive_int,
         metavar="N",
         help="use only the first N examples of each task, to try things out",
     )
@@ -85,7 +87,6 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
 def run(options: Options) -> None:
     """Evaluate, and print the numbers."""
     from coupled_adam.embeddings.analysis import word_similarity_sets
-    from coupled_adam.files import write_atomically
     from coupled_adam.lab.data.corpus import prepare_corpus
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
@@ -93,6 +94,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.evaluation.tables import evaluation_table
     from coupled_adam.lab.recipe import load_recipe
 
+    check_files(out=options.out)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)
@@ -107,6 +109,7 @@ def run(options: Options) -> None:
         given = "--limit" if tasks_folder is None else "--lm-eval-path"
         raise UsageError(f"{given} needs --lm-eval, with the names of the tasks")
     if is_run(folder):
+        check_folder("MODEL", folder)
         if options.text is not None or options.out is not None or options.revision is not None:
             raise UsageError(
                 f"--text, --out and --revision are for models; {folder} is a run, which has its "
@@ -133,11 +136,15 @@ def run(options: Options) -> None:
             device=target,
         )
         written = optional_path(options.out)
-        if written is not None:
-            write_atomically(written, json.dumps(result, indent=2))
+    try:
+        if options.out is not None:
+            write_file("--out", options.out, json.dumps(result, indent=2))
+    finally:
+        if options.json:
+            print(json.dumps(result, indent=2))
+        else:
+            print_table(evaluation_table(result, folder.name or options.model))
     if options.json:
-        print(json.dumps(result, indent=2))
         return
-    print_table(evaluation_table(result, folder.name or options.model))
     if written is not None:
         print_path("all numbers:", written)

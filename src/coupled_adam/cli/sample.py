@@ -6,15 +6,21 @@ prompt with the same random numbers.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jsonargparse
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, PositiveInt
-
-from coupled_adam.cli.options import Device, add_device, add_json, device
+from coupled_adam.cli.options import (
+    Device,
+    add_device,
+    add_json,
+    device,
+    number_from_0,
+    positive_int,
+    whole_number,
+)
 from coupled_adam.cli.terminal import console, quiet_libraries
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument(
         "models",
@@ -48,14 +54,16 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", default="", help="the beginning of the text (default: a new document)"
     )
-    parser.add_argument("--tokens", type=PositiveInt, default=100, help="how many to write at most")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=100, help="how many to write at most"
+    )
     parser.add_argument(
         "--temperature",
-        type=NonNegativeFloat,
+        type=number_from_0,
         default=0.8,
         help="lower is less random; 0 takes the most probable token every time",
     )
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="of the random numbers")
+    parser.add_argument("--seed", type=whole_number, default=1, help="of the random numbers")
     parser.add_argument("--revision", help="the branch, tag or commit, for models on the hub")
     add_json(parser, "texts")
     add_device(parser)

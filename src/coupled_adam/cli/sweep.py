@@ -7,20 +7,21 @@ these. The page OUT/sweep.html shows the losses of all combinations.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 from pathlib import Path
 
-import jsonargparse
-from jsonargparse.typing import PositiveInt
-
 from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
     RunOptions,
     add_run_arguments,
     add_selection,
     cache_folder,
+    check_folder,
     execution,
     overridden,
+    positive_int,
     selected,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
@@ -36,7 +37,7 @@ class Options(RunOptions):
     optuna: int | None
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     add_run_arguments(
         parser, "a new folder for the results (default: runs/NAME-sweep, with the recipe's name)"
@@ -44,7 +45,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     add_selection(parser)
     parser.add_argument(
         "--optuna",
-        type=PositiveInt,
+        type=positive_int,
         metavar="TRIALS",
         help="let Optuna choose so many combinations for each arm (default: try all of them); "
         "ranges such as training.lr=1e-4..1e-2 are then possible, too",
@@ -62,11 +63,13 @@ def run(options: Options) -> None:
         raise UsageError(f"--steps gives one length, {both.pop()} several: leave out one of them")
     if options.optuna is not None and importlib.util.find_spec("optuna") is None:
         raise UsageError("--optuna needs a package: pip install optuna")
-    recipe = overridden(load_recipe(options.recipe), dataclasses.replace(options, overrides=fixed))
+    recipe = load_recipe(options.recipe or DEFAULT_RECIPE)
+    recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
     recipe = selected(recipe, options.arms, options.seeds)
     plan = Sweep(make_grid(recipe, swept, ranges=options.optuna is not None), options.optuna)
     out = Path(options.out or Path("runs") / f"{recipe.name}-sweep")
-    how = execution(options)
+    check_folder("--out", out)
+    how = execution(options, recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {plan.settings} settings of {', '.join(plan.grid.arms)}; seeds "
         f"{', '.join(map(str, recipe.seeds))}",

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.hub import hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,18 +27,22 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     """
     from transformers import AutoTokenizer  # takes seconds
 
+    is_here = Path(name).exists()
+    if not is_here:
+        reach_hub()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             name,
             revision=revision or "main",
-            local_files_only=Path(name).exists(),
+            local_files_only=is_here,
             trust_remote_code=False,
         )
     except Exception as error:  # transformers and tokenizers raise many types
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
-    # If files are missing, transformers creates some tokenizers with an empty vocabulary.
-    if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:
+    # If files are missing, transformers creates some tokenizers with special tokens alone, or with
+    # one more, which stands for a space.
+    if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}) < 2:
         raise UsageError(f"{name} has no tokenizer that can be read (its vocabulary is empty)")
     return tokenizer
 

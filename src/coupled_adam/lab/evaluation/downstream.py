@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, install, one_line
 
 PAPER_TASKS = (
     "arc_easy",
@@ -52,9 +52,7 @@ class Downstream:
             import lm_eval
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"--lm-eval needs a package ({error}): pip install 'coupled-adam[lm-eval]'"
-            ) from None
+            raise UsageError(f"--lm-eval needs a package ({error}): {install('lm-eval')}") from None
         if folder is not None and not folder.is_dir():
             raise UsageError(f"--lm-eval-path {folder} is not a folder")
         own = TaskManager(include_path=str(folder), include_defaults=False) if folder else None

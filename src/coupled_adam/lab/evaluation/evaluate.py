@@ -26,6 +26,7 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.loading import (
     block_length,
+    check_model,
     load_model,
     load_model_tokenizer,
     recipe_of_run,
@@ -138,10 +139,13 @@ def evaluate_model(
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
-    model = load_model(source, device, revision)
-    require_causal(model, source)
+    check_model(source)
+    if batches is not None and text is None:
+        raise UsageError("--batches is for the test loss: name a text for it with --text")
     needs_tokenizer = text is not None or sets is not None or downstream is not None
     tokenizer = load_model_tokenizer(source, revision) if needs_tokenizer else None
+    model = load_model(source, device, revision)
+    require_causal(model, source)
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from coupled_adam.embeddings.loading import inner_runs
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
@@ -36,6 +38,20 @@ def recipe_of_run(folder: Path) -> Recipe:
     return recipe
 
 
+def check_model(source: Path | str) -> None:
+    """Raise UsageError unless this is the folder of a model, or could be the id of one."""
+    folder = Path(source)
+    is_id = not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
+    if is_id or (folder / "config.json").exists():
+        return
+    runs = inner_runs(folder)
+    if runs:
+        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
+    raise UsageError(
+        f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+    )
+
+
 def load_model(source: Path | str, device: str, revision: str | None = None) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
@@ -47,12 +63,10 @@ def load_model(source: Path | str, device: str, revision: str | None = None) -> 
     Raises:
         UsageError: there is no such model, or weights are damaged or missing.
     """
+    check_model(source)
     is_here = Path(source).exists()
-    is_id = not is_here and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
-    if not is_id and not (Path(source) / "config.json").exists():
-        raise UsageError(
-            f"{source} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
-        )
+    if not is_here:
+        reach_hub()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -64,8 +78,10 @@ def load_model(source: Path | str, device: str, revision: str | None = None) -> 
             output_loading_info=True,
         )
     except Exception as error:  # raised by several libraries
-        here = "" if is_here else "no such folder here, and the hub did not return such a model: "
-        raise UsageError(f"{source}: {here}{type(error).__name__}: {one_line(error)}") from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if not is_here:
+            reason = f"there is no such folder here, and {hub_error(error)}"
+        raise UsageError(f"{source}: {reason}") from None
     model: PreTrainedModel
     model, found = loaded
     if found["missing_keys"]:

@@ -99,7 +99,14 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         _write(temporary / "summary.csv", summary_csv(rows, all_columns))
         _write(temporary / "runs.csv", runs_csv(runs))
         results = [
-            {"recipe": r.recipe.name, "arm": r.arm, "seed": r.seed, **r.evaluation} for r in runs
+            {
+                "recipe": r.recipe.name,
+                "settings": r.settings,
+                "arm": r.arm,
+                "seed": r.seed,
+                **r.evaluation,
+            }
+            for r in runs
         ]
         _write(temporary / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)

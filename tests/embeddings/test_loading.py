@@ -468,6 +468,8 @@ def hub(tmp_path, monkeypatch):
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        # An earlier test may have found that there is no hub.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         monkeypatch.setattr(
             "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
             endpoint + "/{repo_id}/resolve/{revision}/{filename}",

@@ -291,7 +291,7 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
     # What tells experiments of one name apart, for all of them, so that a table has one column.
     apart = [
         setting
-        for setting in next(iter(settings.values()))
+        for setting in next(iter(settings.values()), ())
         if any(
             settings[key][setting] != settings[other][setting]
             for key in names

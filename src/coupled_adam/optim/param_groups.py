@@ -1,12 +1,18 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.optim.token_embeddings import Couple, Embeddings, coupled_matrices
+from coupled_adam.optim.token_embeddings import (
+    Couple,
+    Embeddings,
+    coupled_matrices,
+    matrices_of_size,
+)
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -116,6 +122,45 @@ def param_groups(
         group["param_names"].append(name)
     # Coupled groups first, then by descending weight decay: the same order for every model.
     return ParamGroups(groups[key] for key in sorted(groups))
+
+
+def couple_by_size(
+    groups: Iterable[dict[str, Any]], vocab_size: int | Iterable[int]
+) -> list[dict[str, Any]]:
+    """Move the matrices with V rows or V columns to coupled groups with otherwise equal options.
+
+    Args:
+        groups: an optimizer's param groups.
+        vocab_size: the number V of rows of the token embeddings, including padding; several numbers
+            for several vocabularies.
+
+    Returns:
+        Up to three groups in place of each: with matrices [V, H], with matrices [H, V], the rest.
+
+    Raises:
+        ValueError: if no matrix of the groups has this size, or if some have V rows and others have
+            V columns, as hidden layers have.
+    """
+    groups = list(groups)
+    members = [list(zip(_names(group), group["params"])) for group in groups]
+    vocab_dims = matrices_of_size(itertools.chain(*members), vocab_size)
+    split = []
+    for group, named in zip(groups, members):
+        for dim in (0, 1, None):
+            part = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
+            if not part:
+                continue
+            new = {**group, "params": [p for _, p in part]}
+            if "param_names" in group:
+                new["param_names"] = [name for name, _ in part]
+            split.append(new if dim is None else {**new, "coupled": True, "vocab_dim": dim})
+    return split
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    numbered = [f"parameter {index}" for index, _ in enumerate(group["params"])]
+    names: list[str] = group.get("param_names", numbered)
+    return names
 
 
 def _state_saved(p: Tensor, vocab_dim: int) -> int:

@@ -33,7 +33,8 @@ class Matrix:
     Attributes:
         name: its name in the model.
         parameter: the parameter itself.
-        modules: the modules that hold it; two or more for a tied matrix.
+        modules: the modules that hold it; two or more for a tied matrix, none if only the
+            parameter is known.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
         vocab_dim: the dimension that indexes tokens.
     """
@@ -57,8 +58,9 @@ class Matrix:
         """The kinds of its modules.
 
         They are "embedding", "linear", "own" (hand-written) or "layer" (any other layer of torch).
+        A parameter without modules counts as "linear": only its size can tell what it is.
         """
-        return {_kind(module) for module in self.modules}
+        return {_kind(module) for module in self.modules} or {"linear"}
 
     @property
     def tokens(self) -> int:
@@ -164,6 +166,31 @@ def coupled_matrices(
     for m in coupled:
         check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))
     return coupled, [m for m in matrices if m.sides or "embedding" in m.kinds]
+
+
+def matrices_of_size(
+    parameters: Iterable[tuple[str, Tensor]], vocab_size: int | Iterable[int]
+) -> dict[Tensor, int]:
+    """Find the token embeddings among named parameters of an unknown model by their size alone.
+
+    Returns:
+        A dict from each matrix with V rows or V columns to the dimension that indexes tokens.
+
+    Raises:
+        ValueError: if no matrix has the size ``vocab_size``, or if some have V rows and others have
+            V columns, as hidden layers have.
+    """
+    matrices = [Matrix(name, p) for name, p in parameters if p.dim() == 2]
+    for n in sorted(_given_sizes(vocab_size)):
+        if not any(m.fits(n) for m in matrices):
+            largest = sorted(matrices, key=lambda m: -max(m.shape))
+            raise ValueError(
+                f"vocab_size={n}: none of the parameters that were passed is a matrix with {n} "
+                f"rows or columns. The largest matrices: {_listed(largest) or 'none'}. Pass the "
+                "number of rows of the embedding matrix, padding included"
+            )
+        _choose(matrices, n)
+    return {m.parameter: m.vocab_dim for m in matrices if m.sides}
 
 
 def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
@@ -386,8 +413,13 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     if unclear and not known:
         raise ValueError(
             f"cannot tell which of these matrices embed tokens, as all have the vocabulary's size "
-            f"{n}: {_listed(unclear)}. Name all that do, e.g. "
-            f"embeddings=[{unclear[0].name!r}, ...]"
+            f"{n}: {_listed(unclear)}. "
+            + (
+                f"Name all that do, e.g. embeddings=[{unclear[0].name!r}, ...]"
+                if unclear[0].modules
+                else "Put all that do into a param group with 'coupled': True, or pass "
+                "coupled_adam.param_groups(model)"
+            )
         )
     return unclear + [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
 

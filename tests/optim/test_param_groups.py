@@ -884,3 +884,86 @@ def test_torchs_errors_stay(params):
     with pytest.raises(type(theirs.value)) as ours:
         CoupledAdamW(params, vocab_size=V)
     assert str(ours.value) == str(theirs.value)
+
+
+def rates(groups):
+    return {name: group.get("lr") for group in groups for name in group["param_names"]}
+
+
+def test_learning_rates_of_their_own():
+    """For the embeddings (of positions, too), and for a head that is not tied; a schedule scales
+    them all.
+    """
+    model = gpt2(tie_word_embeddings=False)
+    groups = param_groups(model, embedding_lr=0.3, head_lr=0.004)
+    assert {name: lr for name, lr in rates(groups).items() if lr} == {
+        "transformer.wte.weight": 0.3,
+        "transformer.wpe.weight": 0.3,
+        "lm_head.weight": 0.004,
+    }
+    table = str(groups)
+    assert "weight_decay=0, lr=0.004, coupled" in table
+    optimizer = CoupledAdamW(groups, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    schedule.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [
+        pytest.approx(lr / 2) for lr in (0.004, 0.3, 1e-3, 1e-3, 0.3)
+    ]
+    assert [g["coupled"] for g in groups] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "heads"),
+    [
+        (HandWritten, {"tied": False}, {"head.weight"}),
+        (lambda: Transposed(), {}, {"W_U"}),
+        (llama, {}, {"lm_head.weight"}),
+        (Bert, {"heads": 2}, {"mlm.0.weight", "mlm.1.weight"}),
+    ],
+)
+def test_which_matrices_are_heads(build, options, heads):
+    """Found, and named outright; whichever of them are coupled."""
+    model = build(**options)
+    found = embedding_parameters(model)
+    names = {name: found[name].shape[0] < found[name].shape[1] for name in found}
+    for choice in (
+        {},
+        {"couple": "input"},
+        {"embeddings": {n: int(by) for n, by in names.items()}},
+    ):
+        groups = param_groups(model, head_lr=7.0, **choice)
+        assert {name for name, lr in rates(groups).items() if lr} == heads
+
+
+def test_a_rate_for_a_head_that_is_tied():
+    for choice in ({}, {"embeddings": "transformer.wte.weight"}):
+        with pytest.raises(ValueError, match=r"head_lr=0.1, but the head is tied .*wte.weight'"):
+            param_groups(gpt2(), embedding_lr=0.2, head_lr=0.1, **choice)
+        groups = param_groups(gpt2(), embedding_lr=0.2, head_lr=0.2, **choice)
+        assert rates(groups)["transformer.wte.weight"] == 0.2
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [
+        "transformer.h.*",
+        lambda model: model.transformer.h,
+        lambda model: [*model.transformer.h.parameters()],
+        lambda model: ["transformer.h.0.attn.*", model.transformer.h[0].mlp, "transformer.h.*"],
+    ],
+)
+def test_excluded_parameters(exclude):
+    model = gpt2()
+    groups = param_groups(model, exclude=exclude if isinstance(exclude, str) else exclude(model))
+    expected = {n for n, _ in model.named_parameters() if not n.startswith("transformer.h.")}
+    assert set(rates(groups)) == expected
+
+
+def test_errors_of_what_is_excluded():
+    with pytest.raises(ValueError, match=r"exclude='lm_haed.weight' .*\['lm_head.weight'"):
+        param_groups(llama(), exclude=["lm_haed.weight"])
+    with pytest.raises(ValueError, match=r"exclude contains a Linear that holds no parameter"):
+        param_groups(llama(), exclude=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Invalid head_lr value: -1"):
+        param_groups(llama(), head_lr=-1)

@@ -914,25 +914,27 @@ def test_learning_rates_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("build", "options", "heads"),
+    ("build", "heads"),
     [
-        (HandWritten, {"tied": False}, {"head.weight"}),
-        (lambda: Transposed(), {}, {"W_U"}),
-        (llama, {}, {"lm_head.weight"}),
-        (Bert, {"heads": 2}, {"mlm.0.weight", "mlm.1.weight"}),
+        (lambda: HandWritten(tied=False), {"head.weight"}),
+        (lambda: Transposed(), {"W_U"}),
+        (llama, {"lm_head.weight"}),
+        (lambda: Bert(heads=2), {"mlm.0.weight", "mlm.1.weight"}),
     ],
+    ids=["HandWritten", "Transposed", "llama", "Bert"],
 )
-def test_which_matrices_are_heads(build, options, heads):
+def test_which_matrices_are_heads(build, heads):
     """Found, and named outright; whichever of them are coupled."""
-    model = build(**options)
-    found = embedding_parameters(model)
+    model = build()
+    vocab_size = 100 if isinstance(model, Bert) else V
+    found = embedding_parameters(model, vocab_size=vocab_size)
     names = {name: found[name].shape[0] < found[name].shape[1] for name in found}
     for choice in (
         {},
         {"couple": "input"},
         {"embeddings": {n: int(by) for n, by in names.items()}},
     ):
-        groups = param_groups(model, head_lr=7.0, **choice)
+        groups = param_groups(model, head_lr=7.0, vocab_size=vocab_size, **choice)
         assert {name for name, lr in rates(groups).items() if lr} == heads
 
 

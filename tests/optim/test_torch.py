@@ -67,6 +67,8 @@ def test_signature(ours, theirs):
     assert added == {
         "coupled": False,
         "second_moment_scale": 1.0,
+        "row_exponent": 0.0,
+        "zero_sum": False,
         "vocab_dim": 0,
         "stochastic_rounding": False,
         "max_grad_norm": None,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from coupled_adam.optim.token_embeddings import (
     Couple,
     Embeddings,
+    Matrix,
     Parameters,
     coupled_matrices,
     matrices_of_size,
@@ -103,41 +104,15 @@ def param_groups(
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95))
     """
-    for option, value in (
-        ("weight_decay", weight_decay),
-        ("embedding_weight_decay", embedding_weight_decay),
-        ("embedding_lr", embedding_lr),
-        ("head_lr", head_lr),
-    ):
-        if value is not None and not value >= 0:
-            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
-    members = classify(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
+    found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
     left_out = resolve(model, exclude, "exclude")
-    rates = {"embedding": embedding_lr, "head": head_lr}
-    decays = {"embedding": embedding_weight_decay, "head": embedding_weight_decay}
-
-    groups: dict[tuple[bool, int, float, float], dict[str, Any]] = {}
-    for m in members:
-        if m.parameter in left_out:
-            continue
-        if m.tied and head_lr not in (None, embedding_lr):
-            raise ValueError(
-                f"head_lr={head_lr}, but the head is tied to the input embedding {m.name!r}: pass "
-                "embedding_lr= only"
-            )
-        decay = decays.get(m.role, weight_decay if m.role == "matrix" else 0.0)
-        lr = rates.get(m.role)
-        empty = {"params": [], "param_names": [], "weight_decay": decay, "coupled": m.coupled}
-        if m.coupled and m.vocab_dim:
-            empty["vocab_dim"] = m.vocab_dim
-        if lr is not None:
-            empty["lr"] = lr
-        key = (not m.coupled, m.coupled and m.vocab_dim, -decay, -1.0 if lr is None else lr)
-        group = groups.setdefault(key, empty)
-        group["params"].append(m.parameter)
-        group["param_names"].append(m.name)
-    # Coupled groups first, then by descending weight decay: the same order for every model.
-    return ParamGroups(groups[key] for key in sorted(groups))
+    return group_members(
+        [m for m in classify(model, *found) if m.parameter not in left_out],
+        weight_decay=weight_decay,
+        embedding_weight_decay=embedding_weight_decay,
+        embedding_lr=embedding_lr,
+        head_lr=head_lr,
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -163,17 +138,13 @@ class Member:
     vocab_dim: int = 0
 
 
-def classify(
-    model: nn.Module,
-    *,
-    couple: Couple,
-    embeddings: Embeddings | None,
-    vocab_size: int | Iterable[int] | None,
-) -> list[Member]:
-    """Return the trainable parameters of a model, in order."""
-    coupled, all_embeddings = coupled_matrices(
-        model, couple=couple, embeddings=embeddings, vocab_size=vocab_size
-    )
+def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matrix]) -> list[Member]:
+    """Return the trainable parameters of a model, in order.
+
+    Args:
+        model: the model.
+        coupled, all_embeddings: as :func:`coupled_matrices` returns them.
+    """
     found = {m.parameter: m for m in (*coupled, *all_embeddings)}
     norms = {  # their weights may be matrices
         p
@@ -194,6 +165,48 @@ def classify(
             member = Member(name, p, "matrix")
         members.append(member)
     return members
+
+
+def group_members(
+    members: list[Member],
+    *,
+    weight_decay: float,
+    embedding_weight_decay: float,
+    embedding_lr: float | None,
+    head_lr: float | None,
+) -> ParamGroups:
+    """Build the param groups of these parameters, as :func:`param_groups` documents it."""
+    for option, value in (
+        ("weight_decay", weight_decay),
+        ("embedding_weight_decay", embedding_weight_decay),
+        ("embedding_lr", embedding_lr),
+        ("head_lr", head_lr),
+    ):
+        if value is not None and not value >= 0:
+            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
+    rates = {"embedding": embedding_lr, "head": head_lr}
+    decays = {"embedding": embedding_weight_decay, "head": embedding_weight_decay}
+
+    groups: dict[tuple[bool, int, float, float], dict[str, Any]] = {}
+    for m in members:
+        if m.tied and head_lr not in (None, embedding_lr):
+            raise ValueError(
+                f"head_lr={head_lr}, but the head is tied to the input embedding {m.name!r}: pass "
+                "embedding_lr= only"
+            )
+        decay = decays.get(m.role, weight_decay if m.role == "matrix" else 0.0)
+        lr = rates.get(m.role)
+        empty = {"params": [], "param_names": [], "weight_decay": decay, "coupled": m.coupled}
+        if m.coupled and m.vocab_dim:
+            empty["vocab_dim"] = m.vocab_dim
+        if lr is not None:
+            empty["lr"] = lr
+        key = (not m.coupled, m.coupled and m.vocab_dim, -decay, -1.0 if lr is None else lr)
+        group = groups.setdefault(key, empty)
+        group["params"].append(m.parameter)
+        group["param_names"].append(m.name)
+    # Coupled groups first, then by descending weight decay: the same order for every model.
+    return ParamGroups(groups[key] for key in sorted(groups))
 
 
 def couple_by_size(

@@ -100,23 +100,16 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
 
 def _muon_rates() -> dict[str, Entry]:
     """Rates of their own for the embeddings, and for the head of an untied model, beside Muon."""
-    untied = {"model.tied": False, "training.lr": 1e-2}
+    tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4)}
+    untied = {
+        f"input={f:g} head={head:g}": with_rates(f"muon_{f:g}_{head:g}", f, head)
+        for f in (1, 4)
+        for head in (0.25, 1)
+    }
     return {
-        **{
-            f"f={factor:g} {arm}": Entry(
-                options, {"training.lr": 1e-2}, with_rates(f"muon_{factor:g}", factor)
-            )
-            for factor in (0.25, 4)
-            for arm, options in ARMS.items()
-        },
-        **{
-            f"input={embeddings:g} head={head:g} {arm}": Entry(
-                options, untied, with_rates(f"muon_{embeddings:g}_{head:g}", embeddings, head)
-            )
-            for embeddings in (1, 4)
-            for head in (0.25, 1)
-            for arm, options in ARMS.items()
-        },
+        f"{name} {arm}": Entry(options, {"training.lr": 1e-2, "model.tied": name in tied}, variant)
+        for name, variant in {**tied, **untied}.items()
+        for arm, options in ARMS.items()
     }
 
 

@@ -4,7 +4,8 @@ In the script that builds ``Main``::
 
     main.add_custom_component("optimizer", "coupled_adam_w", coupled_adam_w, CoupledAdamWConfig)
 
-and in the YAML: ``optimizer: {component_key: optimizer, variant_key: coupled_adam_w, config: ...}``.
+and in the YAML file, below ``optimizer``, ``component_key: optimizer`` and ``variant_key:
+coupled_adam_w``.
 """
 
 from modalities.config.pydantic_if_types import PydanticPytorchModuleType

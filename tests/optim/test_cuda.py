@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from records import DEVICE, LAYOUTS, record
+from records import DEVICE, LAYOUTS, apply_all, record
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the inte
 on_device = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="needs a GPU")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
-TENSORS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+TENSORS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row")
 
 
 def in_float64(update):
@@ -46,10 +46,9 @@ def take_step(update, t=1.0):
         value = getattr(theirs, name)
         if isinstance(value, torch.Tensor):
             setattr(theirs, name, value.to("cpu", torch.float64, copy=True))
-    update.kernel.measure(update, True)
-    update.kernel.apply(update)
-    reference.measure(theirs, False)
-    reference.apply(theirs)
+    for one, its_kernel in ((update, update.kernel), (theirs, reference)):
+        its_kernel.measure(one, its_kernel is update.kernel)
+        apply_all(one, its_kernel)
     for name in TENSORS:
         mine, right = getattr(update, name), getattr(theirs, name)
         if right is None:
@@ -93,6 +92,9 @@ def test_kernels_shapes(shape, layout):
         {"second_moment_scale": 0.25, "amsgrad": True},
         {"beta1": 0.0, "beta2": 0.0},
         {"beta2": 0.999999},
+        {"zero_sum": True},
+        {"row_exponent": 0.5},
+        {"row_exponent": 1.0, "zero_sum": True, "layout": "transposed"},
     ],
     ids=str,
 )
@@ -139,17 +141,18 @@ def test_kernels_clipped_to_nothing():
 @pytest.mark.parametrize("noise", [None, Noise(1.0)])
 def test_kernels_skip(noise):
     """Unless it is 0, nothing changes."""
-    update = record(40, 19, torch.bfloat16, amsgrad=True)
-    update.noise = noise
-    before = [getattr(update, name).clone() for name in TENSORS]
-    for skip in (1.0, 2.0):
-        update.skip = torch.tensor(skip, device=DEVICE)
-        update.t = torch.tensor(0.0, device=DEVICE)
-        update.kernel.measure(update, False)
-        update.kernel.apply(update)
-        assert all(torch.equal(getattr(update, x), y) for x, y in zip(TENSORS, before))
-    update.skip, update.noise = torch.tensor(0.0, device=DEVICE), None
-    take_step(update)
+    for options in ({"amsgrad": True}, {"row_exponent": 0.5, "zero_sum": True}):
+        update = record(40, 19, torch.bfloat16, **options)
+        update.noise = noise
+        names = [name for name in TENSORS if getattr(update, name) is not None]
+        before = [getattr(update, name).clone() for name in names]
+        for skip in (1.0, 2.0):
+            again = replace(update, skip=torch.tensor(skip, device=DEVICE))
+            again.t = torch.tensor(0.0, device=DEVICE)
+            again.kernel.measure(again, False)
+            apply_all(again, again.kernel)
+            assert all(torch.equal(getattr(again, x), y) for x, y in zip(names, before))
+        take_step(replace(update, skip=torch.tensor(0.0, device=DEVICE), noise=None))
 
 
 @on_device

@@ -15,7 +15,18 @@ from collections.abc import Sequence
 try:
     import jsonargparse
 
-    from coupled_adam.cli import analyze, bench, compare, evaluate, recipes, report, theory, train
+    from coupled_adam.cli import (
+        analyze,
+        bench,
+        compare,
+        evaluate,
+        recipes,
+        report,
+        sample,
+        sweep,
+        theory,
+        train,
+    )
     from coupled_adam.cli.options import plain
     from coupled_adam.cli.terminal import is_other_rank
 except ModuleNotFoundError as error:
@@ -30,7 +41,9 @@ PREEMPTED = 75
 _COMMANDS = {
     "compare": compare,
     "train": train,
+    "sweep": sweep,
     "evaluate": evaluate,
+    "sample": sample,
     "report": report,
     "analyze": analyze,
     "theory": theory,

@@ -780,7 +780,6 @@ def test_table(dtype, saved):
     assert state_bytes(torch.optim.AdamW(model.parameters())) - ours == saved
 
 
-<<<<<<< HEAD
 def layout(optimizer):
     """The shapes in each group, with what decides how it is updated."""
     return [
@@ -971,7 +970,8 @@ def test_errors_of_what_is_excluded():
         param_groups(llama(), exclude=nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"Invalid head_lr value: -1"):
         param_groups(llama(), head_lr=-1)
-=======
+
+
 def test_groups_in_a_notebook():
     """The table that is printed, with names escaped."""
     model = nn.ModuleDict({"<b>": nn.Embedding(10, 4), "out": nn.Linear(4, 2)})
@@ -983,4 +983,3 @@ def test_groups_in_a_notebook():
     cells = [cell for row in rows for cell in row.split("  ") if cell.strip("- ")]
     assert all(html.escape(cell.strip()) in shown for cell in cells)
     assert shown.count("<tr>") == len(rows) - 2  # without the rules
->>>>>>> main

@@ -1,11 +1,8 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
-<<<<<<< HEAD
 import dataclasses
-import itertools
-=======
 import html
->>>>>>> main
+import itertools
 from collections.abc import Iterable
 from typing import Any, Literal
 

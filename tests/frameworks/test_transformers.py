@@ -2,9 +2,15 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups
 from coupled_adam.transformers import CoupledAdamWFactory, GradNorm
 
 V, STEPS, ACCUMULATED = 50, 6, 2
@@ -131,6 +137,32 @@ def test_a_class_and_the_size_of_the_vocabulary(tmp_path):
         trainer.train()
     for p, q in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_muon(tmp_path):
+    """A function that returns the class is a factory, too; a schedule keeps the ratio of rates."""
+    trainer = Trainer(
+        gpt2(),
+        arguments(tmp_path, lr_scheduler_type="linear", max_steps=4, save_strategy="no"),
+        train_dataset=Texts(),
+        optimizer_cls_and_kwargs=(lambda: MuonWithCoupledAdam, {"lr": 1e-3, "embedding_lr": 5e-3}),
+    )
+    seen = []
+    trainer.add_callback(Rates(seen))
+    trainer.train()
+    assert seen == [pytest.approx([1e-3 * f, 5e-3 * f, 1e-3 * f, 5e-3 * f]) for f in SCHEDULE]
+
+
+SCHEDULE = (1, 0.75, 0.5, 0.25)
+
+
+class Rates(TrainerCallback):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_pre_optimizer_step(self, *_, optimizer, **__):
+        self.seen.append([group["lr"] for group in optimizer.param_groups])
 
 
 def test_as_axolotl_calls_it(tmp_path):

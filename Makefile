@@ -19,7 +19,7 @@ test: $(VENV)/installed
 	$(PYTEST) -m "not slow"
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
-test-slow: $(VENV)/installed
+test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 
 # On a machine with a GPU: is everything right there, and how fast? Ten minutes at most.
@@ -28,6 +28,11 @@ gpu: $(VENV)/installed
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
 PIP := $(BIN)/pip --disable-pip-version-check install
+
+# Training frameworks for tests/frameworks, which skips those that are not installed.
+$(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
+	touch $@
 
 # torch first and alone: its build for this machine is then kept by everything that needs torch.
 $(VENV)/torch: constraints.txt

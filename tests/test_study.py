@@ -245,16 +245,27 @@ def test_alternatives_are_what_their_papers_say(base, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, capped(input_ids=ids).logits)
 
 
-def test_muon_has_the_hidden_matrices(base):
-    model = build_model(base)
-    hidden, others = muon.optimizers(model, base, "adamw")
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for g in hidden.param_groups for p in g["params"]} == {
+@pytest.mark.parametrize(("arm", "coupled"), [("adamw", False), ("coupled_adam", True)])
+def test_muon_has_the_hidden_matrices(base, arm, coupled):
+    recipe = override(base, {"arms": {arm: {"optimizer": arm}}, "model.tied": False})
+    model = build_model(recipe)
+    optimizer = muon.with_rates("some", 4, 0.25).build_optimizer(model, recipe, arm)
+    names = [set(group["param_names"]) for group in optimizer.param_groups]
+    assert names[0] == {
         f"transformer.h.0.{name}.weight"
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
-    both = [id(p) for o in (hidden, others) for g in o.param_groups for p in g["params"]]
-    assert sorted(both) == sorted(names)
+    assert set.union(*names) == set(dict(model.named_parameters()))
+    factors = {
+        name: group["lr"] / recipe.training.lr
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert factors.pop("lm_head.weight") == 0.25
+    assert factors.pop("transformer.wte.weight") == factors.pop("transformer.wpe.weight") == 4
+    assert set(factors.values()) == {1}
+    flags = [group.get("coupled", False) for group in optimizer.param_groups]
+    assert any(flags) == coupled
 
 
 def test_coupled_router_keeps_its_mean(base):
@@ -318,7 +329,15 @@ def test_pages_are_made_from_the_results():
         assert tables.filled(page) == page
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(question, marks=pytest.mark.xfail(reason="not run yet", strict=True))
+        if question == "muon_rates"
+        else question
+        for question in QUESTIONS
+    ],
+)
 def test_results_are_of_the_questions_as_they_are(question):
     """All runs were made, each with the recipe that its question would be run with now.
 

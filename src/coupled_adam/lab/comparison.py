@@ -7,7 +7,6 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 import contextlib
 import dataclasses
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,28 @@ import yaml
 from rich.table import Table
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import sole_writer, write_atomically
-from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.files import (
+    LOCK,
+    clear_leftovers,
+    make_folder,
+    remove_empty,
+    sole_writer,
+    write_atomically,
+)
+from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
 from coupled_adam.lab.reporting.report import report
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.training.distributed import (
+    all_gather,
+    flat,
+    on_every_rank,
+    on_rank_zero,
+    process_group,
+    rank,
+    world_size,
+)
 from coupled_adam.lab.training.run import train
 
 _FILE = "comparison.yaml"
@@ -57,18 +71,18 @@ def compare(
             used. An existing folder is left unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
+    settings = {"command": "compare", **_settings(recipe, out, execution, resume)}
     with contextlib.ExitStack() as held:
-        with process_group(execution.device):
-            made = on_rank_zero(lambda: _claim(recipe, out, resume, held))
+        with process_group(execution.device, settings):
+            content, made = on_rank_zero(lambda: _claim(recipe, out, resume, held))
             try:
-                corpus = prepare_corpus(recipe, cache)
+                corpus = _same_corpus(recipe, cache)
             except UsageError:
-                held.close()
-                if rank() == 0 and not resume:
-                    (out / _FILE).unlink()
-                if rank() == 0 and made is not None:
-                    shutil.rmtree(made)
+                if rank() == 0 and made:
+                    (out / LOCK).unlink()
+                    remove_empty(made)
                 raise
+            on_rank_zero(lambda: write_atomically(out / _FILE, content))
             runs = [
                 TrainingRun(recipe, arm, seed, out / f"{arm}-seed-{seed}")
                 for seed in recipe.seeds
@@ -90,14 +104,41 @@ def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
-    with process_group(execution.device):
+    settings = {"command": "train", "arm": run.arm, "seed": run.seed}
+    settings |= _settings(run.recipe, run.folder, execution, resume)
+    with process_group(execution.device, settings):
         if not resume:
             on_rank_zero(lambda: _check_new(run.folder))
-        corpus = prepare_corpus(run.recipe, cache)
+        corpus = _same_corpus(run.recipe, cache)
         train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
         evaluate_run(run.folder, corpus, device=execution.device)
+
+
+def _settings(recipe: Recipe, out: Path, execution: Execution, resume: bool) -> dict[str, Any]:
+    """What must be the same in all processes; of the text's place only its content must be."""
+    content = recipe.to_dict()
+    content["data"] = {k: v for k, v in content["data"].items() if k not in BY_CONTENT}
+    options = dataclasses.asdict(execution)
+    return {"out": str(out.absolute()), "resume": resume, **options, **content}
+
+
+def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
+    """Prepare the corpus on all ranks.
+
+    Raises:
+        UsageError: on every rank, if one of them cannot, or if they have different texts.
+    """
+    corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
+    first, *others = all_gather((corpus.facts["source"], corpus.identity))
+    for number, (source, identity) in enumerate(others, 1):
+        if identity != first[1]:
+            raise UsageError(
+                f"the processes of this run have different texts: {first[0]} in process 0, "
+                f"{source} in process {number}. Start all of them with the same text"
+            )
+    return corpus
 
 
 def _is_used(folder: Path) -> bool:
@@ -114,11 +155,14 @@ def _check_new(folder: Path) -> None:
         )
 
 
-def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) -> Path | None:
+def _claim(
+    recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack
+) -> tuple[str, list[Path]]:
     """Create the folder, or check that it can be continued; hold it as its only writer.
 
     Returns:
-        The topmost folder that was created, if any.
+        The new content of ``comparison.yaml``, and the folders that were created, the innermost
+        first.
     """
     found = stored_recipe(out) if resume else None
     if found is not None:
@@ -132,22 +176,21 @@ def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) 
         raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
     else:
         _check_new(out)
-    missing = [path for path in (*reversed(out.parents), out) if not path.exists()]
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        made = make_folder(out)
         held.enter_context(sole_writer(out))
-        write_atomically(out / _FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise UsageError(
             f"--out {out} cannot be written ({reason}): choose another folder"
         ) from None
-    return missing[0] if missing else None
+    clear_leftovers(out)
+    return yaml.safe_dump(recipe.to_dict(), sort_keys=False), made
 
 
 def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
     """Raise UsageError unless the runs that both recipes have are the same."""
-    theirs, ours = _flatten(found.to_dict()), _flatten(recipe.to_dict())
+    theirs, ours = flat(found.to_dict()), flat(recipe.to_dict())
     shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
     different = [
         f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here"
@@ -161,11 +204,3 @@ def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
             f"--out {out} holds another comparison ({', '.join(different)}): leave "
             "those options out to continue it, or choose another folder"
         )
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        result.update(nested if nested is not None else {f"{prefix}{key}": value})
-    return result

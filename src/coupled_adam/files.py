@@ -38,6 +38,11 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".coupled-adam-{secrets.token_hex(8)}.tmp")
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether a path has a name from :func:`temporary_path`."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name in the same folder, then rename it.
 
@@ -102,7 +107,7 @@ def clear_leftovers(folder: Path) -> None:
         if entry.is_symlink():
             continue
         aside = _ASIDE.fullmatch(entry.name)
-        if not aside and not _TEMPORARY.fullmatch(entry.name):
+        if not aside and not is_temporary(entry):
             continue
         with contextlib.suppress(OSError), _dead(entry) as is_dead:
             if not is_dead:

@@ -17,6 +17,7 @@ from coupled_adam.errors import UsageError
 from coupled_adam.files import (
     LOCK,
     clear_leftovers,
+    is_temporary,
     make_folder,
     remove_empty,
     sole_writer,
@@ -145,7 +146,7 @@ def _is_used(folder: Path) -> bool:
     """Whether the folder holds more than the lock of a process killed before it wrote anything."""
     if not folder.is_dir():
         return folder.exists()
-    return any(path.name != ".lock" for path in folder.iterdir())
+    return any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir())
 
 
 def _check_new(folder: Path) -> None:

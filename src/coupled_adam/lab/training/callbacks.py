@@ -135,8 +135,7 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 class MetricsFile(Logger):
-    """Logs to a file of JSON lines. ``step`` is the number of finished steps, 0 before the first.
-    """
+    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ class Checkpoints(pl.Callback):
         path = self.folder / f"step-{trainer.global_step}"
         temporary = on_rank_zero(functools.partial(self._begin, path))
         trainer.save_checkpoint(temporary)
-        digests = _digests(temporary, path.name, sync=True)
+        digests = _digests(temporary, path.name, flush=True)
 
         def finish() -> None:
             if temporary.is_dir():
@@ -246,17 +246,17 @@ def _set_aside(path: Path) -> None:
         _manifest(path).rename(_manifest(aside))
 
 
-def _digests(path: Path, name: str, sync: bool = False) -> dict[str, str]:
+def _digests(path: Path, name: str, flush: bool = False) -> dict[str, str]:
     """The SHA-256 digests of a checkpoint's files; every rank reads a share of the files.
 
     Args:
         name: the key of its digest if the checkpoint is a file; otherwise names are relative to it.
-        sync: whether to flush each file to the disk first.
+        flush: whether to flush each file to the disk first.
     """
     names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     found = {}
     for file in names[rank() :: world_size()] if path.is_dir() else [""][rank() :]:
-        if sync:
+        if flush:
             sync(path / file)
         found[file or name] = file_digest(path / file)
     return {name: digest for part in all_gather(found) for name, digest in part.items()}

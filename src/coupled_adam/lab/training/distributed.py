@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import duration, waiting
@@ -96,7 +97,7 @@ def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> dist.Store:
+def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any:
     """The store through which the processes meet, when all are there with the same settings."""
     own, number = environment.global_rank(), environment.world_size()
     place = f"{environment.main_address}:{environment.main_port}"
@@ -123,13 +124,14 @@ def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> dis
     return store
 
 
-def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: str) -> dist.Store:
+def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: str) -> Any:
     """The store at the main address, which torchrun or else the first process serves."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = environment.global_rank() == 0 and not agents
-    while True:
+    failure = None
+    while failure is None or (not serves and go_on()):
         try:
-            return dist.TCPStore(
+            return TCPStore(
                 environment.main_address,
                 environment.main_port,
                 environment.world_size(),
@@ -137,17 +139,17 @@ def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: st
                 timeout=datetime.timedelta(seconds=min(PATIENCE, 30)),
                 wait_for_workers=False,
             )
-        except dist.DistError as error:
-            if serves:
-                raise TrainingError(f"cannot wait for other processes at {place}: {error}") from None
-            if not go_on():
-                raise TrainingError(
-                    f"the first process of this run could not be reached at {place} within "
-                    f"{duration(PATIENCE)} (see its last output)"
-                ) from None
+        except dist.DistError as error:  # noqa: PERF203
+            failure = error
+    if serves:
+        raise TrainingError(f"no other process can be waited for at {place}: {failure}")
+    raise TrainingError(
+        f"the first process of this run could not be reached at {place} within "
+        f"{duration(PATIENCE)} (see its last output)"
+    )
 
 
-def _wait_for(store: dist.Store, keys: list[str], go_on: Callable[[], bool]) -> None:
+def _wait_for(store: Any, keys: list[str], go_on: Callable[[], bool]) -> None:
     """Wait until every process has set its key; they are in the order of ranks."""
     while not store.check(keys):
         if not go_on():

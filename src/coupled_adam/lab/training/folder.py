@@ -34,7 +34,6 @@ from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.text.tokenizers import load_tokenizer
 
-
 FOLDERS = ("checkpoints", "second_moments")
 
 

@@ -366,5 +366,6 @@ def _dissolve(old: Path, new: Path, is_own: Callable[[str], bool]) -> None:
             elif not os.path.lexists(new / place):
                 (new / place).parent.mkdir(parents=True, exist_ok=True)
                 path.rename(new / place)
+                sync_folder((new / place).parent)
         with contextlib.suppress(OSError):
             Path(folder).rmdir()

@@ -283,6 +283,7 @@ def test_a_text_that_changes_while_it_is_read(recipe, tmp_path, monkeypatch, cha
             path.write_bytes(gzip.compress(lines, mtime=0))
 
     write(texts)
+    recipe = override(recipe, {"data.separator": "\n\n"})
     place = "_train_tokenizer" if "trained" in changes else "_write_tokens"
     function = getattr(corpus_module, place)
 

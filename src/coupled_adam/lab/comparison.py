@@ -105,9 +105,7 @@ def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
-    settings = {"command": "train", "arm": run.arm, "seed": run.seed}
-    settings |= _settings(run.recipe, run.folder, execution, resume)
-    with process_group(execution.device, settings):
+    with process_group(execution.device, run_settings(run, execution, resume)):
         if not resume:
             on_rank_zero(lambda: _check_new(run.folder))
         corpus = _same_corpus(run.recipe, cache)
@@ -115,6 +113,12 @@ def train_and_evaluate(
         own_rank = rank()
     if own_rank == 0:
         evaluate_run(run.folder, corpus, device=execution.device)
+
+
+def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
+    """What must be the same in all processes that train a single run."""
+    settings = _settings(run.recipe, run.folder, execution, resume)
+    return {"command": "train", "arm": run.arm, "seed": run.seed, **settings}
 
 
 def _settings(recipe: Recipe, out: Path, execution: Execution, resume: bool) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def _write(path: Path, text: str) -> None:
 
 _FILES = re.compile(
     r"index\.html|table\.md|table\.tex|summary\.csv|runs\.csv|results\.json|overview\.png"
-    r"|figures/[^/]+\.png"
+    r"|figures/.+\.png"
 )
 
 

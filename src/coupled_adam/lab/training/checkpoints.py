@@ -49,7 +49,7 @@ class Checkpoints(pl.Callback):
 
     def __init__(self, run: Path, evaluate_every: int) -> None:
         self.config = run / "config.yaml"
-        self.log = run / "metrics.jsonl"
+        self.metrics = run / "metrics.jsonl"
         self.folder = run / "checkpoints"
         self.evaluate_every = evaluate_every
         self._asked_to_stop = False
@@ -128,8 +128,8 @@ class Checkpoints(pl.Callback):
         def finish() -> None:
             if temporary.is_dir():
                 sync_folder(temporary)
-            sync(self.log)
-            sync_folder(self.log.parent)
+            sync(self.metrics)
+            sync_folder(self.metrics.parent)
             content = {"config": self._config(), "files": digests}
             write_atomically(_manifest(path), json.dumps(content, indent=2))
             temporary.rename(path)

@@ -123,7 +123,8 @@ name: small
 model: {architecture: gpt2, vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}
 data: {held_out: 0.1}
 training:
-  {steps: 40, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 4, evaluate_every: 10}
+  {steps: 20, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 4, evaluate_every: 5,
+    evaluation_batches: 1, test_batches: 1}
 arms: {adamw: {optimizer: adamw}, coupled_adam: {optimizer: coupled_adam}}
 seeds: [1]
 """

@@ -455,6 +455,11 @@ def test_a_lock_that_is_not_allowed(recipe, tmp_path, monkeypatch):
         prepare_corpus(recipe, tmp_path / "cache")
 
 
+def test_on_the_disk_before_it_has_its_name(recipe, tmp_path, disk):
+    prepare_corpus(recipe, tmp_path)
+    assert disk.check(tmp_path) == 1
+
+
 @pytest.mark.parametrize("room", [1_000, 2_000, 10_000, 30_000])
 def test_full_disk(process, recipe, tmp_path, room):
     """Whichever file no longer fits, of the tokenizer or the tokens, nothing is left of them."""

@@ -38,6 +38,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from coupled_adam import cli, files
@@ -123,9 +124,9 @@ name: small
 model: {architecture: gpt2, vocab_size: 300, n_layer: 1, n_head: 2, n_embd: 8}
 data: {held_out: 0.1}
 training:
-  {steps: 20, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 4, evaluate_every: 5,
+  {steps: 10, batch_size: 4, sequence_length: 16, lr: 0.01, warmup: 4, evaluate_every: 5,
     evaluation_batches: 1, test_batches: 1}
-arms: {adamw: {optimizer: adamw}, coupled_adam: {optimizer: coupled_adam}}
+arms: {coupled_adam: {optimizer: coupled_adam}}
 seeds: [1]
 """
 PLACES = {
@@ -229,6 +230,7 @@ def soak_places(folder: Path, minutes: float, seed: int) -> dict[str, object]:
     (folder / "text.txt").write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
     began = time.monotonic()
     expected: dict[str, Any] = {}
+    Figure.savefig = lambda _, file, **__: file.write(b"blank")  # which takes most of the time
     for cycle in itertools.count():
         here = folder / str(cycle)
         here.mkdir()
@@ -236,7 +238,7 @@ def soak_places(folder: Path, minutes: float, seed: int) -> dict[str, object]:
         finished = 0
         while finished < (1 if not expected else 3):  # the report is made anew each time
             place = chance.choice([*PLACES] if not finished else ["report", "resume"])
-            number = round(chance.uniform(1, 60) ** chance.choice([0.5, 1]))
+            number = chance.randint(1, chance.choice([4, 8, 16, 32]))
             code = compare(here, place if expected else None, number)
             if code == -signal.SIGKILL:
                 kills[place] += 1

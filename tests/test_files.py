@@ -133,7 +133,7 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, disk):
     with files.new_folder(tmp_path / "new") as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("content")
-    with files.new_folder(tmp_path / "new") as folder:
+    with files.new_folder(tmp_path / "new", lambda _: True) as folder:
         (folder / "file").write_text("content")
     files.make_folder(tmp_path / "x" / "y")
     assert disk.check(tmp_path) == 3

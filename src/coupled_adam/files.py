@@ -228,11 +228,11 @@ def waiting(what: str, limit: float) -> Callable[[], bool]:
     def go_on() -> bool:
         nonlocal said
         waited = time.monotonic() - began
-        if waited >= limit:
-            return False
-        if waited >= _SAYS_AFTER and not said:
+        if waited >= _SAYS_AFTER and not said and limit > 0:
             said = True
             print(f"waiting for {what}, {duration(limit)} at most", file=sys.stderr, flush=True)
+        if waited >= limit:
+            return False
         time.sleep(min(0.1, limit - waited))
         return True
 

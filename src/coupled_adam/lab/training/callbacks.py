@@ -188,7 +188,9 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
             f"first {places[0][1]} of step {places[0][0]}"
         )
         if not skip_damaged:
-            raise UsageError(f"{message}. Restore the file, or go on without with --skip-damaged")
+            raise UsageError(
+                f"{message}. Restore the file, or continue as it is with --skip-damaged"
+            )
         warnings.warn(message, stacklevel=2)
     if path.exists():
         write_atomically(path, "".join(kept[place] for place in expected if place in kept))

@@ -62,10 +62,10 @@ def _train(
     recipe, variant = run.recipe, run.variant
     last = checkpoints.last(execution.skip_damaged)
     step = None if last is None else checkpoints.step(last)
+    on_rank_zero(lambda: cut_log(run, step, execution.skip_damaged))
     if step is not None:
         on_rank_zero(lambda: record_resumption(run.folder, step))
 
-    on_rank_zero(lambda: cut_log(run, step, execution.skip_damaged))
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
     if recipe.training.precision == "64-true":

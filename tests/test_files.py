@@ -133,6 +133,7 @@ def test_on_the_disk_before_it_has_its_name(tmp_path, disk):
     with files.new_folder(tmp_path / "new") as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("content")
+    assert disk.check(tmp_path) == 2
     with files.new_folder(tmp_path / "new", lambda _: True) as folder:
         (folder / "file").write_text("content")
     files.make_folder(tmp_path / "x" / "y")

@@ -357,9 +357,8 @@ def _exchange(one: Path, other: Path) -> None:
 def _dissolve(old: Path, new: Path, is_own: Callable[[str], bool]) -> None:
     """Remove a folder that has been replaced, and move what is not its own to the new one."""
     for folder, folders, names in os.walk(old, topdown=False):
-        for path in [Path(folder, name) for name in (*names, *folders)]:
-            if path.is_dir() and not path.is_symlink():
-                continue
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for path in [Path(folder, name) for name in (*names, *links)]:
             place = path.relative_to(old)
             if is_own(place.as_posix()):
                 path.unlink()

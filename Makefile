@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo gpu test test-slow
+.PHONY: demo docs gpu test test-slow
 
 # AdamW against Coupled Adam on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
@@ -32,6 +32,14 @@ PIP := $(BIN)/pip --disable-pip-version-check install
 # Training frameworks for tests/frameworks, which skips those that are not installed.
 $(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
+	touch $@
+
+# The site, in site/; a link that leads nowhere is an error.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/docs: $(VENV)/installed
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 # torch first and alone: its build for this machine is then kept by everything that needs torch.

@@ -39,7 +39,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
         where = posixpath.normpath(posixpath.join(folder, target))
         if where.startswith("docs/"):
             return f"[{text}]({where.removeprefix('docs/') if first else target})"
-        return f"[{text}]({config.repo_url}blob/main/{where})" if config.repo_url else text
+        if not config.repo_url:
+            return text
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{where})"
 
     blocks = re.split(r"(^```.*?^```)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(

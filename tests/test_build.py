@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from coupled_adam import __version__
+import coupled_adam
+from coupled_adam import __version__, embeddings
 
 ROOT = Path(__file__).parents[1]
 LIBRARY = "coupled_adam/optim/kernels/libcoupled_adam.so"
@@ -153,3 +154,16 @@ def test_links(hooks):
     assert hooks.absolute("![a](b.png) [c](https://d) [e](#f)", "R", "v1") == (
         "![a](R/raw/v1/b.png) [c](https://d) [e](#f)"
     )
+
+
+@pytest.mark.parametrize("module", [coupled_adam, embeddings])
+def test_public_names_are_documented(module):
+    """Each has a docstring of its own, and a place on the site's page of the API."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(rf"^::: {module.__name__}\.([A-Za-z]\w+)$", page, flags=re.MULTILINE)
+    assert set(listed) - {"lightning", "transformers"} == set(module.__all__)
+    for name in module.__all__:
+        public = getattr(module, name)
+        text = vars(public)["__doc__"] if isinstance(public, type) else public.__doc__
+        assert text, name
+        assert not text.startswith(f"{name}("), f"{name} has the docstring that dataclasses make"

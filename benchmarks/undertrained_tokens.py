@@ -5,7 +5,7 @@
 Fifty tokens that the ``tiny`` recipe's text contains are removed from it, while the tokenizer keeps
 them, and models are trained on the rest. The true answer is the set of reachable tokens that never
 occur in what was trained on: the fifty, and those that occur only as a part of longer tokens. The
-script takes half an hour on one core.
+script takes ten minutes on one core.
 """
 
 import json
@@ -31,12 +31,8 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 HELD_OUT = 50
 MODELS = {"tied": True, "untied": False}
-ARMS = {
-    "adamw": {"optimizer": "adamw"},
-    "adamw_decayed": {"optimizer": "adamw", "embedding_weight_decay": 0.1},
-    "coupled_adam": {"optimizer": "coupled_adam"},
-}
-SEEDS = (1, 2)
+SEEDS = (1,)
+STEPS = 300
 
 
 def main(target: Path) -> None:
@@ -61,11 +57,11 @@ def main(target: Path) -> None:
                     "data.tokens": name,
                     "data.tokenizer": str(whole.tokenizer_folder),
                     "model.tied": tied,
-                    "arms": ARMS,
+                    "training.steps": STEPS,
                 },
             )
             corpus = prepare_corpus(changed, folder / "cache")
-            for arm in ARMS:
+            for arm in recipe.arms:
                 for seed in SEEDS:
                     run = TrainingRun(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
                     train(run, corpus, Execution())

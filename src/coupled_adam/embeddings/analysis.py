@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +22,8 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.text.token_files import Tokens, token_file
@@ -29,7 +32,7 @@ from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Excluded = Literal["padding", "unseen"]
+Excluded = Literal["padding", "unseen", "dead"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Analysis:
             tokenizer.
         counts: unigram counts [V], or None.
         keep: which rows were measured, [V] booleans; None if all were.
+        tokenizer: the model's tokenizer; None if it has none.
     """
 
     model: str
@@ -73,6 +77,15 @@ class Analysis:
     padding_rows: int | None
     counts: NDArray[Any] | None
     keep: NDArray[np.bool_] | None
+    tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the rows stand for; ids alone if the model has no tokenizer."""
+        rows = len(self.embeddings.matrix)
+        if self.tokenizer is None:
+            return Vocabulary.of_ids(rows)
+        return read_vocabulary(self.tokenizer, rows)
 
     @property
     def label(self) -> str:
@@ -108,7 +121,8 @@ def analyze_model(
         source: where to find the tokenizer, the counts and the like.
         sets: word-similarity sets, by name.
         exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
-            tokenizer, ``"unseen"`` for tokens whose count is zero.
+            tokenizer, ``"unseen"`` for tokens whose count is zero, ``"dead"`` for rows that are
+            zero or not finite.
         directions: the number of top principal directions to remove; see :func:`analyze`.
         device: where to compute the measures.
 
@@ -129,7 +143,7 @@ def analyze_model(
             is_token = None
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
-            keep = _kept_rows(exclude, rows, is_token, counts)
+            keep = _kept_rows(exclude, entry, is_token, counts)
             report = analyze(
                 entry.matrix.to(device),
                 counts,
@@ -141,7 +155,7 @@ def analyze_model(
         except ValueError as error:
             raise UsageError(f"{model}: {error}") from None
         padding = None if is_token is None else int((~is_token).sum())
-        analyses.append(Analysis(model, entry, report, padding, counts, keep))
+        analyses.append(Analysis(model, entry, report, padding, counts, keep, tokenizer))
     return analyses
 
 
@@ -172,12 +186,15 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
 
 def _kept_rows(
     exclude: Collection[Excluded],
-    rows: int,
+    entry: EmbeddingMatrix,
     is_token: NDArray[np.bool_] | None,
     counts: NDArray[Any] | None,
 ) -> NDArray[np.bool_] | None:
     """Which rows to measure, [rows] booleans; None if all."""
-    keep = np.ones(rows, dtype=np.bool_)
+    keep = np.ones(len(entry.matrix), dtype=np.bool_)
+    if "dead" in exclude:
+        finite, norms = finite_rows(entry.matrix)
+        keep &= finite & (norms > 0)
     if "padding" in exclude and is_token is not None:
         keep &= is_token
     if "unseen" in exclude:

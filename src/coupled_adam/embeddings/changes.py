@@ -103,7 +103,7 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
     common = min(len(first), len(second))
     named = [(a, b) for a, b in zip(first.texts, second.texts) if a and b]
     if all(a == b for a, b in named):
-        has_first, has_second = (_has_token(v)[:common] for v in (first, second))
+        has_first, has_second = _has_token(first)[:common], _has_token(second)[:common]
         # In two vocabularies of ids alone all common rows match, as do rows without a token.
         same = np.flatnonzero(has_first == has_second) if named else np.arange(common)
         new = np.setdiff1d(np.arange(len(second)), same)
@@ -128,7 +128,7 @@ _NONE = np.zeros(0, np.int64)
 
 
 def _has_token(vocabulary: Vocabulary) -> NDArray[np.bool_]:
-    return vocabulary.categories != "none"
+    return np.asarray(vocabulary.categories != "none")
 
 
 def compare(

@@ -41,8 +41,9 @@ class Undertrained:
         order_by: the indicator that chooses the candidates.
         candidates: the rows that were chosen, those with the lowest indicator first.
         limit: the highest indicator that the unused rows themselves have, each compared with the
-            mean of the others; None with fewer than three. Candidates up to this limit look exactly
-            like unused rows; those above it may be rare tokens.
+            mean of the others; None with fewer than three.
+        alike: the rows up to this limit, the lowest first, however many: no indicator tells them
+            from unused rows. Candidates that are not among them may be rare tokens.
         unused: [V] booleans; the rows that served as the reference.
         dead: the rows that are zero or not finite.
     """
@@ -51,14 +52,9 @@ class Undertrained:
     order_by: Indicator
     candidates: NDArray[np.int64]
     limit: float | None
+    alike: NDArray[np.int64]
     unused: NDArray[np.bool_]
     dead: NDArray[np.int64]
-
-    @property
-    def alike(self) -> NDArray[np.int64]:
-        """The candidates up to the limit."""
-        values = self.indicators[self.order_by][self.candidates]
-        return self.candidates[values <= (-np.inf if self.limit is None else self.limit)]
 
 
 def undertrained(
@@ -172,10 +168,8 @@ class _Frame:
 
     def _compare(self, name: Indicator, rows: Tensor, reference: Tensor) -> Tensor:
         """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
-        if name == "norm":
-            return rows.norm(dim=1)
-        if name == "distance":
-            return (rows - reference).norm(dim=1)
+        if name in ("norm", "distance"):
+            return torch.linalg.vector_norm(rows if name == "norm" else rows - reference, dim=1)
         if name == "cosine_without_first":
             rows, reference = (
                 x - (x @ self.first).unsqueeze(-1) * self.first for x in (rows, reference)

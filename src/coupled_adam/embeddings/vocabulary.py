@@ -143,7 +143,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """The text of each token behind another one, where a space at its beginning is not lost."""
 
-    def text(tokens: Sequence[int]) -> str:
+    def text(tokens: list[int]) -> str:
         decoded = tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

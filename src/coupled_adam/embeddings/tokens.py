@@ -1,0 +1,237 @@
+"""What an analysis says about single tokens: which were hardly trained, neighbours, and hubs."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.neighbours import Hubness, Neighbours, Progress, hubness, nearest
+from coupled_adam.embeddings.undertrained import INDICATORS, Undertrained, undertrained
+from coupled_adam.embeddings.vocabulary import CATEGORIES
+from coupled_adam.errors import UsageError
+from coupled_adam.rendering.tables import terminal_table
+
+NEIGHBOURS = 10
+VARIANTS = {"raw": False, "centered": True}
+"""The two ways in which neighbours are searched: as the rows are, and with their mean removed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Undertrainedness:
+    """The under-trained tokens of one analysis."""
+
+    analysis: Analysis
+    found: Undertrained
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows to name: the candidates, and those that look like unused ones, if these are
+        more.
+        """
+        return max(self.found.candidates, self.found.alike, key=len).tolist()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the counts of each category, and all rows named."""
+        alike = {*self.found.alike.tolist()}
+        return {
+            **_categories(self.analysis),
+            "unused_rows": int(self.found.unused.sum()),
+            "dead_rows": self.found.dead.tolist(),
+            "order_by": self.found.order_by,
+            "limit": self.found.limit,
+            "tokens": [
+                {**_described(self.analysis, row), **self._values(row), "like_unused": row in alike}
+                for row in self.rows
+            ],
+        }
+
+    def table(self, number: int) -> Table:
+        """For the terminal: the first of the rows."""
+        found, counts = self.found, self.analysis.counts
+        kinds = _categories(self.analysis)
+        said = [
+            f"{kinds['categories'][name]} {name}"
+            for name in CATEGORIES
+            if name in kinds["categories"]
+        ]
+        parts = [
+            f"rows by category: {', '.join(said)}",
+            f"{len(found.candidates)} candidates, the lowest by {INDICATORS[found.order_by]}",
+        ]
+        if kinds["surplus_tokens"]:
+            parts.append(f"{kinds['surplus_tokens']} tokens of the tokenizer have no row")
+        if len(found.dead):
+            parts.append(f"{len(found.dead)} rows are zero or not finite")
+        if found.limit is None:
+            parts.append("too few rows are known to be unused: rare tokens may be among them")
+        else:
+            parts.append(
+                f"{len(found.alike)} tokens cannot be told from the {int(found.unused.sum())} rows "
+                "that are known to be unused (marked with *)"
+            )
+        title = f"Under-trained tokens: {self.analysis.label}"
+        table = terminal_table(title, "; ".join(parts))
+        for column in ("id", "token", "category"):
+            table.add_column(column, justify="right" if column == "id" else "left")
+        for name in found.indicators:
+            table.add_column(INDICATORS[name].replace("principal component", "PC"), justify="right")
+        if counts is not None:
+            table.add_column("count", justify="right")
+        alike = {*found.alike.tolist()}
+        for row in self.rows[:number]:
+            cells = [f"{'*' if row in alike else ''}{row}", self.analysis.vocabulary.name(row)]
+            cells.append(str(self.analysis.vocabulary.categories[row]))
+            cells += [f"{found.indicators[name][row]:.4f}" for name in found.indicators]
+            cells += [] if counts is None else [f"{counts[row]:g}"]
+            table.add_row(*map(Text, cells))
+        return table
+
+    def _values(self, row: int) -> dict[str, float]:
+        return {name: float(values[row]) for name, values in self.found.indicators.items()}
+
+
+def find_undertrained(analysis: Analysis, share: float = 0.02) -> Undertrainedness:
+    """Find the under-trained tokens among the reachable ones of an analysis.
+
+    Raises:
+        UsageError: if no row is finite and different from zero.
+    """
+    vocabulary = analysis.vocabulary
+    try:
+        found = undertrained(
+            analysis.embeddings.matrix,
+            vocabulary.unused,
+            among=vocabulary.categories == "ok",
+            share=share,
+        )
+    except ValueError as error:
+        raise UsageError(f"{analysis.model}: {error}") from None
+    return Undertrainedness(analysis, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbourhood:
+    """The neighbours of some tokens of one analysis, and the hubs among all.
+
+    Attributes:
+        found: the neighbours as the rows are (``"raw"``), and with their mean removed
+            (``"centered"``).
+        hubs: the hubness for both.
+    """
+
+    analysis: Analysis
+    found: dict[str, Neighbours]
+    hubs: dict[str, Hubness]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        name = self.analysis.vocabulary.name
+        return {
+            "neighbours": [
+                {
+                    **_described(self.analysis, int(row)),
+                    **{
+                        variant: [
+                            {"id": int(other), "token": name(other), "cosine": float(cosine)}
+                            for other, cosine in zip(near.neighbours[index], near.cosines[index])
+                        ]
+                        for variant, near in self.found.items()
+                    },
+                }
+                for index, row in enumerate(self.found["raw"].rows)
+            ],
+            "hubness": {
+                variant: {
+                    "k": hubs.k,
+                    "skewness": hubs.skewness,
+                    "rows_asked": hubs.asked,
+                    "largest": [
+                        {**_described(self.analysis, row), "occurrences": hubs.occurrences[row]}
+                        for row in hubs.largest(NEIGHBOURS).tolist()
+                    ],
+                }
+                for variant, hubs in self.hubs.items()
+            },
+        }
+
+    def tables(self) -> list[Table]:
+        """For the terminal: the neighbours, and the hubs."""
+        name = self.analysis.vocabulary.name
+        near = terminal_table(f"Nearest by cosine: {self.analysis.label}")
+        near.add_column("token")
+        near.add_column("as it is")
+        near.add_column("with the mean removed")
+        for index, row in enumerate(self.found["raw"].rows):
+            cells = [
+                ", ".join(
+                    f"{name(other)} {cosine:.2f}"
+                    for other, cosine in zip(part.neighbours[index], part.cosines[index])
+                )
+                for part in self.found.values()
+            ]
+            near.add_row(*map(Text, (name(row), *cells)))
+        hubs = terminal_table(f"Hubs: {self.analysis.label}")
+        hubs.add_column("")
+        hubs.add_column("skewness of N_k", justify="right")
+        hubs.add_column(f"largest hubs and their N_k (k = {NEIGHBOURS})")
+        for title, hub in zip(("as it is", "with the mean removed"), self.hubs.values()):
+            skewness = "–" if hub.skewness is None else f"{hub.skewness:.2f}"
+            largest = ", ".join(
+                f"{name(row)} {hub.occurrences[row]:.0f}" for row in hub.largest(NEIGHBOURS)
+            )
+            hubs.add_row(*map(Text, (title, skewness, largest)))
+        return [near, hubs]
+
+
+def find_neighbours(
+    analysis: Analysis, tokens: Sequence[str] = (), progress: Progress | None = None
+) -> Neighbourhood:
+    """Find the neighbours of tokens, or of the ten most frequent ones, and the hubs.
+
+    Args:
+        tokens: as :meth:`Vocabulary.row` takes them; none for the most frequent ones, or without
+            counts for none but the hubs.
+        progress: as for :func:`nearest`; called for the hubs, which take the most time.
+
+    Raises:
+        UsageError: if a token is none of the model's, or there are too few rows.
+    """
+    matrix = analysis.embeddings.matrix
+    rows = [analysis.vocabulary.row(token) for token in tokens]
+    if not tokens and analysis.counts is not None:
+        rows = np.argsort(-analysis.counts, kind="stable")[:NEIGHBOURS].tolist()
+    try:
+        return Neighbourhood(
+            analysis,
+            {name: nearest(matrix, rows, NEIGHBOURS, centered=c) for name, c in VARIANTS.items()},
+            {
+                name: hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
+                for name, centered in VARIANTS.items()
+            },
+        )
+    except ValueError as error:
+        raise UsageError(f"{analysis.model}: {error}") from None
+
+
+def _categories(analysis: Analysis) -> dict[str, Any]:
+    vocabulary = analysis.vocabulary
+    return {
+        "categories": dict(collections.Counter(vocabulary.categories.tolist())),
+        "surplus_tokens": vocabulary.surplus,
+    }
+
+
+def _described(analysis: Analysis, row: int) -> dict[str, Any]:
+    """The id, the token and its count, for JSON."""
+    vocabulary, counts = analysis.vocabulary, analysis.counts
+    return {
+        "id": row,
+        "token": vocabulary.texts[row],
+        "category": str(vocabulary.categories[row]),
+        "count": None if counts is None else counts[row].item(),
+    }

@@ -39,12 +39,32 @@ def isotropy(
     """
     if convention not in ("sign_safe", "published"):
         raise ValueError(f"Invalid convention: {convention!r} ('sign_safe' or 'published')")
+    log_z = _log_partition(embeddings)
+    return isotropy_of(log_z if convention == "sign_safe" else log_z[:1])
+
+
+def isotropy_unit(embeddings: Embeddings) -> float:
+    """The :func:`isotropy` of E divided by its mean row norm, from 0 to 1 (isotropic).
+
+    Z is exponential in the norms, so that of two clouds of the same shape the larger one has the
+    lower :func:`isotropy`. At unit mean norm only the shape counts. Both signs of every eigenvector
+    are evaluated.
+
+    Raises:
+        ValueError: also if every row is zero.
+    """
+    average = float(row_norms(embeddings).mean())
+    check_not_zero(average)
+    return isotropy_of(_log_partition(embeddings, unit=average))
+
+
+def _log_partition(embeddings: Embeddings, unit: float = 1.0) -> Array:
+    """Log Z(c) and log Z(-c), [2, H], of E / unit for the eigenvectors c."""
     _, directions = torch.linalg.eigh(gram(embeddings))
     partition = LogPartition()
     for block in blocks(embeddings):
-        partition.add(project(block, directions))
-    log_z = partition.log_z()
-    return isotropy_of(log_z if convention == "sign_safe" else log_z[:1])
+        partition.add(project(block, directions) / unit)
+    return partition.log_z()
 
 
 def mean_norm(embeddings: Embeddings) -> float:
@@ -93,9 +113,11 @@ def condition(embeddings: Embeddings) -> float:
 
 
 def effective_rank(embeddings: Embeddings) -> float:
-    """The effective rank of Roy & Vetterli (2007), from 1 to min(V, H).
+    """The effective rank of Roy & Vetterli (EUSIPCO 2007), from 1 to min(V, H).
 
-    It is exp(-sum_k q_k log q_k), where q_k = sigma_k / sum_j sigma_j.
+    It is the exponential of the entropy of the normalised singular values, exp(-sum_k q_k log q_k)
+    with q_k = sigma_k / sum_j sigma_j: min(V, H) if all are equal, 1 if all but one are zero. A
+    factor on E does not change it.
 
     Raises:
         ValueError: also if every row is zero.
@@ -173,7 +195,11 @@ class LogPartition:
 
     def add(self, projections: Tensor) -> None:
         """Add a block of rows, given c . e_i, [rows, n]."""
-        new = torch.stack([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])
+        if (projections.abs() < 300).all():  # one exponential for both signs, without overflow
+            z = projections.exp()
+            new = torch.stack([z.sum(0), z.reciprocal_().sum(0)]).log()
+        else:
+            new = torch.stack([torch.logsumexp(projections, 0), torch.logsumexp(-projections, 0)])
         self._log_z = new if self._log_z is None else torch.logaddexp(self._log_z, new)
 
     def log_z(self) -> Array:

@@ -1,7 +1,8 @@
 """Measure the token embeddings of any model.
 
 Shows the measures of one or several models side by side, for the embeddings as they are, with their
-mean removed, and with their mean and their top principal directions removed.
+mean removed, and with their mean and their top principal directions removed. On request, names the
+tokens that were hardly trained, neighbours and hubs, and what changed from one model to another.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import jsonargparse
-from jsonargparse.typing import NonNegativeInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -21,7 +22,7 @@ from coupled_adam.cli.options import (
     device,
     optional_path,
 )
-from coupled_adam.cli.terminal import print_table, quiet_libraries
+from coupled_adam.cli.terminal import print_table, progress_bar, quiet_libraries
 from coupled_adam.errors import UsageError
 
 
@@ -37,8 +38,12 @@ class Options:
     tokens: list[str] | None
     tokenizer: str | None
     word_similarity: str | None
-    exclude: list[Literal["padding", "unseen"]]
+    exclude: list[Literal["padding", "unseen", "dead"]]
     top: int | None
+    undertrained: bool
+    neighbours: list[str] | None
+    compare: bool
+    show: int
     json: bool
     csv: str | None
     html: str | None
@@ -69,17 +74,39 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exclude",
-        type=Literal["padding", "unseen"],
+        type=Literal["padding", "unseen", "dead"],
         nargs="+",
         default=[],
-        help="leave out padding (rows that belong to no token of the tokenizer), or unseen tokens "
-        "(with a count of zero)",
+        help="leave out padding (rows that belong to no token of the tokenizer), unseen tokens "
+        "(with a count of zero), or dead rows (zero or not finite)",
     )
     parser.add_argument(
         "--top",
         type=NonNegativeInt,
         metavar="N",
         help="how many top principal directions to remove (default: H / 100, rounded up)",
+    )
+    parser.add_argument(
+        "--undertrained", action="store_true", help="name the tokens that were hardly trained"
+    )
+    parser.add_argument(
+        "--neighbours",
+        nargs="*",
+        metavar="TOKEN",
+        help="the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
+        "frequent ones), and the hubs",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="show what changed from the first MODEL to the second",
+    )
+    parser.add_argument(
+        "--show",
+        type=PositiveInt,
+        default=20,
+        metavar="N",
+        help="how many tokens a table in the terminal names; --json has all",
     )
     add_json(parser)
     parser.add_argument("--csv", metavar="FILE", help="write all numbers as a table")
@@ -89,13 +116,15 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
 
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
-    from coupled_adam.embeddings import analysis, tables
+    from coupled_adam.embeddings import analysis, tables, tokens
     from coupled_adam.files import write_atomically
 
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
     given = [name for name, value in counted.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
+    if options.compare and len(options.models) != 2:
+        raise UsageError(f"--compare needs two models, not {len(options.models)}")
     check_folders(csv=options.csv, html=options.html)
     target = device(options.device)
     quiet_libraries()
@@ -110,10 +139,8 @@ def run(options: Options) -> None:
         text=optional_path(options.text),
         tokens=[Path(path) for path in options.tokens or ()],
     )
-    analyses = [
-        found
-        for model in options.models
-        for found in analysis.analyze_model(
+    by_model = [
+        analysis.analyze_model(
             model,
             source,
             sets=sets,
@@ -121,14 +148,33 @@ def run(options: Options) -> None:
             directions=options.top,
             device=target,
         )
+        for model in options.models
     ]
+    analyses = [entry for found in by_model for entry in found]
     if options.csv is not None:
         write_atomically(Path(options.csv), tables.analyses_csv(analyses))
     if options.html is not None:
         from coupled_adam.embeddings.page import analyses_page
 
         write_atomically(Path(options.html), analyses_page(analyses))
+    undertrained, neighbours, comparisons = [], [], []
+    if options.undertrained:
+        undertrained = [tokens.find_undertrained(entry) for entry in analyses]
+    if options.neighbours is not None:
+        for entry in analyses:
+            with progress_bar(f"neighbours, {entry.label}") as progress:
+                neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
+    if options.compare:
+        comparisons = tokens.compare_analyses(*by_model)
     if options.json:
-        print(tables.analyses_json(analyses))
-    else:
-        print_table(tables.analyses_table(analyses))
+        print(tables.analyses_json(analyses, undertrained, neighbours, comparisons))
+        return
+    print_table(tables.analyses_table(analyses))
+    for named in undertrained:
+        print_table(named.table(options.show))
+    for near in neighbours:
+        for table in near.tables():
+            print_table(table)
+    for changes in comparisons:
+        for table in changes.tables(options.show):
+            print_table(table)

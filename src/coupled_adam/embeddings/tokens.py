@@ -1,4 +1,4 @@
-"""What an analysis says about single tokens: which were hardly trained, neighbours, and hubs."""
+"""What analyses say about single tokens: which were hardly trained, neighbours, hubs, changes."""
 
 import collections
 import dataclasses
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.changes import Changes, compare, match_rows
 from coupled_adam.embeddings.neighbours import Hubness, Neighbours, Progress, hubness, nearest
 from coupled_adam.embeddings.undertrained import INDICATORS, Undertrained, undertrained
 from coupled_adam.embeddings.vocabulary import CATEGORIES
@@ -163,23 +164,18 @@ class Neighbourhood:
         """For the terminal: the neighbours, and the hubs."""
         name = self.analysis.vocabulary.name
         near = terminal_table(f"Nearest by cosine: {self.analysis.label}")
-        near.add_column("token")
-        near.add_column("as it is")
-        near.add_column("with the mean removed")
+        for column in ("token", "", "neighbours and their cosines"):
+            near.add_column(column)
         for index, row in enumerate(self.found["raw"].rows):
-            cells = [
-                ", ".join(
-                    f"{name(other)} {cosine:.2f}"
-                    for other, cosine in zip(part.neighbours[index], part.cosines[index])
-                )
-                for part in self.found.values()
-            ]
-            near.add_row(*map(Text, (name(row), *cells)))
+            for (variant, part), shown in zip(self.found.items(), ("as it is", "mean removed")):
+                others = zip(part.neighbours[index], part.cosines[index])
+                listed = ", ".join(f"{name(other)} {cosine:.2f}" for other, cosine in others)
+                near.add_row(*map(Text, (name(row) if variant == "raw" else "", shown, listed)))
         hubs = terminal_table(f"Hubs: {self.analysis.label}")
         hubs.add_column("")
         hubs.add_column("skewness of N_k", justify="right")
         hubs.add_column(f"largest hubs and their N_k (k = {NEIGHBOURS})")
-        for title, hub in zip(("as it is", "with the mean removed"), self.hubs.values()):
+        for title, hub in zip(("as it is", "mean removed"), self.hubs.values()):
             skewness = "–" if hub.skewness is None else f"{hub.skewness:.2f}"
             largest = ", ".join(
                 f"{name(row)} {hub.occurrences[row]:.0f}" for row in hub.largest(NEIGHBOURS)
@@ -235,3 +231,130 @@ def _described(analysis: Analysis, row: int) -> dict[str, Any]:
         "category": str(vocabulary.categories[row]),
         "count": None if counts is None else counts[row].item(),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What changed from one analysis to another."""
+
+    before: Analysis
+    after: Analysis
+    changes: Changes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the numbers, and the hundred tokens that moved most."""
+        found, pairs = self.changes, self.changes.pairs
+        return {
+            "before": _matrix(self.before),
+            "after": _matrix(self.after),
+            "matched_by": pairs.by,
+            "matched": len(pairs.first),
+            "new_rows": len(pairs.new),
+            "gone_rows": len(pairs.gone),
+            "cka": found.cka,
+            "mean_shift": found.mean_shift,
+            "mean_norm_ratio": list(found.mean_norm_ratio),
+            "norm_frequency_correlation": _finite_list(found.norm_frequency),
+            "groups": {name: dataclasses.asdict(group) for name, group in found.groups.items()},
+            "movers": [
+                {
+                    **_described(self.after, int(pairs.second[index])),
+                    "cosine": None if found.cosines is None else _finite(found.cosines[index]),
+                    "norm_ratio": _finite(found.norm_ratios[index]),
+                }
+                for index in found.movers(100)
+            ],
+        }
+
+    def tables(self, number: int) -> list[Table]:
+        """For the terminal: the numbers, the groups of rows, and the first of the movers."""
+        found, pairs = self.changes, self.changes.pairs
+        whole = terminal_table(f"From {self.before.label} to {self.after.label}")
+        whole.add_column("")
+        whole.add_column("", justify="right")
+        for label, value in (
+            (f"tokens of both, matched by {pairs.by}", f"{len(pairs.first)}"),
+            ("rows of the second only", f"{len(pairs.new)}"),
+            ("rows of the first only", f"{len(pairs.gone)}"),
+            ("linear CKA", f"{found.cka:.4f}"),
+            ("shift of the mean / mean norm", _shown(found.mean_shift)),
+            ("‖μ‖ʳ before, after", ", ".join(map(_shown, found.mean_norm_ratio))),
+            ("ρ before, after", ", ".join(map(_shown, found.norm_frequency or (None, None)))),
+        ):
+            whole.add_row(Text(label), Text(value))
+        groups = terminal_table("Rows")
+        for column in (
+            "",
+            "rows",
+            "median cos",
+            "lowest cos",
+            "norm after / before",
+            "norm / mean",
+        ):
+            groups.add_column(column, justify="right" if column else "left")
+        for name, group in found.groups.items():
+            cells = [name, str(group.rows)]
+            cells += [
+                _shown(value)
+                for value in (
+                    group.cosine_median,
+                    group.cosine_min,
+                    group.norm_ratio_median,
+                    group.norm_relative,
+                )
+            ]
+            groups.add_row(*map(Text, cells))
+        movers = terminal_table("Tokens that moved most")
+        for column in ("id", "token", "cos", "norm after / before"):
+            movers.add_column(column, justify="left" if column == "token" else "right")
+        for index in found.movers(number):
+            row = int(pairs.second[index])
+            cosine = None if found.cosines is None else found.cosines[index]
+            cells = [str(row), self.after.vocabulary.name(row)]
+            cells += [_shown(cosine), _shown(found.norm_ratios[index])]
+            movers.add_row(*map(Text, cells))
+        return [whole, groups, movers]
+
+
+def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Comparison]:
+    """Compare the matrices of two models, input with input and output with output.
+
+    A tied matrix is compared with both matrices of a model that is not tied.
+
+    Raises:
+        UsageError: if they have no matrices or no tokens in common.
+    """
+    comparisons = []
+    for one in before:
+        for other in after:
+            roles = {one.embeddings.role, other.embeddings.role}
+            if roles == {"input", "output"}:
+                continue
+            try:
+                pairs = match_rows(one.vocabulary, other.vocabulary)
+                found = compare(one.embeddings.matrix, other.embeddings.matrix, pairs, other.counts)
+            except ValueError as error:
+                raise UsageError(f"--compare {one.model} {other.model}: {error}") from None
+            comparisons.append(Comparison(one, other, found))
+    if not comparisons:
+        raise UsageError(
+            f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"
+        )
+    return comparisons
+
+
+def _matrix(analysis: Analysis) -> dict[str, str]:
+    entry = analysis.embeddings
+    return {"model": analysis.model, "role": entry.role, "tensor": entry.tensor}
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None or not np.isfinite(value) else f"{value:.4f}"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _finite_list(values: tuple[float, float] | None) -> list[float | None] | None:
+    return None if values is None else [_finite(value) for value in values]

@@ -7,7 +7,7 @@ that resemble those that are known to be unused have hardly been trained either.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -110,11 +110,17 @@ def undertrained(
         indicators |= frame.indicators(embeddings, finite)
         if reference.sum() > 2:
             limit = float(frame.of_unused(embeddings, order_by).max())
-    values = np.where(among & finite & ~reference, indicators[order_by], np.inf)
-    number = int(np.ceil(share * (among & finite & ~reference).sum()))
-    candidates = np.argsort(values, kind="stable")[:number]
+    choice = among & finite & ~reference
+    values = np.where(choice, indicators[order_by], np.inf)
+    order = np.argsort(values, kind="stable")[: choice.sum()]
     return Undertrained(
-        indicators, order_by, candidates, limit, reference, np.flatnonzero(~healthy)
+        indicators,
+        order_by,
+        order[: int(np.ceil(share * len(order)))],
+        limit,
+        order[: 0 if limit is None else int((values <= limit).sum())],
+        reference,
+        np.flatnonzero(~healthy),
     )
 
 
@@ -179,9 +185,3 @@ class _Frame:
         scale = rows.norm(dim=-1) * reference.norm(dim=-1)
         # A row without a direction resembles nothing.
         return 1 - torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)
-
-
-def row_facts(found: Undertrained, row: int) -> dict[str, Any]:
-    """The indicators of a row by name, for JSON; None for those that are not finite."""
-    values = {name: float(array[row]) for name, array in found.indicators.items()}
-    return {name: value if np.isfinite(value) else None for name, value in values.items()}

@@ -15,7 +15,17 @@ from collections.abc import Sequence
 try:
     import jsonargparse
 
-    from coupled_adam.cli import analyze, bench, compare, evaluate, recipes, report, theory, train
+    from coupled_adam.cli import (
+        analyze,
+        bench,
+        compare,
+        evaluate,
+        recipes,
+        repair,
+        report,
+        theory,
+        train,
+    )
     from coupled_adam.cli.options import plain
     from coupled_adam.cli.terminal import is_other_rank
 except ModuleNotFoundError as error:
@@ -33,6 +43,7 @@ _COMMANDS = {
     "evaluate": evaluate,
     "report": report,
     "analyze": analyze,
+    "repair": repair,
     "theory": theory,
     "bench": bench,
     "recipes": recipes,

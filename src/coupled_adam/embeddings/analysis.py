@@ -134,7 +134,7 @@ def analyze_model(
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
     except (ValueError, OSError) as error:
         raise UsageError(str(error)) from None
-    tokenizer = _tokenizer(model, source, bool(sets) or "padding" in exclude)
+    tokenizer = find_tokenizer(model, source, bool(sets) or "padding" in exclude)
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
@@ -204,8 +204,12 @@ def _kept_rows(
     return None if keep.all() else keep
 
 
-def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none and none is needed."""
+def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None if it has none and none is needed.
+
+    Raises:
+        UsageError: if one is needed or named, and cannot be read.
+    """
     needed = needed or source.text is not None
     name = source.tokenizer or model
     if source.tokenizer is None and Path(model).is_file():

@@ -69,7 +69,10 @@ class Undertrainedness:
         if len(found.dead):
             parts.append(f"{len(found.dead)} rows are zero or not finite")
         if found.limit is None:
-            parts.append("too few rows are known to be unused: rare tokens may be among them")
+            parts.append(
+                "the rows that are known to be unused are too few, or do not resemble each other: "
+                "candidates may be tokens that are merely rare, or well trained"
+            )
         else:
             parts.append(
                 f"{len(found.alike)} tokens cannot be told from the {int(found.unused.sum())} rows "

@@ -41,7 +41,8 @@ class Undertrained:
         order_by: the indicator that chooses the candidates.
         candidates: the rows that were chosen, those with the lowest indicator first.
         limit: the highest indicator that the unused rows themselves have, each compared with the
-            mean of the others; None with fewer than three.
+            mean of the others. None with fewer than three, or if they resemble each other no more
+            than most rows resemble them, as in a model that was not trained.
         alike: the rows up to this limit, the lowest first, however many: no indicator tells them
             from unused rows. Candidates that are not among them may be rare tokens.
         unused: [V] booleans; the rows that served as the reference.
@@ -77,7 +78,7 @@ def undertrained(
         among: [V] booleans; the rows that can be candidates, such as all reachable tokens. By
             default, all.
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
-        order_by: the indicator that chooses them. By default ``"cosine_without_first"``, or
+        order_by: the indicator that chooses them. By default ``"cosine_centered"``, or
             ``"norm"`` if no unused row is known.
 
     Raises:
@@ -99,7 +100,7 @@ def undertrained(
         raise ValueError("no row of embeddings is finite and different from zero")
     reference = unused & healthy
     if order_by is None:
-        order_by = "cosine_without_first" if reference.any() else "norm"
+        order_by = "cosine_centered" if reference.any() else "norm"
     elif order_by != "norm" and not reference.any():
         raise ValueError(f"order_by={order_by!r} needs rows that are known to be unused")
 
@@ -113,6 +114,8 @@ def undertrained(
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
     order = np.argsort(values, kind="stable")[: choice.sum()]
+    if limit is not None and (values <= limit).sum() > len(order) / 2:
+        limit = None
     return Undertrained(
         indicators,
         order_by,

@@ -47,6 +47,9 @@ class Options:
     json: bool
     csv: str | None
     html: str | None
+    explore: str | None
+    parquet: str | None
+    layout: Literal["pca", "umap"]
     device: Device
 
 
@@ -111,6 +114,18 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument("--csv", metavar="FILE", help="write all numbers as a table")
     parser.add_argument("--html", metavar="FILE", help="write a page with the table and pictures")
+    parser.add_argument(
+        "--explore", metavar="FILE", help="write a page with a map of the tokens to explore"
+    )
+    parser.add_argument(
+        "--parquet", metavar="FILE", help="write the map of all tokens as a Parquet file"
+    )
+    parser.add_argument(
+        "--layout",
+        type=Literal["pca", "umap"],
+        default="pca",
+        help="the map's layout; umap needs the package umap-learn",
+    )
     add_device(parser)
 
 
@@ -125,7 +140,9 @@ def run(options: Options) -> None:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    check_folders(csv=options.csv, html=options.html)
+    check_folders(
+        csv=options.csv, html=options.html, explore=options.explore, parquet=options.parquet
+    )
     target = device(options.device)
     quiet_libraries()
     sets = None
@@ -158,7 +175,7 @@ def run(options: Options) -> None:
 
         write_atomically(Path(options.html), analyses_page(analyses))
     undertrained, neighbours, comparisons = [], [], []
-    if options.undertrained:
+    if options.undertrained or options.explore or options.parquet:
         undertrained = [tokens.find_undertrained(entry) for entry in analyses]
     if options.neighbours is not None:
         for entry in analyses:
@@ -166,6 +183,18 @@ def run(options: Options) -> None:
                 neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
     if options.compare:
         comparisons = tokens.compare_analyses(*by_model)
+    if options.parquet is not None:
+        from coupled_adam.embeddings.maps import parquet, token_maps
+
+        write_atomically(Path(options.parquet), parquet(token_maps(undertrained, options.layout)))
+    if options.explore is not None:
+        from coupled_adam.embeddings.explorer import explorer_page
+
+        with progress_bar("neighbours for the map") as progress:
+            page = explorer_page(undertrained, comparisons, options.layout, progress)
+        write_atomically(Path(options.explore), page)
+    if not options.undertrained:
+        undertrained = []
     if options.json:
         print(tables.analyses_json(analyses, undertrained, neighbours, comparisons))
         return

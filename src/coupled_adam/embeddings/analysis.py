@@ -153,7 +153,10 @@ def analyze_model(
                 directions=directions,
             )
         except ValueError as error:
-            raise UsageError(f"{model}: {error}") from None
+            hint = ""
+            if "is not finite" in str(error):
+                hint = ": leave such rows out with --exclude dead, or see coupled-adam repair"
+            raise UsageError(f"{model}: {error}{hint}") from None
         padding = None if is_token is None else int((~is_token).sum())
         analyses.append(Analysis(model, entry, report, padding, counts, keep, tokenizer))
     return analyses

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import apply_all
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,10 +141,7 @@ def compare(
             if group["row_exponent"]:
                 squares = g.double().square().sum(1 - group["vocab_dim"])
                 torch.testing.assert_close(update.row_sums.double(), squares, rtol=2e-6, atol=0)
-                reference.weigh_rows(update)
-            if group["zero_sum"] and update.moment_sums is None:
-                one.center(update)
-            one.apply(update)
+            apply_all(update, one)
     assert steps[0] == steps[1] == 3
     for mine, expected in zip(ours, theirs):
         if mine is not None:

@@ -1,11 +1,11 @@
 """Find tokens that were held out of the training text: precision and recall of each indicator.
 
-    python benchmarks/undertrained_tokens.py benchmarks/results/undertrained_tokens.json
+    python benchmarks/undertrained_tokens.py benchmarks/results/undertrained_tokens.json [RUNS]
 
 Fifty tokens that the ``tiny`` recipe's text contains are removed from it, while the tokenizer keeps
 them, and models are trained on the rest. The true answer is the set of reachable tokens that never
 occur in what was trained on: the fifty, and those that occur only as a part of longer tokens. The
-script takes ten minutes on one core.
+script takes ten minutes on one core; runs that are in the folder RUNS are not trained again.
 """
 
 import json
@@ -35,7 +35,7 @@ SEEDS = (1,)
 STEPS = 300
 
 
-def main(target: Path) -> None:
+def main(target: Path, runs: Path | None = None) -> None:
     recipe = load_recipe("tiny")
     whole = prepare_corpus(recipe, default_cache())
     assert whole.tokenizer_folder is not None
@@ -45,8 +45,9 @@ def main(target: Path) -> None:
     often = np.flatnonzero(ok & (whole.unigram_counts() >= 20))
     held_out = np.sort(np.random.default_rng(0).choice(often, HELD_OUT, replace=False))
     results = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = runs or Path(temporary)
+        folder.mkdir(exist_ok=True)
         for split in ("train", "valid", "test"):
             tokens = whole.tokens(split)[:]
             tokens[~np.isin(tokens, held_out)].astype("<u2").tofile(folder / f"{split}.bin")
@@ -54,7 +55,7 @@ def main(target: Path) -> None:
             changed = override(
                 recipe,
                 {
-                    "data.tokens": name,
+                    "data.tokens": str(folder),
                     "data.tokenizer": str(whole.tokenizer_folder),
                     "model.tied": tied,
                     "training.steps": STEPS,
@@ -64,7 +65,8 @@ def main(target: Path) -> None:
             for arm in recipe.arms:
                 for seed in SEEDS:
                     run = TrainingRun(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
-                    train(run, corpus, Execution())
+                    if not (run.folder / "model").exists():
+                        train(run, corpus, Execution())
                     for entry in scores(run.folder, corpus, vocabulary, held_out):
                         results.append({"model": label, "arm": arm, "seed": seed, **entry})
                         print(results[-1], flush=True)
@@ -102,4 +104,4 @@ def scores(
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -14,6 +14,7 @@ from coupled_adam.embeddings.frequency import (
 from coupled_adam.embeddings.geometry import (
     condition,
     effective_rank,
+    iso_score,
     isotropy,
     isotropy_unit,
     mean_cosine_similarity,
@@ -48,6 +49,7 @@ __all__ = [
     "condition",
     "download_word_similarity",
     "effective_rank",
+    "iso_score",
     "isotropy",
     "isotropy_unit",
     "load_embeddings",

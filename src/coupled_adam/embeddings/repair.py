@@ -105,7 +105,7 @@ def healthy_rows(
     mean, norms = geometry.mean_and_norms(embeddings, healthy)
     if partner is not None:
         directions = geometry.as_float64(partner[rows])
-        new = directions / directions.norm(dim=1, keepdim=True) * float(norms.mean())
+        new = torch.nn.functional.normalize(directions, dim=1) * float(norms.mean())
     else:
         squares, basis = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy) / len(norms))
         generator = torch.Generator().manual_seed(seed)
@@ -269,12 +269,14 @@ def _repair_rows(
     reasons: dict[int, Literal["not finite", "nearly zero", "under-trained"]] = {
         **dead_rows(matrix)
     }
-    padding = config.get("pad_token_id")
-    if reasons.get(padding) == "nearly zero":  # zero by design: torch.nn.Embedding's padding_idx
-        del reasons[padding]
     _, norms = finite_rows(matrix)
     healthy = np.ones(len(matrix), np.bool_)
-    healthy[[*reasons, *([padding] if padding in range(len(matrix)) else [])]] = False
+    healthy[list(reasons)] = False
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and 0 <= padding < len(matrix):
+        healthy[padding] = False
+        if reasons.get(padding) == "nearly zero":  # by design: torch.nn.Embedding's padding_idx
+            del reasons[padding]
     healthy &= vocabulary.categories != "none"
     if repair.undertrained:
         found = undertrained(matrix, vocabulary.unused, among=vocabulary.categories == "ok")

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze, single_tokens, unigram_counts
+from coupled_adam.embeddings.report import Healthy
 from coupled_adam.text.tokenizers import text_tokens
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
@@ -143,6 +144,41 @@ def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
         assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
 
 
+def test_healthy_ranges(tmp_path, capsys, monkeypatch):
+    """Beside each measure, with sources; values outside are marked; it fits 80 columns."""
+    generator = np.random.default_rng(0)
+    centred = generator.normal(size=(500, 8)) / 100
+    np.save(tmp_path / "healthy.npy", centred - centred.mean(0))
+    np.save(tmp_path / "drifted.npy", centred + 1)
+    page = tmp_path / "page.html"
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--html", page)
+    assert max(map(len, shown.splitlines())) <= 80
+    (isotropy, *_) = (line for line in shown.splitlines() if "Iso" in line)
+    assert isotropy.split()[-3:] == ["≥", "0.8", "[1]"]
+    assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
+    assert "[7]" not in shown  # of a measure that needs counts
+    assert "<em>0.9" in page.read_text()  # the relative mean norm
+    run(capsys, tmp_path / "healthy.npy", "--html", page)
+    assert "<em>" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("healthy", "text", "inside", "outside"),
+    [
+        (Healthy("", low=0.8), "≥ 0.8", [0.8, 1.0], [0.79, -1.0]),
+        (Healthy("", high=0.05), "≤ 0.05", [0.0, 0.05], [0.051]),
+        (Healthy("", -0.5, 0.5), "0 ± 0.5", [-0.5, 0.0, 0.5], [-0.6, 0.6]),
+        (Healthy("", 1.0, 2.0), "1 to 2", [1.0, 2.0], [0.9, 2.1]),
+        (Healthy(""), "higher", [-1e9, 1e9], []),
+    ],
+)
+def test_a_healthy_range(healthy, text, inside, outside):
+    assert str(healthy) == text
+    assert all(value in healthy for value in inside)
+    assert not any(value in healthy for value in outside)
+
+
 @pytest.mark.pixels
 def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     """In the terminal, in CSV, and in a page that escapes the names it is given."""
@@ -156,7 +192,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "with the mean and the top principal direction removed" in shown
+    assert "principal direction removed" in shown  # the end of a title, which wraps
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
     found = as_json(capsys, *models, "--word-similarity", sets)

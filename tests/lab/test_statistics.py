@@ -2,9 +2,16 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
-from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.reporting.statistics import (
+    SIGNIFICANCE,
+    one_sided_t_test,
+    paired_t_test,
+    shorthand,
+)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +59,27 @@ def test_no_t_test_without_a_deviation():
     assert one_sided_t_test([0.1 + 0.2] * 2, [0.3] * 2, "higher") == 1
     expected = stats.t.cdf(-1.5 / np.sqrt((0 + 0.5) / 2), 2)
     assert one_sided_t_test([1.0, 1.0], [2.0, 3.0], "lower") == pytest.approx(expected)
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(-10, 10, width=16), st.floats(-10, 10, width=16)),
+        min_size=2,
+        max_size=8,
+    )
+)
+def test_paired_t_test(pairs):
+    values, baseline = (list(side) for side in zip(*pairs))
+    test = paired_t_test(values, baseline)
+    if np.ptp(np.subtract(values, baseline)) == 0:
+        assert test.p == (1.0 if values == baseline else 0.0)
+        return
+    expected = stats.ttest_rel(values, baseline)
+    assert test.p == pytest.approx(expected.pvalue, rel=1e-6)
+    interval = expected.confidence_interval(0.95)
+    assert (test.low, test.high) == pytest.approx((interval.low, interval.high), rel=1e-6)
+    assert (test.difference, test.pairs) == (
+        pytest.approx(np.subtract(values, baseline).mean()),
+        len(pairs),
+    )
+    assert test.significant == (expected.pvalue < 0.05)

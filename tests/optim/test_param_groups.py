@@ -1,5 +1,6 @@
 """Which parameters are found to be token embeddings, and the groups made of all parameters."""
 
+import html
 import types
 import warnings
 
@@ -777,3 +778,16 @@ def test_table(dtype, saved):
 
     ours = state_bytes(CoupledAdamW(groups))
     assert state_bytes(torch.optim.AdamW(model.parameters())) - ours == saved
+
+
+def test_groups_in_a_notebook():
+    """The table that is printed, with names escaped."""
+    model = nn.ModuleDict({"<b>": nn.Embedding(10, 4), "out": nn.Linear(4, 2)})
+    groups = param_groups(model)
+    shown = groups._repr_html_()
+    assert "&lt;b&gt;.weight" in shown
+    assert "<b>" not in shown
+    rows = str(groups).splitlines()
+    cells = [cell for row in rows for cell in row.split("  ") if cell.strip("- ")]
+    assert all(html.escape(cell.strip()) in shown for cell in cells)
+    assert shown.count("<tr>") == len(rows) - 2  # without the rules

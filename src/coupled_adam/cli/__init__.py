@@ -23,6 +23,7 @@ try:
         recipes,
         repair,
         report,
+        sample,
         theory,
         train,
     )
@@ -41,6 +42,7 @@ _COMMANDS = {
     "compare": compare,
     "train": train,
     "evaluate": evaluate,
+    "sample": sample,
     "report": report,
     "analyze": analyze,
     "repair": repair,

@@ -72,9 +72,20 @@ def run(options: Options) -> None:
         f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
         highlight=False,
     )
-    print_path("results in", out)
-    cache = cache_folder(options.cache)
-    table = comparison.compare(recipe, out, execution=how, cache=cache, resume=options.resume)
-    if table is not None:
-        print_table(table)
-        print_path("the whole report:", out / "report" / "index.html")
+
+    def on_start() -> None:
+        print_path("results in", out)
+        if "tensorboard" in options.log:
+            print_path("to watch the runs: tensorboard --logdir", out)
+
+    report = comparison.compare(
+        recipe,
+        out,
+        execution=how,
+        cache=cache_folder(options.cache),
+        resume=options.resume,
+        on_start=on_start,
+    )
+    if report is not None:
+        print_table(report)
+        print_path("the whole report:", report.page)

@@ -37,5 +37,6 @@ def run(options: Options) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = Path(options.out) if options.out else folders[0] / "report"
-    print_table(report(folders, out))
-    print_path("the whole report:", out / "index.html")
+    written = report(folders, out)
+    print_table(written)
+    print_path("the whole report:", written.page)

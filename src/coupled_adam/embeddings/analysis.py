@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from coupled_adam.embeddings import (
     EmbeddingMatrix,
@@ -22,6 +23,7 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.undertrained import finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
@@ -144,14 +146,24 @@ def analyze_model(
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
             keep = _kept_rows(exclude, entry, is_token, counts)
-            report = analyze(
-                entry.matrix.to(device),
-                counts,
-                sets=sets,
-                token_ids=None if tokenizer is None else single_tokens(tokenizer),
-                keep=keep,
-                directions=directions,
-            )
+            measured = rows if keep is None else int(keep.sum())
+            with tqdm(
+                total=PASSES * measured,
+                desc=f"measuring {Path(model).name}",
+                unit=" rows",
+                unit_scale=True,
+                disable=None,
+                leave=False,
+            ) as bar:
+                report = analyze(
+                    entry.matrix.to(device),
+                    counts,
+                    sets=sets,
+                    token_ids=None if tokenizer is None else single_tokens(tokenizer),
+                    keep=keep,
+                    directions=directions,
+                    on_rows=bar.update,
+                )
         except ValueError as error:
             hint = ""
             if "is not finite" in str(error):
@@ -253,7 +265,8 @@ def _counts(
         files = [token_file(path, rows) for path in source.tokens]
         tokens = Tokens([file.open(Path()) for file in files])
         counted = np.zeros(rows, dtype=np.int64)
-        for start in range(0, len(tokens), 2**24):
+        starts = range(0, len(tokens), 2**24)
+        for start in tqdm(starts, "counting tokens", disable=None, leave=False):
             counted += unigram_counts(tokens[start : start + 2**24], rows)
         return counted
     path = source.counts or (own if own.exists() else None)

@@ -6,7 +6,7 @@ non-empty matrix [V, H] of finite real numbers, and TypeError unless this is a t
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -163,14 +163,16 @@ def row_norms(embeddings: Embeddings) -> Array:
 
 
 def mean_and_norms(
-    embeddings: Embeddings, keep: NDArray[np.bool_] | None = None
+    embeddings: Embeddings,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> tuple[Any, Any]:
-    """The mean [H] and the norms [V] of all rows, or of the rows to keep."""
+    """The mean [H] and the norms [V] of all rows, or of the rows to keep; see :func:`blocks`."""
     check(embeddings)
     total: Tensor | float = 0.0
     norms = torch.empty(len(embeddings) if keep is None else int(keep.sum()), dtype=torch.float64)
     start = 0
-    for block in blocks(embeddings, keep):
+    for block in blocks(embeddings, keep, on_rows):
         total = total + block.sum(0)
         # Not a list of small tensors: allocated between the blocks, they would fragment memory.
         norms[start : start + len(block)] = block.norm(dim=1)
@@ -179,10 +181,13 @@ def mean_and_norms(
 
 
 def gram(
-    embeddings: Embeddings, mean: Tensor | float = 0.0, keep: NDArray[np.bool_] | None = None
+    embeddings: Embeddings,
+    mean: Tensor | float = 0.0,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> Tensor:
     """E^T E [H, H] over all rows or the rows to keep, each with ``mean`` [H] subtracted."""
-    centred = (block - mean for block in blocks(embeddings, keep))
+    centred = (block - mean for block in blocks(embeddings, keep, on_rows))
     return functools.reduce(Tensor.add_, map(_square, centred))
 
 
@@ -304,8 +309,15 @@ def check(embeddings: Embeddings) -> None:
         raise ValueError(f"embeddings must be real, but has the dtype {embeddings.dtype}")
 
 
-def blocks(embeddings: Embeddings, keep: NDArray[np.bool_] | None = None) -> Iterator[Tensor]:
-    """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them."""
+def blocks(
+    embeddings: Embeddings,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
+) -> Iterator[Tensor]:
+    """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them.
+
+    ``on_rows`` is called with the number of rows of each block once that has been dealt with.
+    """
     check(embeddings)
     rows, columns = embeddings.shape
     size = max(1, _BLOCK_BYTES // (8 * columns))
@@ -321,6 +333,8 @@ def blocks(embeddings: Embeddings, keep: NDArray[np.bool_] | None = None) -> Ite
             row = (here if keep is None else here[keep[here]])[int(finite.int().argmin())]
             raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
         yield block
+        if on_rows is not None:
+            on_rows(len(block))
 
 
 def as_float64(values: Embeddings) -> Tensor:

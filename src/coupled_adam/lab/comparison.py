@@ -8,20 +8,21 @@ import contextlib
 import dataclasses
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import sole_writer, write_atomically
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
-from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
 
 _FILE = "comparison.yaml"
@@ -36,9 +37,34 @@ def stored_recipe(out: Path) -> Recipe | None:
     return parse_recipe(text, str(out / _FILE))
 
 
+def runs_to_sample(name: str) -> list[str]:
+    """The finished runs of a comparison with one seed, a run for each arm; or ``name`` itself.
+
+    The seed is the first one for which most arms have finished.
+
+    Raises:
+        UsageError: it is the folder of a comparison, and none of its runs has finished.
+    """
+    recipe = stored_recipe(Path(name))
+    if recipe is None:
+        return [name]
+    folders = [[Path(name) / f"{arm}-seed-{seed}" for arm in recipe.arms] for seed in recipe.seeds]
+    finished = [[str(run) for run in runs if (run / "model").exists()] for runs in folders]
+    most = max(finished, key=len)
+    if not most:
+        raise UsageError(f"{name}: none of its runs has finished; continue it with --resume")
+    return most
+
+
 def compare(
-    recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
-) -> Table | None:
+    recipe: Recipe,
+    out: Path,
+    *,
+    execution: Execution,
+    cache: Path,
+    resume: bool = False,
+    on_start: Callable[[], object] = lambda: None,
+) -> Report | None:
     """Train and evaluate all runs into ``out``, and write its report.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
@@ -48,9 +74,10 @@ def compare(
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
             or more of them; finished runs are kept, an interrupted run continues from its last
             checkpoint.
+        on_start: called when the folder and the corpus are there, before the first run starts.
 
     Returns:
-        The table for the terminal, on rank 0; None on the others.
+        The report, on rank 0; None on the others.
 
     Raises:
         UsageError: if the folder is in use or not writable, or the text or the device cannot be
@@ -74,10 +101,14 @@ def compare(
                 for seed in recipe.seeds
                 for arm in recipe.arms
             ]
-            for run in runs:
-                train(run, corpus, execution)
-                if world_size() == 1:
-                    evaluate_run(run.folder, corpus, device=execution.device)
+            on_start()
+            with Progress(runs) as progress:
+                for run in runs:
+                    train(run, corpus, execution, progress)
+                    if world_size() == 1:
+                        progress.say("testing")
+                        evaluate_run(run.folder, corpus, device=execution.device)
+                progress.say("done")
             own_rank = rank()
         if own_rank > 0:
             return None

@@ -1,5 +1,6 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
+import html
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,27 @@ class ParamGroups(list[dict[str, Any]]):
     """A list of param groups for an optimizer that prints as a table of the parameters."""
 
     def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {group:<{widths[2]}}  {saved:>{widths[3]}}"
+            for name, shape, group, saved in rows
+        ]
+        rule = "-" * sum((*widths, 6))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        header, *rows = self._rows()
+
+        def line(texts: Iterable[str], tag: str) -> str:
+            return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+        return f"<table><thead><tr>{line(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """The header, a row for each parameter, and the total."""
         rows = [("parameter", "shape", "group", "state saved")]
         total = 0
         for group in self:
@@ -24,14 +46,7 @@ class ParamGroups(list[dict[str, Any]]):
                 total += saved
                 shape = " x ".join(map(str, p.shape))
                 rows.append((name, shape, label, f"{saved:,} B" if saved else ""))
-        rows.append(("total", "", "", f"{total:,} B"))
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {group:<{widths[2]}}  {saved:>{widths[3]}}"
-            for name, shape, group, saved in rows
-        ]
-        rule = "-" * sum((*widths, 6))
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        return [*rows, ("total", "", "", f"{total:,} B")]
 
 
 def param_groups(

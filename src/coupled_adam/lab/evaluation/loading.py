@@ -1,5 +1,6 @@
 """Load models and tokenizers from folders, and find out what an evaluation needs to know."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -35,47 +36,67 @@ def recipe_of_run(folder: Path) -> Recipe:
     return recipe
 
 
-def load_model(folder: Path, device: str) -> PreTrainedModel:
+def load_model(source: Path | str, device: str, revision: str | None = None) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
+    Args:
+        source: the model's folder, or its id on the Hugging Face hub.
+        device: where to load it.
+        revision: a branch, tag or commit on the hub.
+
     Raises:
-        UsageError: the folder has no model, or weights are damaged or missing.
+        UsageError: there is no such model, or weights are damaged or missing.
     """
-    if not (folder / "config.json").exists():
+    is_here = Path(source).exists()
+    is_id = not is_here and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
+    if not is_id and not (Path(source) / "config.json").exists():
         raise UsageError(
-            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+            f"{source} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
         )
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+            source,
+            revision=revision or "main",
             dtype=torch.float32,
             use_safetensors=True,
-            local_files_only=True,
+            local_files_only=is_here,
             trust_remote_code=False,
             output_loading_info=True,
         )
     except Exception as error:  # raised by several libraries
-        raise UsageError(f"{folder}: {type(error).__name__}: {one_line(error)}") from None
+        here = "" if is_here else "no such folder here, and the hub did not return such a model: "
+        raise UsageError(f"{source}: {here}{type(error).__name__}: {one_line(error)}") from None
     model: PreTrainedModel
     model, found = loaded
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise UsageError(f"{folder}: weights are missing and would be random: {missing}")
+        raise UsageError(f"{source}: weights are missing and would be random: {missing}")
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
 
-def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model in a folder.
+def load_model_tokenizer(
+    source: Path | str, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, from its folder or the hub.
 
     Raises:
-        UsageError: the folder has no tokenizer.
+        UsageError: the model has no tokenizer.
     """
     try:
-        return load_tokenizer(folder)
+        return load_tokenizer(source, revision)
     except UsageError as error:
         raise UsageError(f"{error}, which this needs: save it with the model") from None
+
+
+def require_causal(model: PreTrainedModel, source: Path | str) -> None:
+    """Raise UsageError unless it is a causal language model."""
+    if not is_causal(model):
+        raise UsageError(
+            f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
+            "language model is needed"
+        )
 
 
 def is_causal(model: PreTrainedModel) -> bool:

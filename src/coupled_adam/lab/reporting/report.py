@@ -1,18 +1,26 @@
 """Write the report of finished runs: tables, pictures and one page."""
 
+import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import render
+from coupled_adam.lab.reporting.page import render, results_table
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
+    Column,
+    Row,
+    footnotes,
     latex,
     markdown,
     runs_csv,
@@ -23,8 +31,41 @@ from coupled_adam.lab.reporting.tables import (
 )
 
 
-def report(folders: Sequence[Path], out: Path) -> Table:
-    """Write a report of all finished runs in some folders, and return the table for the terminal.
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A report that was written: it prints as text and table, and shows itself in a notebook.
+
+    Attributes:
+        page: the path of its page.
+        conclusion: what the runs show, a sentence or a few for each experiment.
+        rows, columns: the table.
+        overview: the most important picture, a PNG.
+    """
+
+    page: Path
+    conclusion: Sequence[str]
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    overview: bytes = dataclasses.field(repr=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from terminal(self.rows, self.columns, options.max_width)
+        yield Text("\n".join([*footnotes(self.rows), ""]), style="dim")
+        yield Text("\n".join([*self.conclusion, ""]))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(
+            console.measure(part, options=options).maximum
+            for part in terminal(self.rows, self.columns, console.width)
+        )
+        return Measurement(widest, widest)
+
+    def _repr_html_(self) -> str:
+        return results_table(self.conclusion, self.rows, self.columns, self.overview)
+
+
+def report(folders: Sequence[Path], out: Path) -> Report:
+    """Write a report of all finished runs in some folders.
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
@@ -48,7 +89,7 @@ def report(folders: Sequence[Path], out: Path) -> Table:
         )
     rows = table_rows(runs)
     columns = shown_columns(rows)
-    out = out.resolve()  # so that a symbolic link stays one
+    shown, out = out, out.resolve()  # so that a symbolic link stays one
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
@@ -61,11 +102,11 @@ def report(folders: Sequence[Path], out: Path) -> Table:
         ]
         _write(temporary / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
-        for picture in pictures:
+        for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        page = render(runs, left_out, rows, columns, pictures)
+        page = render(runs, left_out, rows, columns, pictures, out)
         _write(temporary / "index.html", page)
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
@@ -76,7 +117,8 @@ def report(folders: Sequence[Path], out: Path) -> Table:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return terminal(rows, columns)
+    said = conclusion(runs, left_out)
+    return Report(shown / "index.html", said, rows, columns, pictures[0].png)
 
 
 def _write(path: Path, text: str) -> None:

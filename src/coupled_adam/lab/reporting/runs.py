@@ -1,5 +1,6 @@
 """Read the folders of finished runs."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -85,6 +86,19 @@ class Run:
         return [step * self.recipe.tokens_per_step for step, _ in points], [y for _, y in points]
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """The mean speed of training; None if it was not logged."""
+        speeds = [line.get("tokens_per_second", 0.0) for line in self.metrics]
+        inverse = [1 / speed for speed in speeds if math.isfinite(speed) and speed > 0]
+        return len(inverse) / math.fsum(inverse) if inverse else None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the training took, without evaluations and checkpoints; None if unknown."""
+        speed = self.tokens_per_second
+        return None if speed is None else self.recipe.tokens / speed
+
+    @property
     def has_model(self) -> bool:
         """Whether model and counts still exist; some users delete them to save space."""
         files = ("model/model.safetensors", "unigram_counts.npy")
@@ -155,7 +169,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
             if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
-                left_out[folder] = "not finished"
+                left_out[folder] = _why_unfinished(folder)
             else:
                 metrics = _json(folder / "metrics.jsonl")
                 recipe = parse_recipe(yaml.safe_dump(config["recipe"]), path.name)
@@ -172,6 +186,16 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
         if first is not run:  # counting a run twice would make p too small
             left_out[run.folder] = f"the same arm and seed as {first.folder}"
     return list(kept.values()), left_out
+
+
+def _why_unfinished(folder: Path) -> str:
+    """Why a run has no evaluation: its log may end with a loss or gradient that is not finite."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        *_, last = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        line = json.loads(last)
+        if not all(math.isfinite(line.get(name, 0.0)) for name in ("train_loss", "grad_norm")):
+            return f"diverged at step {line['step']}"
+    return "not finished"
 
 
 def _json(path: Path) -> list[Any]:

@@ -1,5 +1,6 @@
 """Statistics over seeds."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -74,3 +75,49 @@ def one_sided_t_test(
         alternative="less" if better == "lower" else "greater",
     )
     return float(result.pvalue)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """A two-sided paired t-test.
+
+    Attributes:
+        difference: the mean difference of values and baseline.
+        low, high: the ends of its 95 % confidence interval.
+        p: the p-value.
+        pairs: the number of pairs.
+    """
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    pairs: int
+
+    @property
+    def significant(self) -> bool:
+        """Whether p is below :data:`SIGNIFICANCE`."""
+        return self.p < SIGNIFICANCE
+
+
+def paired_t_test(values: Sequence[float], baseline: Sequence[float]) -> Paired:
+    """Test two-sidedly whether the differences between pairs of numbers have a mean other than 0.
+
+    Args:
+        values, baseline: at least two pairs of finite numbers.
+    """
+    differences = np.subtract(values, baseline)
+    pairs, mean = len(differences), float(differences.mean())
+    if np.ptp(differences) <= 1e-12 * np.abs([values, baseline]).max():
+        # Without variance the difference is exact, and either rounding or not.
+        is_zero = abs(mean) <= 1e-12 * np.abs([values, baseline]).max()
+        return Paired(mean, mean, mean, 1.0 if is_zero else 0.0, pairs)
+    error = float(differences.std(ddof=1)) / math.sqrt(pairs)
+    margin = error * float(stats.t.ppf(1 - SIGNIFICANCE / 2, pairs - 1))
+    p = 2 * float(stats.t.sf(abs(mean) / error, pairs - 1))
+    return Paired(mean, mean - margin, mean + margin, p, pairs)
+
+
+def shown_p(p: float) -> str:
+    """A p-value for a text, with two digits: ``p = 0.012``, or ``p < 0.001``."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -161,7 +162,8 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     if max(counts) > 1:
         notes.append(
             "Mean (standard deviation in the last digit) over seeds. Bold: better than AdamW, or "
-            "AdamW better than the only other optimizer, by a one-sided Student t-test at 95 %."
+            "AdamW better than the only other optimizer, by a one-sided Student t-test at 95 %, as "
+            "in the paper; the sentences use two-sided tests over pairs of runs with equal seeds."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
@@ -258,21 +260,38 @@ def runs_csv(runs: Sequence[Run]) -> str:
     return csv_text([header, *lines])
 
 
-def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Create the table for the terminal."""
-    # If all rows have the same D and N, the title shows them, so that the rest fits 80 characters.
+def terminal(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[Table]:
+    """Create the table for the terminal: in several parts if it is wider than ``width``."""
+    # If all rows have the same D and N, the title shows them, so that more columns fit.
     first = rows[0]
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
     names = ", ".join(dict.fromkeys(row.experiment for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
-    shown = terminal_table(names + (size if one else ""), "\n".join(footnotes(rows)))
-    shown.caption_justify = "left"
-    header = ([] if one else ["D", "N"]) + ["Optimizer", *(column.header for column in columns)]
+    title = names + (size if one else "")
+    ruler = Console(width=1000)
+    parts: list[Table] = []
+    left = list(columns)
+    while left:
+        number = len(left)
+        part = _terminal_part(rows, left, title, not one)
+        while number > 1 and ruler.measure(part).maximum > width:
+            number -= 1
+            part = _terminal_part(rows, left[:number], title, not one)
+        parts.append(part)
+        left, title = left[number:], ""
+    return parts
+
+
+def _terminal_part(
+    rows: Sequence[Row], columns: Sequence[Column], title: str, with_sizes: bool
+) -> Table:
+    shown = terminal_table(title)
+    header = (["D", "N"] if with_sizes else []) + ["Optimizer", *(c.header for c in columns)]
     for name in header:
         shown.add_column(name, justify="left" if name == "Optimizer" else "right", no_wrap=True)
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
         texts = [Text(cell.text, "bold" if cell.bold else "") for cell in cells]
-        sizes = [] if one else [short(row.tokens), short(row.parameters)]
+        sizes = [short(row.tokens), short(row.parameters)] if with_sizes else []
         shown.add_row(*sizes, Text(row.label), *texts)
     return shown

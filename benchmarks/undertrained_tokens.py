@@ -30,7 +30,7 @@ from coupled_adam.lab.training.run import train
 from coupled_adam.text.tokenizers import load_tokenizer
 
 HELD_OUT = 50
-MODELS = {"tied": True, "untied": False}
+RUNS = (("tied", "adamw"), ("tied", "coupled_adam"), ("untied", "adamw"))
 SEEDS = (1,)
 STEPS = 300
 
@@ -51,25 +51,24 @@ def main(target: Path, runs: Path | None = None) -> None:
         for split in ("train", "valid", "test"):
             tokens = whole.tokens(split)[:]
             tokens[~np.isin(tokens, held_out)].astype("<u2").tofile(folder / f"{split}.bin")
-        for label, tied in MODELS.items():
+        for label, arm in RUNS:
             changed = override(
                 recipe,
                 {
                     "data.tokens": str(folder),
                     "data.tokenizer": str(whole.tokenizer_folder),
-                    "model.tied": tied,
+                    "model.tied": label == "tied",
                     "training.steps": STEPS,
                 },
             )
             corpus = prepare_corpus(changed, folder / "cache")
-            for arm in recipe.arms:
-                for seed in SEEDS:
-                    run = TrainingRun(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
-                    if not (run.folder / "model").exists():
-                        train(run, corpus, Execution())
-                    for entry in scores(run.folder, corpus, vocabulary, held_out):
-                        results.append({"model": label, "arm": arm, "seed": seed, **entry})
-                        print(results[-1], flush=True)
+            for seed in SEEDS:
+                run = TrainingRun(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
+                if not (run.folder / "model").exists():
+                    train(run, corpus, Execution())
+                for entry in scores(run.folder, corpus, vocabulary, held_out):
+                    results.append({"model": label, "arm": arm, "seed": seed, **entry})
+                    print(results[-1], flush=True)
     names = [vocabulary.name(row) for row in held_out]
     content = {"environment": environment(), "held_out": names, "results": results}
     write_atomically(target, json.dumps(content, indent=1))

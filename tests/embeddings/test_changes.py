@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from coupled_adam.embeddings.changes import compare, linear_cka, match_rows
+from coupled_adam.embeddings.changes import compare, frequency_slope, linear_cka, match_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
 
@@ -89,3 +89,13 @@ def test_rows_that_are_not_finite_are_left_out():
     assert found.cka == pytest.approx(linear_cka(before[rest], after[rest]))
     with pytest.raises(ValueError, match="no finite rows of the same tokens"):
         compare(np.full((2, 2), np.nan), np.ones((2, 2)))
+
+
+def test_the_slope_against_frequency():
+    """A power law's exponent; tokens that never occur, and dead ones, are left out."""
+    counts = np.arange(50)
+    values = 3.0 * np.maximum(counts, 1) ** 0.7
+    values[[5, 6]] = 0, np.nan
+    values[0] = 1e9
+    assert frequency_slope(values, counts) == pytest.approx(0.7)
+    assert frequency_slope(values, np.ones(50)) is None

@@ -221,6 +221,23 @@ def linear_cka(first: Embeddings, second: Embeddings) -> float:
     return compare(first, second).cka
 
 
+def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | None:
+    """The slope of log values [V] against log counts [V], by least squares.
+
+    For Adam's second moments, averaged over each row, it is near 1 (arXiv 2502.08441, section 3):
+    rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens without counts,
+    and values that are not positive, are left out.
+
+    Returns:
+        The slope; None if fewer than two different counts are left.
+    """
+    p = checked_counts(counts, len(values))
+    used = (p > 0) & (values > 0) & np.isfinite(values)
+    if len(np.unique(p[used])) < 2:
+        return None
+    return float(np.polyfit(np.log(p[used]), np.log(values[used]), 1)[0])
+
+
 def _group(
     cosines: Array | None, ratios: Array, norms: Array, every: float, chosen: NDArray[np.bool_]
 ) -> Group:

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.changes import Changes, compare, match_rows
+from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
 from coupled_adam.embeddings.neighbours import Hubness, Neighbours, Progress, hubness, nearest
-from coupled_adam.embeddings.undertrained import INDICATORS, Undertrained, undertrained
+from coupled_adam.embeddings.undertrained import INDICATORS, Undertrained, finite_rows, undertrained
 from coupled_adam.embeddings.vocabulary import CATEGORIES
+from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.rendering.tables import terminal_table
 
@@ -238,11 +241,21 @@ def _described(analysis: Analysis, row: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What changed from one analysis to another."""
+    """What changed from one analysis to another.
+
+    Attributes:
+        before, after: the two.
+        changes: what changed.
+        norm_slopes: the slope of log norm against log count, before and after; None without counts.
+        moment_slopes: the same for the rows' second moments; None where the model is not a run of
+            this package, which keeps them.
+    """
 
     before: Analysis
     after: Analysis
     changes: Changes
+    norm_slopes: tuple[float | None, float | None]
+    moment_slopes: tuple[float | None, float | None]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the numbers, and the hundred tokens that moved most."""
@@ -258,6 +271,8 @@ class Comparison:
             "mean_shift": found.mean_shift,
             "mean_norm_ratio": list(found.mean_norm_ratio),
             "norm_frequency_correlation": _finite_list(found.norm_frequency),
+            "norm_frequency_slope": list(self.norm_slopes),
+            "second_moment_frequency_slope": list(self.moment_slopes),
             "groups": {name: dataclasses.asdict(group) for name, group in found.groups.items()},
             "movers": [
                 {
@@ -283,6 +298,8 @@ class Comparison:
             ("shift of the mean / mean norm", _shown(found.mean_shift)),
             ("‖μ‖ʳ before, after", ", ".join(map(_shown, found.mean_norm_ratio))),
             ("ρ before, after", ", ".join(map(_shown, found.norm_frequency or (None, None)))),
+            ("slope of log norm / log count", ", ".join(map(_shown, self.norm_slopes))),
+            ("slope of log ν / log count", ", ".join(map(_shown, self.moment_slopes))),
         ):
             whole.add_row(Text(label), Text(value))
         groups = terminal_table("Rows")
@@ -338,12 +355,37 @@ def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> l
                 found = compare(one.embeddings.matrix, other.embeddings.matrix, pairs, other.counts)
             except ValueError as error:
                 raise UsageError(f"--compare {one.model} {other.model}: {error}") from None
-            comparisons.append(Comparison(one, other, found))
+            slopes = [_slopes(analysis) for analysis in (one, other)]
+            norms, moments = ((slopes[0][index], slopes[1][index]) for index in (0, 1))
+            comparisons.append(Comparison(one, other, found, norms, moments))
     if not comparisons:
         raise UsageError(
             f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"
         )
     return comparisons
+
+
+def _slopes(analysis: Analysis) -> tuple[float | None, float | None]:
+    """How a matrix's norms and second moments depend on the counts of the tokens."""
+    counts, matrix = analysis.counts, analysis.embeddings.matrix
+    if counts is None:
+        return None, None
+    norms = frequency_slope(finite_rows(matrix)[1], counts)
+    files = [
+        path
+        for path in Path(analysis.model).glob("second_moments/step-*.npy")
+        if re.fullmatch(r"step-\d+", path.stem)
+    ]
+    if not files:
+        return norms, None
+    last = max(files, key=lambda path: int(path.stem.removeprefix("step-")))
+    try:
+        moments = read_array(last)
+    except ValueError as error:
+        raise UsageError(f"--compare: {error}") from None
+    if moments.shape != (len(matrix),):
+        return norms, None
+    return norms, frequency_slope(moments.astype(np.float64), counts)
 
 
 def _matrix(analysis: Analysis) -> dict[str, str]:

@@ -225,8 +225,8 @@ def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | Non
     """The slope of log values [V] against log counts [V], by least squares.
 
     For Adam's second moments, averaged over each row, it is near 1 (arXiv 2502.08441, section 3):
-    rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens without counts,
-    and values that are not positive, are left out.
+    rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens that never
+    occur, and values that are not positive, are left out.
 
     Returns:
         The slope; None if fewer than two different counts are left.

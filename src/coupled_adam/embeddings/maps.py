@@ -95,8 +95,10 @@ def token_maps(
                 largest = axes.abs().argmax(0)
                 frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
             xy = _project(matrix, rows, *frames[width])
-        indicators = {name: values[rows] for name, values in entry.found.indicators.items()}
-        maps.append(TokenMap(entry.analysis, rows, xy, indicators["norm"], dict(indicators)))
+        indicators: dict[str, Array] = {
+            name: values[rows] for name, values in entry.found.indicators.items()
+        }
+        maps.append(TokenMap(entry.analysis, rows, xy, indicators["norm"], indicators))
     return maps
 
 

@@ -116,15 +116,15 @@ class Monitor:
             return
         for module in model.modules() if isinstance(model, nn.Module) else ():
             if hasattr(module, "get_output_embeddings"):
-                head = module.get_output_embeddings()
+                head = cast(Any, module).get_output_embeddings()
                 if isinstance(head, nn.Module):
                     self._largest_logit = None
                     self._hook = head.register_forward_hook(self._note)
                 return
 
     def _note(self, module: nn.Module, inputs: Any, logits: Any) -> None:
-        logits = getattr(logits, "to_local", lambda: logits)().detach()
-        largest = logits.abs().amax().float()
+        local: Tensor = logits.to_local() if hasattr(logits, "to_local") else logits
+        largest = local.detach().abs().amax().float()
         if self._largest_logit is not None:
             largest = torch.maximum(largest, self._largest_logit)
         self._largest_logit = largest

@@ -37,7 +37,8 @@ class Undertrainedness:
         """The rows to name: the candidates, and those that look like unused ones, if these are
         more.
         """
-        return max(self.found.candidates, self.found.alike, key=len).tolist()
+        rows: list[int] = max(self.found.candidates, self.found.alike, key=len).tolist()
+        return rows
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the counts of each category, and all rows named."""

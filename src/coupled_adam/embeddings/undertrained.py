@@ -187,4 +187,5 @@ class _Frame:
             rows, reference = rows - self.mean, reference - self.mean
         scale = rows.norm(dim=-1) * reference.norm(dim=-1)
         # A row without a direction resembles nothing.
-        return 1 - torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)
+        cosines = torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)
+        return cosines.neg_().add_(1)

@@ -21,8 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.loading import INPUT_NAMES, OUTPUT_NAMES, load_embeddings
-from coupled_adam.embeddings.undertrained import finite_rows, undertrained
+from coupled_adam.embeddings.loading import (
+    INPUT_NAMES,
+    OUTPUT_NAMES,
+    EmbeddingMatrix,
+    load_embeddings,
+)
+from coupled_adam.embeddings.undertrained import BY_ROLE, finite_rows, undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, one_line
 
@@ -204,7 +209,7 @@ def repair_model(
             (partner,) = (other.matrix for other in entries if other is not entry)
         matrix = entry.matrix.clone()
         try:
-            rows = _repair_rows(matrix, partner, repair, vocabulary(len(matrix)), config)
+            rows = _repair_rows(entry, matrix, partner, repair, vocabulary(len(matrix)), config)
         except ValueError as error:
             raise UsageError(f"{folder}: {error}") from None
         mean_norm = None
@@ -259,6 +264,7 @@ def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -
 
 
 def _repair_rows(
+    entry: EmbeddingMatrix,
     matrix: Tensor,
     partner: Tensor | None,
     repair: Repair,
@@ -279,7 +285,12 @@ def _repair_rows(
             del reasons[padding]
     healthy &= vocabulary.categories != "none"
     if repair.undertrained:
-        found = undertrained(matrix, vocabulary.unused, among=vocabulary.categories == "ok")
+        found = undertrained(
+            matrix,
+            vocabulary.unused,
+            among=vocabulary.categories == "ok",
+            order_by=BY_ROLE.get(entry.role) if vocabulary.unused.any() else None,
+        )
         if found.limit is None:
             raise ValueError(
                 "--undertrained needs at least three rows that are known to be unused, such as "

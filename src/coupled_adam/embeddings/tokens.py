@@ -14,7 +14,13 @@ from rich.text import Text
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
 from coupled_adam.embeddings.neighbours import Hubness, Neighbours, Progress, hubness, nearest
-from coupled_adam.embeddings.undertrained import INDICATORS, Undertrained, finite_rows, undertrained
+from coupled_adam.embeddings.undertrained import (
+    BY_ROLE,
+    INDICATORS,
+    Undertrained,
+    finite_rows,
+    undertrained,
+)
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
@@ -116,6 +122,7 @@ def find_undertrained(analysis: Analysis, share: float = 0.02) -> Undertrainedne
             vocabulary.unused,
             among=vocabulary.categories == "ok",
             share=share,
+            order_by=BY_ROLE.get(analysis.embeddings.role) if vocabulary.unused.any() else None,
         )
     except ValueError as error:
         raise UsageError(f"{analysis.model}: {error}") from None

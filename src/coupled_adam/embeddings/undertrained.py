@@ -27,6 +27,13 @@ INDICATORS: dict[Indicator, str] = {
 }
 """The indicators and how they are shown; u is the mean of the unused rows."""
 
+BY_ROLE: dict[str, Indicator] = {
+    "input": "norm",  # unused rows stay as they were initialised, in all directions
+    "output": "cosine_centered",
+    "tied": "cosine_centered",
+}
+"""The indicator that finds most in benchmarks/results/undertrained_tokens.json."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Undertrained:
@@ -78,8 +85,8 @@ def undertrained(
         among: [V] booleans; the rows that can be candidates, such as all reachable tokens. By
             default, all.
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
-        order_by: the indicator that chooses them. By default ``"cosine_centered"``, or
-            ``"norm"`` if no unused row is known.
+        order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
+            if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.
 
     Raises:
         ValueError: if no row is finite and different from zero, or an argument has the wrong shape
@@ -100,7 +107,7 @@ def undertrained(
         raise ValueError("no row of embeddings is finite and different from zero")
     reference = unused & healthy
     if order_by is None:
-        order_by = "cosine_centered" if reference.any() else "norm"
+        order_by = "distance" if reference.any() else "norm"
     elif order_by != "norm" and not reference.any():
         raise ValueError(f"order_by={order_by!r} needs rows that are known to be unused")
 
@@ -178,7 +185,8 @@ class _Frame:
     def _compare(self, name: Indicator, rows: Tensor, reference: Tensor) -> Tensor:
         """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
         if name in ("norm", "distance"):
-            return torch.linalg.vector_norm(rows if name == "norm" else rows - reference, dim=1)
+            lengths: Tensor = (rows if name == "norm" else rows - reference).norm(dim=1)
+            return lengths
         if name == "cosine_without_first":
             rows, reference = (
                 x - (x @ self.first).unsqueeze(-1) * self.first for x in (rows, reference)

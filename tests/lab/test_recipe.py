@@ -206,12 +206,18 @@ def quadratic(kind, **options):
     optimizer = OPTIMIZERS[kind](**options).optimizer(model, recipe.training)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     history = []
-    for step in range(6):
+
+    def backward():  # in the step, as in Lightning: it must find all gradients to zero
+        optimizer.zero_grad()
         for i, p in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(10 * step + i)
-            p.grad = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            generator = torch.Generator().manual_seed(10 * len(history) + i)
+            gradient = torch.randn(p.shape, dtype=p.dtype, generator=generator)
+            p.grad = gradient if p.grad is None else p.grad + gradient
         history.append([p.grad for p in model.parameters()])
-        optimizer.step()
+        return 1.25
+
+    for _ in range(6):
+        assert optimizer.step(backward) == 1.25
         scheduler.step()
     return [p.detach() for p in model.parameters()], history, optimizer
 

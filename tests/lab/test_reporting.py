@@ -99,8 +99,8 @@ def printed(table, width=200):
         (
             {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [3.1, 3.0, 3.0]},
             "The test losses of Coupled Adam and AdamW cannot be told apart with 3 seeds: the "
-            "first minus the second is -0.067 (95 % confidence interval -0.446 to +0.313; paired t-test, "
-            "p = 0.53).",
+            "first minus the second is -0.067 (95 % confidence interval -0.446 to +0.313; paired "
+            "t-test, p = 0.53).",
         ),
         (
             {"adamw": [3.0], "coupled_adam": [2.5]},
@@ -227,6 +227,17 @@ def test_report(comparison):
     assert float(rows[1]["test_loss_p"]) == pytest.approx(expected)
     assert float(rows[1]["test_loss_mean"]) == pytest.approx(2.6)
     assert (rows[0]["test_loss_p"], rows[0]["test_loss_n"]) == ("", "3")
+    assert float(rows[1]["test_loss_p_paired"]) == 0  # each seed's loss is lower by 0.5
+    page = (out / "index.html").read_text()
+    for name in ("isotropy_unit", "effective_rank", "norm_frequency_correlation_published"):
+        found = [
+            json.loads(path.read_text()) for path in sorted(comparison.glob("*/evaluation.json"))
+        ]
+        mean = np.mean([run["embeddings"][name] for run in found[:3]])
+        assert float(rows[0][f"{name}_mean"]) == pytest.approx(mean)
+    for header in ("Iso at unit norm", "Iso centred, at unit norm", "ρ as published"):
+        assert header in page
+        assert header not in (out / "table.md").read_text()
     with (out / "runs.csv").open() as file:
         losses = [float(row["test_loss"]) for row in csv.DictReader(file)]
     assert losses == [*LOSSES["adamw"], *LOSSES["coupled_adam"]]
@@ -247,6 +258,29 @@ def test_the_baseline_may_be_better(tmp_path, recipe):
     standard, coupled = table_rows(read_runs([tmp_path])[0])
     assert standard.cells["test_loss"].bold
     assert not coupled.cells["test_loss"].bold
+
+
+def test_bold_as_in_table_7(comparison, recipe):
+    """Better than each of the others, not only than AdamW."""
+    options = {"optimizer": "sgd", "lr_factor": 2}
+    more = override(recipe, {"arms.sgd": options})
+    for seed, loss in enumerate([2.55, 2.62, 2.7], 1):
+        make_run(comparison, more, "sgd", seed, loss)
+    runs = read_runs([comparison])[0]
+
+    def bold(**options):
+        rows = table_rows(runs, **options)
+        return [row.arm for row in rows if row.cells["test_loss"].bold]
+
+    assert bold() == ["coupled_adam", "sgd"]
+    assert bold(bold="all") == []  # none of the two is better than the other
+    report([comparison], comparison / "report", bold="all")
+    table = (comparison / "report" / "table.md").read_text()
+    assert "Bold: better than each of the others" in table
+    only_two = [run for run in runs if run.arm != "sgd"]
+    rows = table_rows(only_two, bold="all")
+    assert [row.cells["test_loss"].bold for row in rows] == [False, True]
+    assert rows[1].cells["test_loss"].p is not None
 
 
 def test_what_was_not_run_is_a_dash(tmp_path, recipe):

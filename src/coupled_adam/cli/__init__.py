@@ -24,6 +24,7 @@ try:
         repair,
         report,
         sample,
+        sweep,
         theory,
         train,
     )
@@ -41,6 +42,7 @@ PREEMPTED = 75
 _COMMANDS = {
     "compare": compare,
     "train": train,
+    "sweep": sweep,
     "evaluate": evaluate,
     "sample": sample,
     "report": report,

@@ -11,15 +11,15 @@ import dataclasses
 from pathlib import Path
 
 import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     RunOptions,
     add_run_arguments,
+    add_selection,
     cache_folder,
     execution,
-    known_arm,
     overridden,
+    selected,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
 
@@ -37,16 +37,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     add_run_arguments(
         parser, "a new folder for the results (default: runs/NAME, with the recipe's name)"
     )
-    parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="run only these arms of the recipe"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=PositiveInt,
-        nargs="+",
-        metavar="N",
-        help="one number N: the seeds 1 to N; several numbers: these seeds",
-    )
+    add_selection(parser)
 
 
 def run(options: Options) -> None:
@@ -59,13 +50,7 @@ def run(options: Options) -> None:
     recipe = overridden(
         (comparison.stored_recipe(out) if options.resume else None) or recipe, options
     )
-    if options.seeds is not None:
-        count, *more = options.seeds
-        seeds = sorted({count, *more}) if more else list(range(1, count + 1))
-        recipe = dataclasses.replace(recipe, seeds=seeds)
-    if options.arms is not None:
-        arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
-        recipe = dataclasses.replace(recipe, arms=arms)
+    recipe = selected(recipe, options.arms, options.seeds)
     how = execution(options)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda", "mps"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunOptions:
     """What ``compare`` and ``train`` have in common: a recipe, and how its runs are executed."""
 
@@ -118,6 +118,32 @@ def add_run_arguments(parser: jsonargparse.ArgumentParser, out: str) -> None:
         default=["tensorboard"],
         help="loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
     )
+
+
+def add_selection(parser: jsonargparse.ArgumentParser) -> None:
+    """``--arms`` and ``--seeds``."""
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="run only these arms of the recipe"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=PositiveInt,
+        nargs="+",
+        metavar="N",
+        help="one number N: the seeds 1 to N; several numbers: these seeds",
+    )
+
+
+def selected(recipe: Recipe, arms: list[str] | None, seeds: list[int] | None) -> Recipe:
+    """The recipe with the arms and seeds that ``--arms`` and ``--seeds`` give."""
+    if seeds is not None:
+        count, *more = seeds
+        numbers = sorted({count, *more}) if more else list(range(1, count + 1))
+        recipe = dataclasses.replace(recipe, seeds=numbers)
+    if arms is not None:
+        chosen = {arm: recipe.arms[known_arm(arm, recipe)] for arm in arms}
+        recipe = dataclasses.replace(recipe, arms=chosen)
+    return recipe
 
 
 def overridden(recipe: Recipe, options: RunOptions) -> Recipe:

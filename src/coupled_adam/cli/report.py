@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jsonargparse
 
@@ -20,12 +21,20 @@ class Options:
 
     folders: list[str]
     out: str | None
+    bold: Literal["adamw", "all"]
 
 
 def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     parser.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
     parser.add_argument("--out", help="the report's folder (default: report in the first DIR)")
+    parser.add_argument(
+        "--bold",
+        type=Literal["adamw", "all"],
+        default="adamw",
+        help="make values bold that are better than AdamW's (default), or than those of all other "
+        "arms, as in the paper's Table 7",
+    )
 
 
 def run(options: Options) -> None:
@@ -37,6 +46,6 @@ def run(options: Options) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = Path(options.out) if options.out else folders[0] / "report"
-    written = report(folders, out)
+    written = report(folders, out, options.bold)
     print_table(written)
     print_path("the whole report:", written.page)

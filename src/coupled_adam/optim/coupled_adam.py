@@ -299,7 +299,7 @@ class CoupledAdam(torch.optim.Adam):
         sharded.all_reduce(penalized)
         stepping = [update for update in coupled if update.advance(factor, found_inf)]
         for update in stepping:
-            if update.exp_avg_sq_row is not None:
+            if update.exp_avg_sq_row is not None and update.weights is None:
                 reference.weigh_rows(update)
         centered = [u for u in stepping if u.group["zero_sum"] and u.moment_sums is None]
         for update in centered:
@@ -511,6 +511,15 @@ class _Moments(NamedTuple):
     max_exp_avg_sq: Tensor | None
     exp_avg_sq_row: Tensor | None
 
+    def to_local(self) -> "_Moments":
+        """This rank's parts."""
+        exp_avg, exp_avg_sq, *others = self
+        return _Moments(
+            sharded.to_local(exp_avg),
+            sharded.to_local(exp_avg_sq),
+            *(x if x is None else sharded.to_local(x) for x in others),
+        )
+
 
 def _update(
     group: dict[str, Any], parameter: Tensor, grad: Tensor, moments: _Moments, step: Tensor
@@ -520,7 +529,7 @@ def _update(
     if type(parameter) not in sharded.PLAIN:
         grad = sharded.placed_as(grad, parameter)
         param, grad = sharded.to_local(parameter), sharded.to_local(grad)
-        moments = _Moments(*(x if x is None else sharded.to_local(x) for x in moments))
+        moments = moments.to_local()
     exp_avg = moments.exp_avg
     if group["vocab_dim"] == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T

@@ -86,7 +86,7 @@ def evaluate_run(
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = "centered" in (done.get("embeddings") or {})
+    has_measures = "isotropy_unit" in (done.get("embeddings") or {})
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model = load_model(run / "model", device)

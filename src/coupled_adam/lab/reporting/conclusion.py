@@ -74,10 +74,13 @@ def _is_finite(run: Run) -> bool:
     return math.isfinite(run.value(_LOSS))
 
 
+_BySeed = dict[int, float]
+
+
 def _pairs(
     baseline: Sequence[Run], arm: Sequence[Run], path: Sequence[str]
-) -> tuple[list[float], list[float]]:
-    """The values of the runs with the same seeds: those of the arm, and those of the baseline."""
+) -> tuple[_BySeed, _BySeed]:
+    """The values of runs with the same seeds, by seed: those of the arm, and of the baseline."""
     finite = [
         {run.seed: run.value(path) for run in side if _is_finite(run)} for side in (arm, baseline)
     ]
@@ -86,7 +89,7 @@ def _pairs(
         for side in finite
     )
     seeds = sorted(mine.keys() & theirs.keys())
-    return [mine[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+    return {seed: mine[seed] for seed in seeds}, {seed: theirs[seed] for seed in seeds}
 
 
 def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
@@ -95,13 +98,13 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     mine, theirs = _pairs(baseline, arm, _LOSS)
     if not mine:
         return f"{name} and {reference} have no finished seed in common, and cannot be compared."
-    if len(mine) == 1:
-        return (
-            f"With one seed no test is possible: the test loss is {mine[0]:.3f} with {name} and "
-            f"{theirs[0]:.3f} with {reference}. Which of them is better is unknown until there "
-            "are more seeds (--seeds 3 --resume)."
-        )
     test = paired_t_test(mine, theirs)
+    if test is None:
+        return (
+            f"With one seed no test is possible: the test loss is {_mean(mine):.3f} with {name} "
+            f"and {_mean(theirs):.3f} with {reference}. Which of them is better is unknown until "
+            "there are more seeds (--seeds 3 --resume)."
+        )
     if not test.significant:
         return (
             f"The test losses of {name} and {reference} cannot be told apart with {test.pairs} "
@@ -124,14 +127,15 @@ def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
         mine, theirs = _pairs(baseline, arm, path)
         if mine:
             part = f"{name} is {_mean(mine):.2g} against {_mean(theirs):.2g}"
-            if len(mine) > 1:
-                part += f" ({shown_p(paired_t_test(mine, theirs).p)})"
+            test = paired_t_test(mine, theirs)
+            if test is not None:
+                part += f" ({shown_p(test.p)})"
             parts.append(part)
     return [f"With {arm[0].label}, {' and '.join(parts)}."] if parts else []
 
 
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+def _mean(values: _BySeed) -> float:
+    return math.fsum(values.values()) / len(values)
 
 
 def _overview(baseline: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
@@ -139,7 +143,7 @@ def _overview(baseline: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
     found: dict[str, list[str]] = {}
     for arm in others:
         mine, theirs = _pairs(baseline, arm, _LOSS)
-        test = paired_t_test(mine, theirs) if len(mine) > 1 else None
+        test = paired_t_test(mine, theirs)
         text = arm[0].label if test is None else f"{arm[0].label} ({shown_p(test.p)})"
         found.setdefault(_verdict(test), []).append(text)
     listed = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items())

@@ -1,6 +1,7 @@
 """A report as a single, self-contained HTML page."""
 
 import base64
+import dataclasses
 import json
 import math
 import os
@@ -15,16 +16,24 @@ import yaml
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.runs import Run, short
 from coupled_adam.lab.reporting.statistics import shown_p
-from coupled_adam.lab.reporting.tables import Column, Row, footnotes
+from coupled_adam.lab.reporting.tables import Column, Row
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownTable:
+    """A table to show: its rows, columns, and the notes below it."""
+
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    footnotes: Sequence[str]
 
 
 def render(
     runs: Sequence[Run],
     left_out: Mapping[Path, str],
-    rows: Sequence[Row],
-    columns: Sequence[Column],
+    table: ShownTable,
     pictures: Sequence[Picture],
     out: Path,
 ) -> str:
@@ -36,9 +45,7 @@ def render(
     values = {
         "conclusion": conclusion(runs, left_out),
         "arms": _arms(runs, out),
-        "rows": rows,
-        "columns": columns,
-        "footnotes": footnotes(rows),
+        **_shown(table),
         "experiments": [
             {
                 "name": name,
@@ -49,26 +56,29 @@ def render(
         ],
         "runs": len(runs),
         "left_out": {str(path): reason for path, reason in left_out.items()},
-        "short": short,
-        "shown_p": shown_p,
     }
     return page.render("report.html", values, pictures, package="coupled_adam.lab.reporting")
 
 
-def results_table(
-    conclusion: Sequence[str], rows: Sequence[Row], columns: Sequence[Column], overview: bytes
-) -> str:
+def results_table(conclusion: Sequence[str], table: ShownTable, overview: bytes) -> str:
     """A conclusion, a table and a picture as a part of another page, such as a notebook."""
     values = {
         "conclusion": conclusion,
-        "rows": rows,
-        "columns": columns,
-        "footnotes": footnotes(rows),
+        **_shown(table),
         "overview": base64.b64encode(overview).decode(),
+    }
+    return page.render("notebook.html", values, [], package="coupled_adam.lab.reporting")
+
+
+def _shown(table: ShownTable) -> dict[str, Any]:
+    """What the template of a table needs."""
+    return {
+        "rows": table.rows,
+        "columns": table.columns,
+        "footnotes": table.footnotes,
         "short": short,
         "shown_p": shown_p,
     }
-    return page.render("notebook.html", values, [], package="coupled_adam.lab.reporting")
 
 
 def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:

@@ -15,14 +15,14 @@ from tqdm import tqdm
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import render, results_table
+from coupled_adam.lab.reporting.page import ShownTable, render, results_table
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
-    Column,
-    Row,
+    Bold,
     footnotes,
     latex,
     markdown,
+    more_columns,
     runs_csv,
     shown_columns,
     summary_csv,
@@ -38,40 +38,39 @@ class Report:
     Attributes:
         page: the path of its page.
         conclusion: what the runs show, a sentence or a few for each experiment.
-        rows, columns: the table.
+        table: the results.
         overview: the most important picture, a PNG.
     """
 
     page: Path
     conclusion: Sequence[str]
-    rows: Sequence[Row]
-    columns: Sequence[Column]
+    table: ShownTable
     overview: bytes = dataclasses.field(repr=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from terminal(self.rows, self.columns, options.max_width)
-        yield Text("\n".join([*footnotes(self.rows), ""]), style="dim")
+        yield from terminal(self.table.rows, self.table.columns, options.max_width)
+        yield Text("\n".join([*self.table.footnotes, ""]), style="dim")
         yield Text("\n".join([*self.conclusion, ""]))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         widest = max(
             console.measure(part, options=options).maximum
-            for part in terminal(self.rows, self.columns, console.width)
+            for part in terminal(self.table.rows, self.table.columns, console.width)
         )
         return Measurement(widest, widest)
 
     def _repr_html_(self) -> str:
-        return results_table(self.conclusion, self.rows, self.columns, self.overview)
+        return results_table(self.conclusion, self.table, self.overview)
 
 
-def report(folders: Sequence[Path], out: Path) -> Report:
+def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     """Write a report of all finished runs in some folders.
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
     missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete;
-    anything else is never replaced.
+    anything else is never replaced. ``bold`` is explained at :func:`table_rows`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
@@ -87,15 +86,17 @@ def report(folders: Sequence[Path], out: Path) -> Report:
         raise UsageError(
             f"{places}: there is no finished run in it; coupled-adam compare makes some"
         )
-    rows = table_rows(runs)
+    rows = table_rows(runs, bold)
     columns = shown_columns(rows)
+    notes = footnotes(rows, bold)
+    all_columns = [*columns, *more_columns(rows)]
     shown, out = out, out.resolve()  # so that a symbolic link stays one
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
-        _write(temporary / "table.md", markdown(rows, columns))
+        _write(temporary / "table.md", markdown(rows, columns, bold))
         _write(temporary / "table.tex", latex(rows, columns))
-        _write(temporary / "summary.csv", summary_csv(rows, columns))
+        _write(temporary / "summary.csv", summary_csv(rows, all_columns))
         _write(temporary / "runs.csv", runs_csv(runs))
         results = [
             {"recipe": r.recipe.name, "arm": r.arm, "seed": r.seed, **r.evaluation} for r in runs
@@ -106,7 +107,8 @@ def report(folders: Sequence[Path], out: Path) -> Report:
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        page = render(runs, left_out, rows, columns, pictures, out)
+        table = ShownTable(rows, all_columns, notes)
+        page = render(runs, left_out, table, pictures, out)
         _write(temporary / "index.html", page)
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
@@ -117,8 +119,12 @@ def report(folders: Sequence[Path], out: Path) -> Report:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    said = conclusion(runs, left_out)
-    return Report(shown / "index.html", said, rows, columns, pictures[0].png)
+    return Report(
+        shown / "index.html",
+        conclusion(runs, left_out),
+        ShownTable(rows, columns, notes),
+        pictures[0].png,
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -28,6 +28,10 @@ _NUMBERS = (  # the numbers of an evaluation, if it has them
     ("embeddings", "mean_norm_ratio"),
     ("embeddings", "condition"),
     ("embeddings", "norm_frequency_correlation"),
+    ("embeddings", "norm_frequency_correlation_published"),
+    ("embeddings", "isotropy_unit"),
+    ("embeddings", "centered", "isotropy_unit"),
+    ("embeddings", "effective_rank"),
 )
 _LARGEST = 1e100  # the limit of all numbers; its square is still a float
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -79,12 +79,12 @@ def one_sided_t_test(
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
-    """A two-sided paired t-test.
+    """A paired t-test.
 
     Attributes:
         difference: the mean difference of values and baseline.
         low, high: the ends of its 95 % confidence interval.
-        p: the p-value.
+        p: the p-value of the two-sided test.
         pairs: the number of pairs.
     """
 
@@ -99,23 +99,36 @@ class Paired:
         """Whether p is below :data:`SIGNIFICANCE`."""
         return self.p < SIGNIFICANCE
 
+    def one_sided(self, better: Literal["lower", "higher"]) -> float:
+        """The p-value of the one-sided test that the values are lower, or higher."""
+        is_better = self.difference < 0 if better == "lower" else self.difference > 0
+        if self.p == 1:  # no difference at all
+            return 1.0 if self.low == self.high else 0.5
+        return self.p / 2 if is_better else 1 - self.p / 2
 
-def paired_t_test(values: Sequence[float], baseline: Sequence[float]) -> Paired:
-    """Test two-sidedly whether the differences between pairs of numbers have a mean other than 0.
+
+def paired_t_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
+    """Test whether the differences between runs of equal seeds have a mean other than 0.
+
+    Runs with the same seed share their initialisation and the order of their batches. What both
+    sides owe to the seed cancels in the difference, which the unpaired test of the paper counts as
+    noise. The result is None for fewer than two common seeds, or if a value is not finite.
 
     Args:
-        values, baseline: at least two pairs of finite numbers.
+        values, baseline: the values by seed.
     """
-    differences = np.subtract(values, baseline)
-    pairs, mean = len(differences), float(differences.mean())
-    if np.ptp(differences) <= 1e-12 * np.abs([values, baseline]).max():
-        # Without variance the difference is exact, and either rounding or not.
-        is_zero = abs(mean) <= 1e-12 * np.abs([values, baseline]).max()
-        return Paired(mean, mean, mean, 1.0 if is_zero else 0.0, pairs)
-    error = float(differences.std(ddof=1)) / math.sqrt(pairs)
-    margin = error * float(stats.t.ppf(1 - SIGNIFICANCE / 2, pairs - 1))
-    p = 2 * float(stats.t.sf(abs(mean) / error, pairs - 1))
-    return Paired(mean, mean - margin, mean + margin, p, pairs)
+    seeds = sorted(values.keys() & baseline.keys())
+    pairs = np.array([(values[seed], baseline[seed]) for seed in seeds])
+    if len(pairs) < 2 or not np.isfinite(pairs).all():
+        return None
+    differences = pairs[:, 0] - pairs[:, 1]
+    mean, rounding = float(differences.mean()), 1e-12 * float(np.abs(pairs).max())
+    if np.ptp(differences) <= rounding:  # without variance the difference is exact
+        return Paired(mean, mean, mean, 0.0 if abs(mean) > rounding else 1.0, len(pairs))
+    error = float(differences.std(ddof=1)) / math.sqrt(len(pairs))
+    margin = error * float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(pairs) - 1))
+    p = 2 * float(stats.t.sf(abs(mean) / error, len(pairs) - 1))
+    return Paired(mean, mean - margin, mean + margin, p, len(pairs))
 
 
 def shown_p(p: float) -> str:

@@ -14,6 +14,7 @@ from coupled_adam.lab.reporting.runs import Run, short
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
+    paired_t_test,
     sample_deviation,
     shorthand,
 )
@@ -72,14 +73,58 @@ COLUMNS = (
 )
 """In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
 
+MORE_COLUMNS = (
+    Column(
+        key="isotropy_unit",
+        header="Iso at unit norm ↑",
+        latex=r"Iso at unit norm $\uparrow$",
+        path=("embeddings", "isotropy_unit"),
+        digits=2,
+        better="higher",
+    ),
+    Column(
+        key="isotropy_unit_centered",
+        header="Iso centred, at unit norm ↑",
+        latex=r"Iso centred, at unit norm $\uparrow$",
+        path=("embeddings", "centered", "isotropy_unit"),
+        digits=2,
+        better="higher",
+    ),
+    Column(
+        key="effective_rank",
+        header="effective rank ↑",
+        latex=r"effective rank $\uparrow$",
+        path=("embeddings", "effective_rank"),
+        digits=1,
+        better="higher",
+    ),
+    Column(
+        key="norm_frequency_correlation_published",
+        header="ρ as published ↑",
+        latex=r"$\rho$ as published $\uparrow$",
+        path=("embeddings", "norm_frequency_correlation_published"),
+        digits=2,
+        better="higher",
+    ),
+)
+"""What the paper's tables do not show; on the page and in the CSV files, if measured."""
+
+Bold = Literal["adamw", "all"]
+"""Which arms a value must be significantly better than to be bold."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A metric of an arm over its seeds; ``p`` is that of the test against the baseline, if any."""
+    """A metric of an arm over its seeds.
+
+    ``p`` and ``p_paired`` are those of the tests against the baseline, if any; the second is of the
+    differences between runs with the same seed.
+    """
 
     values: list[float]
     text: str
     p: float | None = None
+    p_paired: float | None = None
     bold: bool = False
 
 
@@ -97,11 +142,16 @@ class Row:
     cells: dict[str, Cell]
 
 
-def table_rows(runs: Sequence[Run]) -> list[Row]:
+def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
     """Create a row for each arm of each experiment, with significantly better values in bold.
 
-    Each arm is compared with plain AdamW of the same experiment by a one-sided Student t-test at
-    95 % (App. F). AdamW is bold if there is only one other arm and that arm is significantly worse.
+    Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
+
+    Args:
+        runs: the runs of all experiments.
+        bold: ``"adamw"``: an arm is bold where it is better than plain AdamW. AdamW is bold if
+            there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
+            bold where it is better than each other arm of the experiment, as in Table 7.
     """
     experiments: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
@@ -111,12 +161,18 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
         baseline = next((arm for arm in arms.values() if arm[0].is_baseline), None)
         others = [arm for arm in arms.values() if arm is not baseline]
         for arm in arms.values():
-            against = baseline
-            if arm is baseline:
-                against = others[0] if len(others) == 1 else None
-            cells = {column.key: _cell(column, arm, against) for column in COLUMNS}
-            if arm is baseline:  # readers would take its p for that of the other row
-                cells = {key: dataclasses.replace(cell, p=None) for key, cell in cells.items()}
+            if bold == "all":
+                rivals = [other for other in arms.values() if other is not arm]
+            elif arm is not baseline:
+                rivals = [] if baseline is None else [baseline]
+            else:
+                rivals = others if len(others) == 1 else []
+            # Without a p in the baseline's row, which readers would take for that of another row.
+            against = None if arm is baseline else baseline
+            cells = {
+                column.key: _cell(column, arm, against, rivals)
+                for column in (*COLUMNS, *MORE_COLUMNS)
+            }
             first = arm[0]
             rows.append(
                 Row(
@@ -133,16 +189,31 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _cell(column: Column, mine: list[Run], against: list[Run] | None) -> Cell:
-    values = _values(column, mine)
-    p = None
-    if against is not None:
-        p = one_sided_t_test(values, _values(column, against), column.better)
-    return Cell(values, shorthand(values, column.digits), p, p is not None and p < SIGNIFICANCE)
+def _cell(
+    column: Column, arm: list[Run], against: list[Run] | None, rivals: Sequence[list[Run]]
+) -> Cell:
+    """A cell with its tests against one arm, bold if it is better than each of the rivals."""
+    mine = _values(column, arm)
+    values = [*mine.values()]
+
+    def p(other: list[Run]) -> float | None:
+        return one_sided_t_test(values, [*_values(column, other).values()], column.better)
+
+    found = [p(rival) for rival in rivals]
+    paired = None if against is None else paired_t_test(mine, _values(column, against))
+    return Cell(
+        values,
+        shorthand(values, column.digits),
+        None if against is None else p(against),
+        None if paired is None else paired.one_sided(column.better),
+        bool(found) and all(one is not None and one < SIGNIFICANCE for one in found),
+    )
 
 
-def _values(column: Column, runs: list[Run]) -> list[float]:
-    return [value for run in runs if (value := run.value(column.path)) is not None]
+def _values(column: Column, runs: list[Run]) -> dict[int, float]:
+    """A metric of the runs that have it, by seed."""
+    found = {run.seed: run.value(column.path) for run in runs}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def shown_columns(rows: Sequence[Row]) -> list[Column]:
@@ -155,15 +226,26 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def footnotes(rows: Sequence[Row]) -> list[str]:
+def more_columns(rows: Sequence[Row]) -> list[Column]:
+    """The :data:`MORE_COLUMNS` that any run has."""
+    return [column for column in MORE_COLUMNS if any(row.cells[column.key].values for row in rows)]
+
+
+_BOLD = {
+    "adamw": "Bold: better than AdamW, or AdamW better than the only other optimizer",
+    "all": "Bold: better than each of the others",
+}
+
+
+def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
     counts = {len(row.seeds) for row in rows}
     notes = []
     if max(counts) > 1:
         notes.append(
-            "Mean (standard deviation in the last digit) over seeds. Bold: better than AdamW, or "
-            "AdamW better than the only other optimizer, by a one-sided Student t-test at 95 %, as "
-            "in the paper; the sentences use two-sided tests over pairs of runs with equal seeds."
+            f"Mean (standard deviation in the last digit) over seeds. {_BOLD[bold]}, by a "
+            "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests "
+            "over pairs of runs with equal seeds."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
@@ -177,7 +259,7 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def markdown(rows: Sequence[Row], columns: Sequence[Column], bold: Bold = "adamw") -> str:
     """Format the table in Markdown."""
     header = ["D", "N", "Optimizer", *(column.header for column in columns)]
     lines = [header, ["---:", "---:", "---", *("---:" for _ in columns)]]
@@ -187,7 +269,7 @@ def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         label = row.label.replace("|", "\\|")
         lines.append([short(row.tokens), short(row.parameters), label, *texts])
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    notes = (re.sub(r"([\\`*\[\]<>|])", r"\\\1", note) for note in footnotes(rows))
+    notes = (re.sub(r"([\\`*\[\]<>|])", r"\\\1", note) for note in footnotes(rows, bold))
     return table + "".join(f"\n{note}\n" for note in notes)
 
 
@@ -225,8 +307,8 @@ def _latex_cell(cell: Cell) -> str:
 
 
 def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Write a line for each arm: mean, standard deviation, number of seeds and p of each metric."""
-    statistics = ("mean", "std", "n", "p")
+    """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
+    statistics = ("mean", "std", "n", "p", "p_paired")
     header = ["experiment", "tokens", "parameters", "arm"]
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
     lines = []
@@ -235,7 +317,7 @@ def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
         for column in columns:
             cell = row.cells[column.key]
             mean = float(np.mean(cell.values)) if cell.values else None
-            line += [mean, sample_deviation(cell.values), len(cell.values), cell.p]
+            line += [mean, sample_deviation(cell.values), len(cell.values), cell.p, cell.p_paired]
         lines.append(line)
     return csv_text([header, *lines])
 
@@ -248,12 +330,12 @@ def runs_csv(runs: Sequence[Run]) -> str:
         "seed",
         "tokens",
         "parameters",
-        *(c.key for c in COLUMNS),
+        *(c.key for c in (*COLUMNS, *MORE_COLUMNS)),
         "folder",
     ]
     lines = [
         [run.experiment, run.arm, run.seed, run.recipe.tokens, run.parameters]
-        + [run.value(column.path) for column in COLUMNS]
+        + [run.value(column.path) for column in (*COLUMNS, *MORE_COLUMNS)]
         + [str(run.folder)]
         for run in runs
     ]

@@ -156,6 +156,21 @@ def test_links(hooks):
     )
 
 
+def test_pages():
+    """What the pages link to exists, and the site has all of them; `make docs` checks the rest."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("study/*.md")]
+    links = 0
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text):
+            assert (page.parent / target).exists(), f"{page} links to {target}"
+            links += 1
+    assert links > 100
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/*.md"):
+        assert re.search(rf" {page.name}$", navigation, flags=re.MULTILINE), page.name
+
+
 @pytest.mark.parametrize("module", [coupled_adam, embeddings])
 def test_public_names_are_documented(module):
     """Each has a docstring of its own, and a place on the site's page of the API."""

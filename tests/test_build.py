@@ -91,6 +91,8 @@ def test_wheel(environment, holds, source, tmp_path):
     assert wheel.stem.endswith("-any") is not holds
     assert "coupled_adam/optim/kernels/native.c" in names
     assert all(name.startswith("coupled_adam") for name in names)
+    if (ROOT / "PKG-INFO").exists():
+        return  # a source distribution keeps the addresses that it was built with
     assert f"Issues, {REPOSITORY}/issues" in metadata.get_all("Project-URL")
     assert f"]({REPOSITORY}/blob/v{__version__}/docs/optimizer.md)" in metadata.get_payload()
 

@@ -113,13 +113,13 @@ def test_eager_and_scan():
 
     params = jnp.asarray(matrix())
     (scanned, _), _ = jax.lax.scan(step, (params, tx.init(params)), grads)
-    eager, _ = train(tx, params, grads[:3], update=tx.update)
-    jitted, _ = train(tx, params, grads[:3])
+    eager, _ = train(tx, params, grads[:2], update=tx.update)
+    jitted, _ = train(tx, params, grads[:2])
     close(scanned, expected(row_exponent=0.5).embeddings)
     close(eager, jitted)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"row_exponent": 1.0, "zero_sum": True}], ids=str)
 def test_vmap_over_seeds(options):
     tx = optimizer(**options)
     seeds = range(3)
@@ -152,9 +152,9 @@ def labels(params):
 def test_the_rest_is_optax_adamw():
     """Other parameters, with weight decay by mask, a schedule and clipping around it."""
     params = model()
-    grads = [jax.tree.map(lambda p, t=t: jnp.sin((t + 2) * p), params) for t in range(STEPS)]
+    grads = [jax.tree.map(lambda p, t=t: np.sin((t + 2) * np.asarray(p)), params) for t in range(9)]
     arguments = {
-        "learning_rate": optax.linear_schedule(1e-2, 0.0, STEPS),
+        "learning_rate": lambda count: 1e-2 / (1.0 + count.astype(float)),
         "weight_decay": 0.1,
         "mask": jax.tree.map(lambda p: p.ndim == 2, params),
     }
@@ -164,10 +164,10 @@ def test_the_rest_is_optax_adamw():
     jax.tree.map(np.testing.assert_array_equal, actual["mlp"], adamw["mlp"])
     truth = [CoupledAdamOracle(matrix()), CoupledAdamOracle(matrix(3))]
     for t, g in enumerate(grads):
-        norm = optax.tree.norm(g)
+        norm = np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(g)))
         for oracle, part in zip(truth, (g["wte"], g["head"]["kernel"].T)):
-            oracle.lr, oracle.weight_decay = 1e-2 * (1 - t / STEPS), 0.1
-            oracle.step(np.asarray(part) / max(1.0, norm))
+            oracle.lr, oracle.weight_decay = 1e-2 / (1 + t), 0.1
+            oracle.step(part / max(1.0, norm))
     close(actual["wte"], truth[0].embeddings)
     close(actual["head"]["kernel"].T, truth[1].embeddings)
 
@@ -246,10 +246,10 @@ def test_invalid_options(arguments, message):
 @pytest.mark.parametrize(
     ("wte", "label", "message"),
     [
-        (jnp.zeros(3), "coupled", r"'\['wte'\]' of shape \[3\]"),
-        (jnp.zeros((0, 3)), "coupled", r"of shape \[0, 3\]"),
-        (jnp.zeros((2, 3), dtype=jnp.int32), "coupled_columns", "dtype int32"),
-        (jnp.zeros((2, 3)), "copuled", r"Invalid labels: \['copuled'\]"),
+        (np.zeros(3), "coupled", r"couple params\['wte'\] of shape \[3\]"),
+        (np.zeros((0, 3)), "coupled", r"of shape \[0, 3\]"),
+        (np.zeros((2, 3), dtype=np.int32), "coupled_columns", "dtype int32"),
+        (np.zeros((2, 3)), "copuled", r"Invalid labels: \['copuled'\]"),
     ],
 )
 def test_invalid_parameters(wte, label, message):
@@ -311,6 +311,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_eight_devices(monkeypatch):
     """Rows, columns or both split: equal to the oracle, with an all-reduce of [H] for the rows."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")

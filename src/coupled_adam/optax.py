@@ -235,7 +235,7 @@ def coupled_adamw(
 def _check_matrix(path: Any, p: jax.Array) -> None:
     if p.ndim != 2 or 0 in p.shape or not jnp.issubdtype(p.dtype, jnp.floating):
         raise ValueError(
-            f"cannot couple the parameter {jax.tree_util.keystr(path)!r} of shape {list(p.shape)} "
-            f"and dtype {p.dtype}: it must be a non-empty, real, floating-point matrix. Label "
+            f"cannot couple params{jax.tree_util.keystr(path)} of shape {list(p.shape)} and dtype "
+            f"{p.dtype}: it must be a non-empty, real, floating-point matrix. Label "
             "anything else 'adamw'"
         )

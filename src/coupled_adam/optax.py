@@ -36,7 +36,7 @@ class ScaleByCoupledAdamState(NamedTuple):
             matrix, in the dtype of ``nu``; otherwise None.
     """
 
-    count: jax.Array
+    count: Any  # an Array, but for mypy a field cannot be named as a method of tuples
     mu: optax.Updates
     nu: optax.Updates
     nu_row: optax.Updates | None
@@ -50,8 +50,8 @@ def scale_by_coupled_adam(
     mu_dtype: Any = None,
     *,
     vocab_axis: int = 0,
-    second_moment_scale: jax.typing.ArrayLike = 1.0,
-    row_exponent: jax.typing.ArrayLike = 0.0,
+    second_moment_scale: float | jax.Array = 1.0,
+    row_exponent: float | jax.Array = 0.0,
     zero_sum: bool = False,
 ) -> optax.GradientTransformation:
     """Rescale the gradients of embedding matrices by Coupled Adam (arXiv 2502.08441).
@@ -158,8 +158,8 @@ def coupled_adamw(
     mask: Any = None,
     *,
     labels: Any,
-    second_moment_scale: jax.typing.ArrayLike = 1.0,
-    row_exponent: jax.typing.ArrayLike = 0.0,
+    second_moment_scale: float | jax.Array = 1.0,
+    row_exponent: float | jax.Array = 0.0,
     zero_sum: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """:func:`optax.adamw`, with Coupled Adam for the embedding matrices (arXiv 2502.08441).

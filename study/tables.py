@@ -180,9 +180,10 @@ def _p(line: Line, baseline: Line, measure: str) -> list[str]:
     """The p-values, unpaired and paired, that a measure is lower than in another row."""
     if line is baseline:
         return ["", ""]
+    paired = paired_t_test(by_seed(line, measure), by_seed(baseline, measure))
     found = (
         one_sided_t_test(values(line, measure), values(baseline, measure), "lower"),
-        paired_t_test(by_seed(line, measure), by_seed(baseline, measure), "lower"),
+        None if paired is None else paired.one_sided("lower"),
     )
     return ["" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001" for p in found]
 

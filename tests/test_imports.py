@@ -25,6 +25,7 @@ ROOMS = [
     "lab.evaluation",
     "lab.reporting",
     "lab.comparison",
+    "lab.sweep",
     "bench",
     "cli",
     "optax",

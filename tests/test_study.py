@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from scipy import stats
 from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
+from study.between import ZeroSumAdamW
 from study.evaluation import MEASURES, second_moment_fit
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, Entry
 from study.run import recipe_of, results, train_and_evaluate
@@ -73,6 +74,42 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
         assert found[name] == functools.reduce(operator.getitem, path, expected["embeddings"])
     assert ("second_moment" in found) == (arm is ADAMW)
     assert found["initial_mean_norm"] != found["curve"][0]["mean_norm"]
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0])
+def test_zero_sum_adamw(exponent):
+    """For a = 1 Adam's own update without its mean; other groups are AdamW's."""
+    torch.manual_seed(0)
+    p, q, other, control = (
+        torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64)) for _ in range(4)
+    )
+    with torch.no_grad():
+        q.copy_(p)
+        control.copy_(other)
+    options = {"lr": 1e-2, "betas": (0.8, 0.9)}
+    group = {"params": [p], "exponent": exponent, "weight_decay": 0.0}
+    ours = ZeroSumAdamW([group, {"params": [other]}], **options)
+    torchs = torch.optim.AdamW([control], **options)
+    m, v = torch.zeros(5, 3, dtype=torch.float64), torch.zeros(5, 3, dtype=torch.float64)
+    for t in range(1, 6):
+        g, control.grad = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3).double()
+
+        def backward(g=g):
+            ours.zero_grad()  # as Lightning, within the step
+            p.grad = g if p.grad is None else p.grad + g
+            other.grad = control.grad.clone()
+            return 1.25
+
+        assert ours.step(backward) == 1.25
+        torchs.step()
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+        v_hat = v / (1 - 0.9**t)
+        denominator = v_hat.mean(0) ** ((1 - exponent) / 2) * v_hat ** (exponent / 2) + 1e-8
+        update = m / (1 - 0.8**t) / denominator
+        with torch.no_grad():
+            q -= 1e-2 * (update - update.mean(0))
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    assert torch.equal(other, control)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -208,16 +245,27 @@ def test_alternatives_are_what_their_papers_say(base, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, capped(input_ids=ids).logits)
 
 
-def test_muon_has_the_hidden_matrices(base):
-    model = build_model(base)
-    hidden, others = muon.optimizers(model, base, "adamw")
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for g in hidden.param_groups for p in g["params"]} == {
+@pytest.mark.parametrize(("arm", "coupled"), [("adamw", False), ("coupled_adam", True)])
+def test_muon_has_the_hidden_matrices(base, arm, coupled):
+    recipe = override(base, {"arms": {arm: {"optimizer": arm}}, "model.tied": False})
+    model = build_model(recipe)
+    optimizer = muon.with_rates("some", 4, 0.25).build_optimizer(model, recipe, arm)
+    names = [set(group["param_names"]) for group in optimizer.param_groups]
+    assert names[0] == {
         f"transformer.h.0.{name}.weight"
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
-    both = [id(p) for o in (hidden, others) for g in o.param_groups for p in g["params"]]
-    assert sorted(both) == sorted(names)
+    assert set.union(*names) == set(dict(model.named_parameters()))
+    factors = {
+        name: group["lr"] / recipe.training.lr
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert factors.pop("lm_head.weight") == 0.25
+    assert factors.pop("transformer.wte.weight") == factors.pop("transformer.wpe.weight") == 4
+    assert set(factors.values()) == {1}
+    flags = [group.get("coupled", False) for group in optimizer.param_groups]
+    assert any(flags) == coupled
 
 
 def test_coupled_router_keeps_its_mean(base):
@@ -281,7 +329,15 @@ def test_pages_are_made_from_the_results():
         assert tables.filled(page) == page
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(question, marks=pytest.mark.xfail(reason="not run yet", strict=True))
+        if question == "muon_rates"
+        else question
+        for question in QUESTIONS
+    ],
+)
 def test_results_are_of_the_questions_as_they_are(question):
     """All runs were made, each with the recipe that its question would be run with now.
 

@@ -24,6 +24,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names no file, and the temporary one is gone
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -100,6 +100,7 @@ def test_trainer(tmp_path):
         TrainingArguments(
             str(tmp_path),
             max_steps=6,
+            logging_steps=3,
             per_device_train_batch_size=2,
             learning_rate=1e-2,
             report_to="none",
@@ -113,6 +114,8 @@ def test_trainer(tmp_path):
     trainer.train()
     lines = [line for line in trainer.state.log_history if "embeddings/isotropy" in line]
     assert [line["step"] for line in lines] == [0, 2, 4, 6]
+    losses = [line["step"] for line in trainer.state.log_history if "loss" in line]
+    assert losses == [3, 6]  # the trainer's own log is not lost where both fall on one step
     report = analyze(trainer.model.lm_head.weight)
     assert lines[-1]["embeddings/mean_norm"] == report.mean_norm
     assert not any("input_embeddings" in name or "frequency" in name for name in lines[-1])

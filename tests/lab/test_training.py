@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.callbacks import MetricsFile
 from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
@@ -386,3 +388,29 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["variant"] == "noted"
     training.train(run, corpus, Execution(log=()))  # it is finished
     assert len(calls) == 7
+
+
+def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):
+    """Steps of all runs, of which finished ones count as done; whole at 60 columns."""
+    monkeypatch.setenv("COLUMNS", "60")
+    runs = [TrainingRun(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
+    steps = recipe.steps
+    with Progress(runs) as progress:
+        bar = progress._bar
+        capsys.readouterr()
+        bar.ncols, bar.dynamic_ncols = 60, None  # as for a terminal of 60 columns
+        progress.start(runs[0], steps)  # it had finished
+        progress.start(runs[1], 0)
+        for step in range(1, steps + 1):
+            progress.step(runs[1], step, {"train_loss": 5.0, "tokens_per_second": 1e4})
+            assert bar.n == steps + step
+        bar.refresh()
+        shown = str(bar)
+    assert bar.total == bar.n == 2 * steps
+    assert bar.initial == steps  # what took no time says nothing about the speed
+    assert shown.startswith("coupled_adam-seed-1: 80/80 |")
+    assert shown.endswith("left, loss 5.000")
+    assert "tokens/s" not in shown
+    drawn = re.split(r"[\r\n]", capsys.readouterr().err)
+    assert max(map(len, drawn)) <= 60
+    assert not any("Training" in line or "Epoch" in line for line in drawn)

@@ -6,20 +6,20 @@ mean removed, and with their mean and their top principal directions removed.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import jsonargparse
-from jsonargparse.typing import NonNegativeInt
 
 from coupled_adam.cli.options import (
     Device,
     add_device,
     add_json,
-    check_folders,
+    check_files,
     device,
     optional_path,
+    whole_number,
+    write_file,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -45,7 +45,7 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument(
         "models",
@@ -69,7 +69,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exclude",
-        type=Literal["padding", "unseen"],
+        choices=("padding", "unseen"),
         nargs="+",
         default=[],
         help="leave out padding (rows that belong to no token of the tokenizer), or unseen tokens "
@@ -77,7 +77,7 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top",
-        type=NonNegativeInt,
+        type=whole_number,
         metavar="N",
         help="how many top principal directions to remove (default: H / 100, rounded up)",
     )
@@ -90,13 +90,16 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from coupled_adam.embeddings import analysis, tables
-    from coupled_adam.files import write_atomically
 
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
     given = [name for name, value in counted.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
-    check_folders(csv=options.csv, html=options.html)
+    if options.revision is not None:
+        here = [model for model in options.models if Path(model).exists()]
+        if here:
+            raise UsageError(f"--revision is for models on the hub, and {here[0]} is a path here")
+    check_files(csv=options.csv, html=options.html)
     target = device(options.device)
     quiet_libraries()
     sets = None
@@ -122,13 +125,15 @@ def run(options: Options) -> None:
             device=target,
         )
     ]
-    if options.csv is not None:
-        write_atomically(Path(options.csv), tables.analyses_csv(analyses))
-    if options.html is not None:
-        from coupled_adam.embeddings.page import analyses_page
+    try:
+        if options.csv is not None:
+            write_file("--csv", options.csv, tables.analyses_csv(analyses))
+        if options.html is not None:
+            from coupled_adam.embeddings.page import analyses_page
 
-        write_atomically(Path(options.html), analyses_page(analyses))
-    if options.json:
-        print(tables.analyses_json(analyses))
-    else:
-        print_table(tables.analyses_table(analyses))
+            write_file("--html", options.html, analyses_page(analyses))
+    finally:  # the numbers are shown even if a file cannot be written after all
+        if options.json:
+            print(tables.analyses_json(analyses))
+        else:
+            print_table(tables.analyses_table(analyses))

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
 
 
 def console() -> Console:
@@ -27,8 +26,8 @@ def print_path(what: str, path: Path) -> None:
     console().print(Text(f"{what} {path}"), soft_wrap=True)
 
 
-def print_table(table: Table) -> None:
-    """Print a complete table: lines that are too long for the terminal are not cut off."""
+def print_table(table: RenderableType) -> None:
+    """Print a complete table, or a report: lines too long for the terminal are not cut off."""
     terminal = console()
     wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
     terminal.width = max(terminal.width, wide)

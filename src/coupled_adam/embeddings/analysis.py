@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from coupled_adam.embeddings import (
     EmbeddingMatrix,
@@ -21,6 +22,7 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.text.token_files import Tokens, token_file
@@ -116,28 +118,48 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings in it; if counts, a tokenizer or a
             text do not fit the embeddings, or are needed but were not given.
     """
+    needed = bool(sets) or "padding" in exclude
+    # One that is named is loaded before the work, since it may be misspelt.
+    tokenizer = None if source.tokenizer is None else _tokenizer(model, source, needed)
     try:
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
     except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
-    tokenizer = _tokenizer(model, source, bool(sets) or "padding" in exclude)
+        option = "" if source.tensor is None else f"--tensor {source.tensor}: "
+        raise UsageError(f"{option}{error}") from None
+    for entry in matrices:
+        width = entry.matrix.shape[1]
+        if directions is not None and directions > width:
+            raise UsageError(
+                f"--top {directions}: the embeddings of {model} have only {width} directions"
+            )
+    tokenizer = tokenizer or _tokenizer(model, source, needed)
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
         try:
-            counts = _counts(model, source, tokenizer, rows)
             is_token = None
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
+            counts = _counts(model, source, tokenizer, rows, is_token)
             keep = _kept_rows(exclude, rows, is_token, counts)
-            report = analyze(
-                entry.matrix.to(device),
-                counts,
-                sets=sets,
-                token_ids=None if tokenizer is None else single_tokens(tokenizer),
-                keep=keep,
-                directions=directions,
-            )
+            measured = rows if keep is None else int(keep.sum())
+            with tqdm(
+                total=PASSES * measured,
+                desc=f"measuring {Path(model).name}",
+                unit=" rows",
+                unit_scale=True,
+                disable=None,
+                leave=False,
+            ) as bar:
+                report = analyze(
+                    entry.matrix.to(device),
+                    counts,
+                    sets=sets,
+                    token_ids=None if tokenizer is None else single_tokens(tokenizer),
+                    keep=keep,
+                    directions=directions,
+                    on_rows=bar.update,
+                )
         except ValueError as error:
             raise UsageError(f"{model}: {error}") from None
         padding = None if is_token is None else int((~is_token).sum())
@@ -200,8 +222,10 @@ def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerB
     try:
         return load_tokenizer(name)
     except UsageError as error:
-        if needed or source.tokenizer is not None:
-            raise UsageError(f"{error}, or pass a tokenizer with --tokenizer") from None
+        if source.tokenizer is not None:
+            raise UsageError(f"--tokenizer {error}") from None
+        if needed:
+            raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
         return None
 
 
@@ -219,9 +243,13 @@ def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> ND
 
 
 def _counts(
-    model: str, source: Source, tokenizer: PreTrainedTokenizerBase | None, rows: int
+    model: str,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: int,
+    is_token: NDArray[np.bool_] | None,
 ) -> NDArray[Any] | None:
-    """How often each token occurs, [rows]; 0 for rows beyond the counted vocabulary."""
+    """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
     own = Path(model) / "unigram_counts.npy"
     if source.text is not None and tokenizer is not None:
         return unigram_counts(text_tokens(source.text, tokenizer), rows)
@@ -229,19 +257,24 @@ def _counts(
         files = [token_file(path, rows) for path in source.tokens]
         tokens = Tokens([file.open(Path()) for file in files])
         counted = np.zeros(rows, dtype=np.int64)
-        for start in range(0, len(tokens), 2**24):
+        starts = range(0, len(tokens), 2**24)
+        for start in tqdm(starts, "counting tokens", disable=None, leave=False):
             counted += unigram_counts(tokens[start : start + 2**24], rows)
         return counted
     path = source.counts or (own if own.exists() else None)
     if path is None:
         return None
+    shown = path if source.counts is None else f"--counts {path}"
     try:
         counts = read_array(path)
     except ValueError as error:
-        raise UsageError(f"--counts {error}") from None
-    if counts.ndim != 1 or len(counts) > rows:
+        raise UsageError(str(error) if source.counts is None else f"--counts {error}") from None
+    missing_are_padding = is_token is not None and not is_token[counts.size :].any()
+    fits = len(counts) == rows or (len(counts) < rows and missing_are_padding)
+    if counts.ndim != 1 or not fits:
         raise UsageError(
-            f"--counts {path} has the shape {list(counts.shape)}, but must hold one number for "
-            f"each of the {rows} rows of the embeddings"
+            f"{shown} has the shape {list(counts.shape)}, but must hold one number for each of "
+            f"the {rows} rows of the embeddings; only padding at their end may be left out, where "
+            "a tokenizer tells which rows are padding"
         )
     return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])

@@ -6,7 +6,7 @@ non-empty matrix [V, H] of finite real numbers, and TypeError unless this is a t
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +19,11 @@ Array = NDArray[np.float64]
 Embeddings = Tensor | NDArray[Any]
 
 _BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
+_LARGEST = 1e140  # the square is still a float64, and so is that of its inverse
+_OUT_OF_RANGE = (
+    "embeddings are too {} for float64, which must hold the squares of their numbers (up to {}): "
+    "scale the matrix first"
+)
 
 
 def isotropy(
@@ -147,14 +152,16 @@ def row_norms(embeddings: Embeddings) -> Array:
 
 
 def mean_and_norms(
-    embeddings: Embeddings, keep: NDArray[np.bool_] | None = None
+    embeddings: Embeddings,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> tuple[Any, Any]:
-    """The mean [H] and the norms [V] of all rows, or of the rows to keep."""
+    """The mean [H] and the norms [V] of all rows, or of the rows to keep; see :func:`blocks`."""
     check(embeddings)
     total: Tensor | float = 0.0
     norms = torch.empty(len(embeddings) if keep is None else int(keep.sum()), dtype=torch.float64)
     start = 0
-    for block in blocks(embeddings, keep):
+    for block in blocks(embeddings, keep, on_rows):
         total = total + block.sum(0)
         # Not a list of small tensors: allocated between the blocks, they would fragment memory.
         norms[start : start + len(block)] = block.norm(dim=1)
@@ -163,10 +170,13 @@ def mean_and_norms(
 
 
 def gram(
-    embeddings: Embeddings, mean: Tensor | float = 0.0, keep: NDArray[np.bool_] | None = None
+    embeddings: Embeddings,
+    mean: Tensor | float = 0.0,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> Tensor:
     """E^T E [H, H] over all rows or the rows to keep, each with ``mean`` [H] subtracted."""
-    centred = (block - mean for block in blocks(embeddings, keep))
+    centred = (block - mean for block in blocks(embeddings, keep, on_rows))
     return functools.reduce(Tensor.add_, map(_square, centred))
 
 
@@ -283,23 +293,41 @@ def check(embeddings: Embeddings) -> None:
         raise ValueError(f"embeddings must be real, but has the dtype {embeddings.dtype}")
 
 
-def blocks(embeddings: Embeddings, keep: NDArray[np.bool_] | None = None) -> Iterator[Tensor]:
-    """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them."""
+def blocks(
+    embeddings: Embeddings,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
+) -> Iterator[Tensor]:
+    """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them.
+
+    ``on_rows`` is called with the number of rows of each block once that has been dealt with.
+    """
     check(embeddings)
     rows, columns = embeddings.shape
     size = max(1, _BLOCK_BYTES // (8 * columns))
+    largest = tiny = 0.0
     for start in range(0, rows, size):
         block = as_float64(embeddings[start : start + size])
         if keep is not None:
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
             continue
-        # The sum is quick to check. Finite numbers whose sum overflows are allowed.
-        if not torch.isfinite(block.sum()) and not (finite := block.isfinite().all(1)).all():
+        size_of_block = float(torch.linalg.vector_norm(block))  # quick, and NaN if anything is
+        if not size_of_block < _LARGEST:
+            finite = block.isfinite().all(1)
+            if finite.all():
+                raise ValueError(_OUT_OF_RANGE.format("large", f"{float(block.abs().max()):.0e}"))
             here = np.arange(start, min(start + size, rows))
             row = (here if keep is None else here[keep[here]])[int(finite.int().argmin())]
             raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
+        largest = max(largest, size_of_block)
+        if size_of_block < 1 / _LARGEST:
+            tiny = max(tiny, float(block.abs().max()))
         yield block
+        if on_rows is not None:
+            on_rows(len(block))
+    if largest < 1 / _LARGEST and tiny > 0:
+        raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
 
 
 def as_float64(values: Embeddings) -> Tensor:

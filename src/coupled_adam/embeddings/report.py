@@ -1,15 +1,19 @@
 """All measures of one embedding matrix, as an object, a table, and JSON."""
 
+import base64
+import contextlib
 import dataclasses
+import html
+import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
@@ -100,16 +104,45 @@ class EmbeddingReport(Measures):
         variants = (self, self.centered, self.all_but_the_top)
         header = f"{self.vocab_size} x {self.hidden_size}"
         lines = [("embeddings", "E", header, "- mean", f"- top {self.top_directions}")]
-        for label, symbol, key, digits in MEASURES:
-            values = [number(variant, key) for variant in variants]
+        for measure in MEASURES:
+            values = [number(variant, measure.path) for variant in variants]
             if values[0] is not None:
-                first, second, third = (shown(value, digits) for value in values)
-                lines.append((label, symbol, first, second, third))
+                first, second, third = (shown(value, measure.digits) for value in values)
+                lines.append((measure.label, measure.symbol, first, second, third))
         if self.unseen_tokens is not None:
             lines.append(("  tokens never seen, left out", "", str(self.unseen_tokens), "", ""))
         if self.excluded_rows:
             lines.append(("rows left out of all measures", "", str(self.excluded_rows), "", ""))
         return "\n".join(f"{a:<34}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
+
+    def _repr_html_(self) -> str:
+        """The table with the healthy ranges, and the spectra if matplotlib is installed."""
+        variants = (self, self.centered, self.all_but_the_top)
+        header = (
+            f"{self.vocab_size} x {self.hidden_size}",
+            "as is",
+            "- mean",
+            f"- top {self.top_directions}",
+            "healthy, as is",
+        )
+        lines = []
+        for measure in MEASURES:
+            values = [number(variant, measure.path) for variant in variants]
+            if values[0] is None:
+                continue
+            texts = [shown(value, measure.digits) for value in values]
+            cells = [f"{measure.label} {measure.symbol}", *texts]
+            note = ""
+            if measure.healthy is not None:
+                cells.append(str(measure.healthy))
+                note = f' title="{html.escape(measure.healthy.source)}"'
+                if values[0] not in measure.healthy:
+                    cells[1] += " (!)"
+            row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+            lines.append(f"<tr{note}>{row}</tr>")
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in header)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        return table + _spectra(variants)
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
@@ -120,32 +153,166 @@ class EmbeddingReport(Measures):
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
+def _spectra(variants: Sequence[Measures]) -> str:
+    """The singular values of the three variants as an image; empty without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:  # it is not needed for anything else here
+        return ""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    ax = figure.subplots()
+    for variant, label in zip(variants, ("as is", "- mean", "- top directions")):
+        ax.plot(variant.singular_values, label=label)
+    ax.set(xlabel="number", ylabel="singular value", yscale="log")
+    ax.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    data = base64.b64encode(image.getvalue()).decode()
+    return f'<img alt="singular values" src="data:image/png;base64,{data}">'
+
+
+@dataclasses.dataclass(frozen=True)
+class Healthy:
+    """The range of a measure for healthy embeddings, and where the range comes from.
+
+    Attributes:
+        source: what the range is based on, as a sentence fragment.
+        low, high: the ends of the range, which belong to it; None where there is no end. If both
+            are None, more is better, without a limit that would hold for matrices of any size.
+    """
+
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.low is None:
+            return "higher" if self.high is None else f"≤ {self.high:g}"
+        if self.high is None:
+            return f"≥ {self.low:g}"
+        symmetric = self.low == -self.high
+        return f"0 ± {self.high:g}" if symmetric else f"{self.low:g} to {self.high:g}"
+
+
+_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
+_STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A row of a report's tables.
+
+    Attributes:
+        label, symbol: its name, and the letter for it in the paper.
+        path: the path of attributes from a report to the number.
+        digits: how many digits to show.
+        healthy: what is healthy for the matrix as it is; None if that cannot be said.
+        of_the_mean: whether it says nothing once the mean is removed.
+    """
+
+    label: str
+    symbol: str
+    path: tuple[str, ...]
+    digits: int
+    healthy: Healthy | None = None
+    of_the_mean: bool = False
+
+
 MEASURES = (
-    ("isotropy", "Iso", ("isotropy",), 4),
-    ("  as published (signs arbitrary)", "", ("isotropy_published",), 4),
-    ("  at unit mean norm", "", ("isotropy_unit",), 4),
-    ("mean norm", "‖μ‖", ("mean_norm",), 4),
-    ("relative mean norm", "‖μ‖ʳ", ("mean_norm_ratio",), 4),
-    ("condition, 100 σ_min/σ_max", "κ", ("condition",), 2),
-    ("mean cosine similarity", "cos", ("mean_cosine_similarity",), 4),
-    ("effective rank", "", ("effective_rank",), 1),
-    ("participation ratio", "", ("participation_ratio",), 1),
-    ("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
-    ("  standard deviation", "", ("norm_std",), 4),
-    ("norm vs. log frequency", "ρ", ("norm_frequency_correlation",), 4),
-    ("  as published (with unseen ones)", "", ("norm_frequency_correlation_published",), 4),
-    ("along the mean vs. log frequency", "", ("mean_frequency_correlation",), 4),
-    ("word similarity, mean of the sets", "r̄", ("word_similarity", "mean"), 2),
-    ("  by dot product", "", ("word_similarity", "dot_mean"), 2),
+    Measure(
+        "isotropy",
+        "Iso",
+        ("isotropy",),
+        4,
+        Healthy(f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8),
+    ),
+    Measure("  as published (signs arbitrary)", "", ("isotropy_published",), 4, of_the_mean=True),
+    Measure("  at unit mean norm", "", ("isotropy_unit",), 4),
+    Measure("mean norm", "‖μ‖", ("mean_norm",), 4, of_the_mean=True),
+    Measure(
+        "relative mean norm",
+        "‖μ‖ʳ",
+        ("mean_norm_ratio",),
+        4,
+        Healthy(f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05),
+        of_the_mean=True,
+    ),
+    Measure(
+        "condition, 100 σ_min/σ_max",
+        "κ",
+        ("condition",),
+        2,
+        Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
+    ),
+    Measure(
+        "mean cosine similarity",
+        "cos",
+        ("mean_cosine_similarity",),
+        4,
+        Healthy(
+            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); 0.007 with Coupled "
+            "Adam, 0.39 with AdamW (recipe tiny)",
+            -0.05,
+            0.05,
+        ),
+    ),
+    Measure(
+        "effective rank",
+        "",
+        ("effective_rank",),
+        1,
+        Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
+    ),
+    Measure(
+        "participation ratio",
+        "",
+        ("participation_ratio",),
+        1,
+        Healthy("H if all directions are used equally; outliers lower it first"),
+    ),
+    Measure("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
+    Measure("  standard deviation", "", ("norm_std",), 4),
+    Measure(
+        "norm vs. log frequency",
+        "ρ",
+        ("norm_frequency_correlation",),
+        4,
+        Healthy(f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY})", low=0.5),
+    ),
+    Measure("  as published (with unseen ones)", "", ("norm_frequency_correlation_published",), 4),
+    Measure(
+        "along the mean vs. log frequency",
+        "",
+        ("mean_frequency_correlation",),
+        4,
+        Healthy(
+            "0 if rare tokens have not drifted (arXiv 2502.08441); -0.33 with Coupled Adam, -0.91 "
+            "with AdamW (recipe tiny)",
+            -0.5,
+            0.5,
+        ),
+        of_the_mean=True,
+    ),
+    Measure(
+        "word similarity, mean of the sets",
+        "r̄",
+        ("word_similarity", "mean"),
+        2,
+        Healthy("57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"),
+    ),
+    Measure("  by dot product", "", ("word_similarity", "dot_mean"), 2),
 )
-"""The rows of a report's tables: label, symbol, path of attributes, and number of digits."""
+"""The rows of a report's tables."""
 
 
-def number(measures: Measures, path: tuple[str, ...]) -> float | None:
-    """Look up a number of a report by its path of attributes; None if it is missing."""
+def number(measures: Measures | Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    """Look up a number of a report, or of its dict, by its path; None if it is missing."""
     found: Any = measures
     for key in path:
-        found = getattr(found, key, None)
+        found = found.get(key) if isinstance(found, Mapping) else getattr(found, key, None)
     return found  # type: ignore[no-any-return]
 
 
@@ -154,14 +321,19 @@ def shown(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
+PASSES = 4
+"""How often :func:`analyze` passes over the rows."""
+
+
 def analyze(
-    embeddings: geometry.Embeddings,
+    embeddings: geometry.Embeddings | nn.Module,
     counts: torch.Tensor | NDArray[Any] | None = None,
     *,
     sets: Mapping[str, WordSimilaritySet] | None = None,
     token_ids: Callable[[str], int | None] | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
@@ -169,7 +341,9 @@ def analyze(
     H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
+            such matrix, such as ``nn.Embedding``, or a model of transformers, whose output
+            embeddings are measured if it has any, and otherwise its input embeddings.
         counts: unigram counts or probabilities [V], for the correlations with frequency.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
         token_ids: a function from a word to its token id, needed with ``sets``; see
@@ -177,12 +351,16 @@ def analyze(
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
         directions: the number of top principal directions to remove; by default H / 100, rounded
             up. See :func:`all_but_the_top`.
+        on_rows: called with the number of rows of each block that a pass is done with, to show
+            the progress: together :data:`PASSES` times the number of rows that are measured.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
             its rows are zero; if ``counts``, token ids or ``keep`` do not fit the matrix; if
             ``directions`` is not between 0 and H.
     """
+    if isinstance(embeddings, nn.Module):
+        embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
@@ -196,10 +374,10 @@ def analyze(
             raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
 
-    mean, norms = geometry.mean_and_norms(embeddings, kept)
+    mean, norms = geometry.mean_and_norms(embeddings, kept, on_rows)
     geometry.check_not_zero(float(norms.max()))
     used = len(norms)
-    centred_gram = geometry.gram(embeddings, mean, kept)
+    centred_gram = geometry.gram(embeddings, mean, kept, on_rows)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
@@ -208,7 +386,7 @@ def analyze(
     taken = centred_basis[:, columns - top :]
     centred_norms, topless_norms = torch.empty_like(norms), torch.empty_like(norms)
     start = 0
-    for block in geometry.blocks(embeddings, kept):
+    for block in geometry.blocks(embeddings, kept, on_rows):
         rows_here = slice(start, start := start + len(block))
         difference = block - mean
         centred_norms[rows_here] = difference.norm(dim=1)
@@ -222,7 +400,7 @@ def analyze(
         _Cloud(topless_norms, floor),
     )
     along = torch.empty_like(norms)
-    for block in geometry.blocks(embeddings, kept):
+    for block in geometry.blocks(embeddings, kept, on_rows):
         along[raw.rows : raw.rows + len(block)] = block @ mean
         raw.add(block, geometry.project(block, basis))
         # In the basis of the principal directions, removing the top ones means dropping columns.
@@ -255,6 +433,32 @@ def analyze(
         centered=_measures(centred, centred_squares, p, scores[1]),
         all_but_the_top=_measures(topless, topless_squares, p, scores[2]),
         top_directions=top,
+    )
+
+
+def _matrix_of(module: nn.Module) -> Tensor:
+    """The output embeddings of a model, or its input embeddings, or the matrix of a layer."""
+    layers: list[Any] = [module]
+    for name in ("get_output_embeddings", "get_input_embeddings"):
+        getter = getattr(module, name, None)
+        if callable(getter):
+            with contextlib.suppress(NotImplementedError):  # of models without a text
+                layers.append(getter())
+    layers = [layer for layer in layers[1:] if layer is not None] or layers[:1]
+    weight = getattr(layers[0], "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.detach()
+    tables = {
+        name: layer.weight.detach()
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding)
+    }
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    has = f"has several: {', '.join(tables)}" if tables else "has none"
+    raise ValueError(
+        f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
+        "Pass the matrix itself, such as model.embed_tokens.weight"
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import fsspec
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
@@ -306,6 +307,7 @@ def _hub_state(data: Data) -> tuple[str, str | None]:
         return content_digest(_files(folder) if folder.is_dir() else [folder]), None
     from huggingface_hub import snapshot_download
 
+    reach_hub()
     with _hub_errors(data):
         snapshot = snapshot_download(
             str(data.hub),
@@ -339,6 +341,6 @@ def _hub_errors(data: Data) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {one_line(error)}): "
+            f"data.hub={data.hub} cannot be read ({hub_error(error)}): "
             "check its name, config, revision and splits, and that the hub can be reached"
         ) from None

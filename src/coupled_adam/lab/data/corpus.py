@@ -263,7 +263,8 @@ def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTr
                 yield text
                 left -= len(text)
                 if left <= 0:
-                    return
+                    break
+        bar.set_description("learning the BPE's merges")
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -368,7 +369,8 @@ def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> 
     for split, parts in files.items():
         for file in parts:
             ids = file.open(folder)
-            for start in range(0, len(ids), 2**24):  # 128 MB as int64
+            starts = range(0, len(ids), 2**24)  # 128 MB as int64
+            for start in tqdm(starts, f"counting tokens, {split}", disable=None, leave=False):
                 try:
                     found = unigram_counts(ids[start : start + 2**24], vocab_size)
                 except ValueError as error:

@@ -1,16 +1,21 @@
 """Write the report of finished runs: tables, pictures and one page."""
 
+import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
+from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import PageTable, render
+from coupled_adam.lab.reporting.page import ShownTable, render, results_table
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
     Bold,
@@ -26,8 +31,40 @@ from coupled_adam.lab.reporting.tables import (
 )
 
 
-def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Table:
-    """Write a report of all finished runs in some folders, and return the table for the terminal.
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A report that was written: it prints as text and table, and shows itself in a notebook.
+
+    Attributes:
+        page: the path of its page.
+        conclusion: what the runs show, a sentence or a few for each experiment.
+        table: the results.
+        overview: the most important picture, a PNG.
+    """
+
+    page: Path
+    conclusion: Sequence[str]
+    table: ShownTable
+    overview: bytes = dataclasses.field(repr=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from terminal(self.table.rows, self.table.columns, options.max_width)
+        yield Text("\n".join([*self.table.footnotes, ""]), style="dim")
+        yield Text("\n".join([*self.conclusion, ""]))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(
+            console.measure(part, options=options).maximum
+            for part in terminal(self.table.rows, self.table.columns, console.width)
+        )
+        return Measurement(widest, widest)
+
+    def _repr_html_(self) -> str:
+        return results_table(self.conclusion, self.table, self.overview)
+
+
+def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
+    """Write a report of all finished runs in some folders.
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
@@ -51,8 +88,9 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Table:
         )
     rows = table_rows(runs, bold)
     columns = shown_columns(rows)
+    notes = footnotes(rows, bold)
     all_columns = [*columns, *more_columns(rows)]
-    out = out.resolve()  # so that a symbolic link stays one
+    shown, out = out, out.resolve()  # so that a symbolic link stays one
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         (temporary / "figures").mkdir(parents=True)
@@ -61,16 +99,23 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Table:
         _write(temporary / "summary.csv", summary_csv(rows, all_columns))
         _write(temporary / "runs.csv", runs_csv(runs))
         results = [
-            {"recipe": r.recipe.name, "arm": r.arm, "seed": r.seed, **r.evaluation} for r in runs
+            {
+                "recipe": r.recipe.name,
+                "settings": r.settings,
+                "arm": r.arm,
+                "seed": r.seed,
+                **r.evaluation,
+            }
+            for r in runs
         ]
         _write(temporary / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
-        for picture in pictures:
+        for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
             path = temporary / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        table = PageTable(rows, all_columns, footnotes(rows, bold))
-        page = render(runs, left_out, table, pictures)
+        table = ShownTable(rows, all_columns, notes)
+        page = render(runs, left_out, table, pictures, out)
         _write(temporary / "index.html", page)
         if out.exists():
             before = out.with_name(f"{out.name}.{os.getpid()}.old")
@@ -81,7 +126,12 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Table:
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return terminal(rows, columns, bold)
+    return Report(
+        shown / "index.html",
+        conclusion(runs, left_out),
+        ShownTable(rows, columns, notes),
+        pictures[0].png,
+    )
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coupled_adam.lab.reporting.runs import Run, short
+from coupled_adam.lab.reporting.runs import Run, setting_text, short, short_key
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
@@ -129,9 +130,14 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table, which shows one arm of an experiment."""
+    """A row of the table, which shows one arm of an experiment.
+
+    ``settings`` are the values by which the experiment differs from the others, by short keys.
+    """
 
     experiment: str
+    name: str
+    settings: dict[str, str]
     tokens: int
     parameters: int
     arm: str
@@ -176,6 +182,11 @@ def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
             rows.append(
                 Row(
                     experiment=experiment,
+                    name=experiment.partition(" ")[0],
+                    settings={
+                        short_key(key, [*first.settings]): setting_text(value)
+                        for key, value in first.settings.items()
+                    },
                     tokens=first.recipe.tokens,
                     parameters=first.parameters,
                     arm=first.arm,
@@ -199,11 +210,12 @@ def _cell(
         return one_sided_t_test(values, [*_values(column, other).values()], column.better)
 
     found = [p(rival) for rival in rivals]
+    paired = None if against is None else paired_t_test(mine, _values(column, against))
     return Cell(
         values,
         shorthand(values, column.digits),
         None if against is None else p(against),
-        None if against is None else paired_t_test(mine, _values(column, against), column.better),
+        None if paired is None else paired.one_sided(column.better),
         bool(found) and all(one is not None and one < SIGNIFICANCE for one in found),
     )
 
@@ -241,8 +253,9 @@ def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
     notes = []
     if max(counts) > 1:
         notes.append(
-            "Mean (standard deviation in the last digit) over seeds. "
-            f"{_BOLD[bold]}, by a one-sided Student t-test at 95 %."
+            f"Mean (standard deviation in the last digit) over seeds. {_BOLD[bold]}, by a "
+            "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests "
+            "over pairs of runs with equal seeds."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
@@ -258,23 +271,31 @@ def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column], bold: Bold = "adamw") -> str:
     """Format the table in Markdown."""
-    header = ["D", "N", "Optimizer", *(column.header for column in columns)]
-    lines = [header, ["---:", "---:", "---", *("---:" for _ in columns)]]
+    keys = [*rows[0].settings]
+    header = ["D", "N", *map(_escaped, keys), "Optimizer", *(column.header for column in columns)]
+    lines = [header, ["---:", "---:", *("---" for _ in keys), "---", *("---:" for _ in columns)]]
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
         texts = [f"**{cell.text}**" if cell.bold else cell.text for cell in cells]
         label = row.label.replace("|", "\\|")
-        lines.append([short(row.tokens), short(row.parameters), label, *texts])
+        settings = map(_escaped, row.settings.values())
+        lines.append([short(row.tokens), short(row.parameters), *settings, label, *texts])
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    notes = (re.sub(r"([\\`*\[\]<>|])", r"\\\1", note) for note in footnotes(rows, bold))
-    return table + "".join(f"\n{note}\n" for note in notes)
+    return table + "".join(f"\n{_escaped(note)}\n" for note in footnotes(rows, bold))
+
+
+def _escaped(text: str) -> str:
+    """Text without a meaning in Markdown."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", text)
 
 
 def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Format the table in LaTeX, for the package booktabs."""
-    header = ["$D$", "$N$", "Optimizer", *(column.latex for column in columns)]
+    keys = [*rows[0].settings]
+    header = ["$D$", "$N$", *map(_latex_text, keys), "Optimizer"]
+    header += [column.latex for column in columns]
     lines = [
-        "\\begin{tabular}{rrl" + "r" * len(columns) + "}",
+        "\\begin{tabular}{rrl" + "l" * len(keys) + "r" * len(columns) + "}",
         "\\toprule",
         " & ".join(header) + r" \\",
     ]
@@ -285,8 +306,9 @@ def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
             group = row.experiment
         cells = [row.cells[column.key] for column in columns]
         texts = [_latex_cell(cell) for cell in cells]
-        label = "".join(_LATEX.get(c, c) for c in row.label)
-        lines.append(" & ".join([short(row.tokens), short(row.parameters), label, *texts]) + r" \\")
+        settings = [*row.settings.values(), row.label]
+        lead = [short(row.tokens), short(row.parameters), *map(_latex_text, settings)]
+        lines.append(" & ".join([*lead, *texts]) + r" \\")
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
@@ -298,6 +320,10 @@ _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
 }
 
 
+def _latex_text(text: str) -> str:
+    return "".join(_LATEX.get(c, c) for c in text)
+
+
 def _latex_cell(cell: Cell) -> str:
     text = "--" if cell.text == "–" else cell.text.replace("-", "$-$")
     return f"\\textbf{{{text}}}" if cell.bold else text
@@ -306,11 +332,12 @@ def _latex_cell(cell: Cell) -> str:
 def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
     statistics = ("mean", "std", "n", "p", "p_paired")
-    header = ["experiment", "tokens", "parameters", "arm"]
+    header = ["experiment", "tokens", "parameters", *rows[0].settings, "arm"]
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
     lines = []
     for row in rows:
-        line: list[Any] = [row.experiment, row.tokens, row.parameters, row.arm]
+        line: list[Any] = [row.experiment, row.tokens, row.parameters]
+        line += [*row.settings.values(), row.arm]
         for column in columns:
             cell = row.cells[column.key]
             mean = float(np.mean(cell.values)) if cell.values else None
@@ -327,11 +354,13 @@ def runs_csv(runs: Sequence[Run]) -> str:
         "seed",
         "tokens",
         "parameters",
+        *runs[0].settings,
         *(c.key for c in (*COLUMNS, *MORE_COLUMNS)),
         "folder",
     ]
     lines = [
         [run.experiment, run.arm, run.seed, run.recipe.tokens, run.parameters]
+        + [setting_text(value) for value in run.settings.values()]
         + [run.value(column.path) for column in (*COLUMNS, *MORE_COLUMNS)]
         + [str(run.folder)]
         for run in runs
@@ -339,21 +368,42 @@ def runs_csv(runs: Sequence[Run]) -> str:
     return csv_text([header, *lines])
 
 
-def terminal(rows: Sequence[Row], columns: Sequence[Column], bold: Bold = "adamw") -> Table:
-    """Create the table for the terminal."""
-    # If all rows have the same D and N, the title shows them, so that the rest fits 80 characters.
+def terminal(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[Table]:
+    """Create the table for the terminal: in several parts if it is wider than ``width``."""
+    # If all rows have the same D and N, the title shows them, so that more columns fit.
     first = rows[0]
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
-    names = ", ".join(dict.fromkeys(row.experiment for row in rows))
+    names = ", ".join(dict.fromkeys(row.name for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
-    shown = terminal_table(names + (size if one else ""), "\n".join(footnotes(rows, bold)))
-    shown.caption_justify = "left"
-    header = ([] if one else ["D", "N"]) + ["Optimizer", *(column.header for column in columns)]
+    title = names + (size if one else "")
+    ruler = Console(width=1000)
+    parts: list[Table] = []
+    left = list(columns)
+    while left:
+        number = len(left)
+        part = _terminal_part(rows, left, title, not one)
+        while number > 1 and ruler.measure(part).maximum > width:
+            number -= 1
+            part = _terminal_part(rows, left[:number], title, not one)
+        parts.append(part)
+        left, title = left[number:], ""
+    return parts
+
+
+def _terminal_part(
+    rows: Sequence[Row], columns: Sequence[Column], title: str, with_sizes: bool
+) -> Table:
+    shown = terminal_table(title)
+    sizes = ["D", "N"] if with_sizes else []
+    keys = [*rows[0].settings]
+    header = [*sizes, *keys, "Optimizer", *(column.header for column in columns)]
     for name in header:
-        shown.add_column(name, justify="left" if name == "Optimizer" else "right", no_wrap=True)
+        left = name in ("Optimizer", *keys)
+        shown.add_column(Text(name), justify="left" if left else "right", no_wrap=True)
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
         texts = [Text(cell.text, "bold" if cell.bold else "") for cell in cells]
-        sizes = [] if one else [short(row.tokens), short(row.parameters)]
-        shown.add_row(*sizes, Text(row.label), *texts)
+        sizes = [short(row.tokens), short(row.parameters)] if with_sizes else []
+        settings = map(Text, row.settings.values())
+        shown.add_row(*sizes, *settings, Text(row.label), *texts)
     return shown

@@ -1,17 +1,14 @@
-"""The log and the progress bar of a run."""
+"""What happens beside a run's training: its log, and its progress."""
 
 import contextlib
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -23,6 +20,7 @@ from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.module import LanguageModel
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
 
 _EVERY = 10  # steps between two lines of the log
@@ -173,25 +171,21 @@ class MetricsFile(Logger):
         """Nothing: they are in config.yaml."""
 
 
-class ProgressBar(TQDMProgressBar):
-    """One bar for the run: steps, time left, losses, tokens per second."""
+class Steps(pl.Callback):
+    """Moves the bar with every step."""
 
-    def __init__(self, run_log: RunLog) -> None:
-        super().__init__(refresh_rate=10 if sys.stderr.isatty() else 100)
+    def __init__(self, progress: Progress, run_log: RunLog) -> None:
+        self.progress = progress
         self.run_log = run_log
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Name the bar after the run."""
-        super().on_train_epoch_start(trainer, *args)
-        run = self.run_log.run
-        self.train_progress_bar.set_description(f"{run.arm}, seed {run.seed}")
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Show which run it is, and the steps that it has finished before."""
+        self.progress.start(self.run_log.run, trainer.global_step)
 
-    def init_validation_tqdm(self) -> Any:
-        """An evaluation has no bar of its own."""
-        return Tqdm(disable=True)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Show the step, and what the run has logged last."""
+        self.progress.step(self.run_log.run, trainer.global_step, self.run_log.last)
 
-    def get_metrics(self, *_: Any) -> dict[str, Any]:
-        """What the run logged last."""
-        names = {"train_loss": "loss", "valid_loss": "valid", "tokens_per_second": "tok/s"}
-        last = self.run_log.last
-        return {label: f"{last[name]:.4g}" for name, label in names.items() if name in last}
+    def on_validation_start(self, *_: Any) -> None:
+        """Show what takes the time."""
+        self.progress.say("evaluating")

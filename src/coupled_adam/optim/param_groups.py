@@ -35,8 +35,6 @@ class ParamGroups(list[dict[str, Any]]):
 
     def _repr_html_(self) -> str:
         """The same table, for notebooks."""
-        import html  # not needed by the optimizer
-
         header, *rows = self._rows()
 
         def line(texts: Iterable[str], tag: str) -> str:

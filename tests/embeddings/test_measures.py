@@ -433,6 +433,22 @@ def test_neither_tensor_nor_array(wrong):
             measure(wrong)
 
 
+def test_iso_score_is_the_published_one():
+    """By the steps of its definition: arXiv 2108.07344, algorithm 1."""
+    rows = np.random.default_rng(0).normal(size=(80, 6)) * np.linspace(0.1, 2, 6) + 3
+    variances = np.linalg.eigvalsh(np.cov(rows.T))
+    n = len(variances)
+    normalized = np.sqrt(n) * variances / np.linalg.norm(variances)
+    defect = np.linalg.norm(normalized - 1) / np.sqrt(2 * (n - np.sqrt(n)))
+    dimensions = (n - defect**2 * (n - np.sqrt(n))) ** 2 / n
+    expected = (dimensions - 1) / (n - 1)
+    assert measures.iso_score(rows) == pytest.approx(expected, rel=1e-10)
+    assert measures.iso_score(5 * rows + 2) == pytest.approx(expected, rel=1e-10)
+    assert measures.analyze(rows).iso_score == pytest.approx(expected, rel=1e-10)
+    with pytest.raises(ValueError, match="IsoScore is not defined"):
+        measures.iso_score(np.ones((4, 3)))
+
+
 def test_modules():
     """A layer's matrix, a model's output embeddings, or its only table; otherwise which to pass."""
     layer = nn.Embedding(20, 4)

@@ -157,7 +157,7 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
     (isotropy, *_) = (line for line in shown.splitlines() if "Iso" in line)
     assert isotropy.split()[-3:] == ["≥", "0.8", "[1]"]
     assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
-    assert "[7]" not in shown  # of a measure that needs counts
+    assert "[8]" not in shown  # of a measure that needs counts
     assert "<em>0.9" in page.read_text()  # the relative mean norm
     run(capsys, tmp_path / "healthy.npy", "--html", page)
     assert "<em>" not in page.read_text()

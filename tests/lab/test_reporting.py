@@ -302,6 +302,13 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     assert f"{cut}: not finished" in page
 
 
+def test_on_the_disk_before_it_has_its_name(comparison, disk):
+    """The first report, and one that replaces it, with what others have put there meanwhile."""
+    report([comparison], comparison / "report")
+    report([comparison], comparison / "report")
+    assert disk.check(comparison) == 2
+
+
 def test_a_report_replaces_only_a_report(comparison):
     """Not the runs, not what holds them, not a file: all of it would be lost."""
     before = {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()}
@@ -312,10 +319,12 @@ def test_a_report_replaces_only_a_report(comparison):
     assert {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()} == before
     made = comparison / "report"
     report([comparison], made)
-    (made / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds something other than a report"):
-        report([comparison], made)
-    assert (made / "notes.txt").read_text() == "mine"
+    for place in ("notes.txt", "figures/notes.txt"):
+        (made / place).write_text("mine")
+        with pytest.raises(UsageError, match="holds something other than a report"):
+            report([comparison], made)
+        assert (made / place).read_text() == "mine"
+        (made / place).unlink()
 
 
 def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):

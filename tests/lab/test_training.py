@@ -24,7 +24,7 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
-from coupled_adam.lab.training.callbacks import MetricsFile
+from coupled_adam.lab.training.callbacks import MetricsFile, cut_log
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
@@ -123,21 +123,25 @@ def test_schedules(recipe, values, expected):
     assert {step: pytest.approx(rates[step]) for step in expected} == expected
 
 
-def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
+def test_metrics_after_the_checkpoint_are_dropped(recipe, tmp_path):
     """All of them where there is none."""
+    run = TrainingRun(override(recipe, {"training.evaluate_every": 20}), "adamw", 1, tmp_path)
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "train_loss": 1.0}) + "\n" for step in (0, 10, 20, 30)]
+    places = [(0, "isotropy"), (10, "train_loss"), (20, "train_loss"), (20, "valid_loss")]
+    places.append((30, "train_loss"))
+    lines = [json.dumps({"step": step, name: 1.0}) + "\n" for step, name in places]
     path.write_text("".join(lines) + '{"step": 40, "tra')  # killed while writing
-    MetricsFile(path, 20).log_metrics({"train_loss": 2.0}, step=30)
+    cut_log(run, 20, skip_damaged=False)
+    MetricsFile(path).log_metrics({"train_loss": 2.0}, step=30)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in kept] == [0, 10, 20, 30]
+    assert [line["step"] for line in kept] == [0, 10, 20, 20, 30]
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
-    MetricsFile(path, -1)
+    cut_log(run, None, skip_damaged=False)
     assert path.read_text() == ""
     for damaged in ("[]\n", '{"step": "x"}\n', "{\n"):
         path.write_text(damaged)
         with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
-            MetricsFile(path, 0)
+            cut_log(run, 0, skip_damaged=False)
         assert path.read_text() == damaged
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,20 @@ def print_table(table: RenderableType) -> None:
     wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
     terminal.width = max(terminal.width, wide)
     terminal.print(table)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, after some seconds; yields a function of what is done and to do."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, delay=3, disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def is_other_rank() -> bool:

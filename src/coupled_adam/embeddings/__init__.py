@@ -15,6 +15,7 @@ try:
     from coupled_adam.embeddings.geometry import (
         condition,
         effective_rank,
+        iso_score,
         isotropy,
         isotropy_unit,
         mean_cosine_similarity,
@@ -55,6 +56,7 @@ __all__ = [
     "condition",
     "download_word_similarity",
     "effective_rank",
+    "iso_score",
     "isotropy",
     "isotropy_unit",
     "load_embeddings",

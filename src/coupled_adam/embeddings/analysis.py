@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,8 @@ from coupled_adam.embeddings import (
     unigram_counts,
 )
 from coupled_adam.embeddings.report import PASSES
+from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.text.token_files import Tokens, token_file
@@ -31,7 +34,7 @@ from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Excluded = Literal["padding", "unseen"]
+Excluded = Literal["padding", "unseen", "dead"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Analysis:
             tokenizer.
         counts: unigram counts [V], or None.
         keep: which rows were measured, [V] booleans; None if all were.
+        tokenizer: the model's tokenizer; None if it has none.
     """
 
     model: str
@@ -75,6 +79,15 @@ class Analysis:
     padding_rows: int | None
     counts: NDArray[Any] | None
     keep: NDArray[np.bool_] | None
+    tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the rows stand for; ids alone if the model has no tokenizer."""
+        rows = len(self.embeddings.matrix)
+        if self.tokenizer is None:
+            return Vocabulary.of_ids(rows)
+        return read_vocabulary(self.tokenizer, rows)
 
     @property
     def label(self) -> str:
@@ -110,7 +123,8 @@ def analyze_model(
         source: where to find the tokenizer, the counts and the like.
         sets: word-similarity sets, by name.
         exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
-            tokenizer, ``"unseen"`` for tokens whose count is zero.
+            tokenizer, ``"unseen"`` for tokens whose count is zero, ``"dead"`` for rows that are
+            zero or not finite.
         directions: the number of top principal directions to remove; see :func:`analyze`.
         device: where to compute the measures.
 
@@ -120,7 +134,9 @@ def analyze_model(
     """
     needed = bool(sets) or "padding" in exclude
     # One that is named is loaded before the work, since it may be misspelt.
-    tokenizer = None if source.tokenizer is None else _tokenizer(model, source, needed)
+    tokenizer = None
+    if source.tokenizer is not None:
+        tokenizer = find_tokenizer(model, source, needed)
     try:
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
     except (ValueError, OSError) as error:
@@ -132,7 +148,7 @@ def analyze_model(
             raise UsageError(
                 f"--top {directions}: the embeddings of {model} have only {width} directions"
             )
-    tokenizer = tokenizer or _tokenizer(model, source, needed)
+    tokenizer = tokenizer or find_tokenizer(model, source, needed)
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
@@ -141,7 +157,7 @@ def analyze_model(
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
             counts = _counts(model, source, tokenizer, rows, is_token)
-            keep = _kept_rows(exclude, rows, is_token, counts)
+            keep = _kept_rows(exclude, entry, is_token, counts)
             measured = rows if keep is None else int(keep.sum())
             with tqdm(
                 total=PASSES * measured,
@@ -161,9 +177,12 @@ def analyze_model(
                     on_rows=bar.update,
                 )
         except ValueError as error:
-            raise UsageError(f"{model}: {error}") from None
+            hint = ""
+            if "is not finite" in str(error):
+                hint = ": leave such rows out with --exclude dead, or see coupled-adam repair"
+            raise UsageError(f"{model}: {error}{hint}") from None
         padding = None if is_token is None else int((~is_token).sum())
-        analyses.append(Analysis(model, entry, report, padding, counts, keep))
+        analyses.append(Analysis(model, entry, report, padding, counts, keep, tokenizer))
     return analyses
 
 
@@ -194,12 +213,15 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
 
 def _kept_rows(
     exclude: Collection[Excluded],
-    rows: int,
+    entry: EmbeddingMatrix,
     is_token: NDArray[np.bool_] | None,
     counts: NDArray[Any] | None,
 ) -> NDArray[np.bool_] | None:
     """Which rows to measure, [rows] booleans; None if all."""
-    keep = np.ones(rows, dtype=np.bool_)
+    keep = np.ones(len(entry.matrix), dtype=np.bool_)
+    if "dead" in exclude:
+        finite, norms = finite_rows(entry.matrix)
+        keep &= finite & (norms > 0)
     if "padding" in exclude and is_token is not None:
         keep &= is_token
     if "unseen" in exclude:
@@ -209,8 +231,12 @@ def _kept_rows(
     return None if keep.all() else keep
 
 
-def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none and none is needed."""
+def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None if it has none and none is needed.
+
+    Raises:
+        UsageError: if one is needed or named, and cannot be read.
+    """
     needed = needed or source.text is not None
     name = source.tokenizer or model
     if source.tokenizer is None and Path(model).is_file():

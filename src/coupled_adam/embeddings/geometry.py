@@ -141,6 +141,22 @@ def participation_ratio(embeddings: Embeddings) -> float:
     return participation_ratio_of(_checked_singular_values(embeddings))
 
 
+def iso_score(embeddings: Embeddings) -> float:
+    """IsoScore (Rudman et al. 2022, arXiv 2108.07344), from 0 to 1 (isotropic).
+
+    It is (P - 1) / (H - 1) with the :func:`participation_ratio` P of the centred embeddings, to
+    which the steps of its definition reduce. Neither the mean nor a factor on E changes it.
+
+    Raises:
+        ValueError: also if all rows are equal, or H is 1.
+    """
+    mean, _ = mean_and_norms(embeddings)
+    values = singular_values_of(torch.linalg.eigvalsh(gram(embeddings, mean)), len(embeddings))
+    if embeddings.shape[1] == 1 or values[0] == 0:
+        raise ValueError("IsoScore is not defined for equal rows, or for a single column")
+    return iso_score_of(participation_ratio_of(values), embeddings.shape[1])
+
+
 def mean_embedding(embeddings: Embeddings) -> Array:
     """mu = (1/V) sum_i e_i, [H]."""
     return as_array(mean_and_norms(embeddings)[0])
@@ -266,6 +282,11 @@ def participation_ratio_of(values: Array) -> float:
     """The participation ratio from singular values."""
     shares = (values / values[0]) ** 2
     return float(shares.sum() ** 2 / (shares**2).sum())
+
+
+def iso_score_of(participation: float, columns: int) -> float:
+    """IsoScore from the participation ratio of the centred embeddings."""
+    return (participation - 1) / (columns - 1)
 
 
 def check_not_zero(number: float) -> None:

@@ -24,7 +24,7 @@ from coupled_adam.embeddings.weights import (
 )
 from coupled_adam.text.hub import hub_error, reach_hub
 
-_INPUT = (
+INPUT_NAMES = (
     "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
     "wte.weight",
     "embed_tokens.weight",
@@ -40,7 +40,7 @@ _INPUT = (
     "rwkv.embeddings.weight",
     "emb.weight",
 )
-_OUTPUT = (
+OUTPUT_NAMES = (
     "lm_head.weight",
     "embed_out.weight",
     "cls.predictions.decoder.weight",
@@ -114,7 +114,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             what = f"it contains {listed}" if any(matrices) else "its matrix has no name"
             raise ValueError(f"{weights.source} has no matrix {tensor!r}; {what}")
         return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
-    inputs, output = _named(matrices, _INPUT), _named(matrices, _OUTPUT)
+    inputs, output = _named(matrices, INPUT_NAMES), _named(matrices, OUTPUT_NAMES)
     if inputs is None and output is None:
         if len(matrices) == 1:
             (name,) = matrices
@@ -236,7 +236,10 @@ def _join(
     wanted = {
         name: file
         for name, file in files.items()
-        if any(name == ending or name.endswith(f".{ending}") for ending in (*_INPUT, *_OUTPUT))
+        if any(
+            name == ending or name.endswith(f".{ending}")
+            for ending in (*INPUT_NAMES, *OUTPUT_NAMES)
+        )
     }
     opened = {file: open_file(file) for file in sorted({*(wanted or files).values()})}
     places = {name: shard for shard in opened.values() for name in shard.shapes}

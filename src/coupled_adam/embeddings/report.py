@@ -44,6 +44,7 @@ class Measures:
         mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
         effective_rank: 1 to min(V, H); higher is better.
         participation_ratio: 1 to min(V, H); higher is better.
+        iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
         norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
         norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
             occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
@@ -64,6 +65,7 @@ class Measures:
     mean_cosine_similarity: float | None
     effective_rank: float | None
     participation_ratio: float | None
+    iso_score: float | None
     norm_mean: float
     norm_std: float
     norm_min: float
@@ -273,6 +275,13 @@ MEASURES = (
         1,
         Healthy("H if all directions are used equally; outliers lower it first"),
     ),
+    Measure(
+        "IsoScore",
+        "",
+        ("iso_score",),
+        4,
+        Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
+    ),
     Measure("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
     Measure("  standard deviation", "", ("norm_std",), 4),
     Measure(
@@ -419,9 +428,11 @@ def analyze(
         for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
     ]
     measures = _measures(raw, squares, p, scores[0])
+    centred_measures = _measures(centred, centred_squares, p, scores[1])
     return EmbeddingReport(
         **{
             **vars(measures),
+            "iso_score": centred_measures.iso_score,  # that of the covariance, by definition
             "mean_norm": float(mean.norm()),
             "mean_norm_ratio": float(mean.norm()) / float(norms.mean()),
             "mean_frequency_correlation": _correlation(as_array(along), p, "seen"),
@@ -430,7 +441,7 @@ def analyze(
         hidden_size=columns,
         excluded_rows=rows - used,
         unseen_tokens=unseen,
-        centered=_measures(centred, centred_squares, p, scores[1]),
+        centered=centred_measures,
         all_but_the_top=_measures(topless, topless_squares, p, scores[2]),
         top_directions=top,
     )
@@ -495,6 +506,10 @@ def _measures(
     )
     is_point = not norms.any()
     cosine = cloud.angles.mean_cosine()
+    participation = None if is_point else geometry.participation_ratio_of(values)
+    iso_score = None
+    if participation is not None and len(squares) > 1:
+        iso_score = geometry.iso_score_of(participation, len(squares))
     return Measures(
         isotropy=geometry.isotropy_of(log_z),
         isotropy_published=geometry.isotropy_of(log_z[:1]),
@@ -504,7 +519,8 @@ def _measures(
         condition=None if is_point else geometry.condition_of(values),
         mean_cosine_similarity=None if math.isnan(cosine) else cosine,
         effective_rank=None if is_point else geometry.effective_rank_of(values),
-        participation_ratio=None if is_point else geometry.participation_ratio_of(values),
+        participation_ratio=participation,
+        iso_score=iso_score,
         norm_mean=float(norms.mean()),
         norm_std=float(norms.std()),
         norm_min=float(norms.min()),

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.report import MEASURES, Measures, number, shown
+from coupled_adam.embeddings.tokens import Comparison, Neighbourhood, Undertrainedness
 from coupled_adam.rendering.tables import csv_text, terminal_table
 
 T = TypeVar("T")
@@ -188,7 +189,23 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
     return csv_text([names, *([line.get(name) for name in names] for line in lines)])
 
 
-def analyses_json(analyses: Sequence[Analysis]) -> str:
-    """A JSON object for one matrix, or a list of objects for several."""
+def analyses_json(
+    analyses: Sequence[Analysis],
+    undertrained: Sequence[Undertrainedness] = (),
+    neighbours: Sequence[Neighbourhood] = (),
+    comparisons: Sequence[Comparison] = (),
+) -> str:
+    """A JSON object for one matrix, or a list of objects for several.
+
+    What is said of a matrix's tokens is part of its object. With comparisons, the result is an
+    object of ``models``, the list, and ``changes``.
+    """
     entries = [analysis.to_dict() for analysis in analyses]
-    return json.dumps(entries[0] if len(entries) == 1 else entries, indent=2, allow_nan=False)
+    for entry, found in zip(entries, undertrained):
+        entry["undertrained"] = found.to_dict()
+    for entry, near in zip(entries, neighbours):
+        entry |= near.to_dict()
+    content: Any = entries[0] if len(entries) == 1 else entries
+    if comparisons:
+        content = {"models": entries, "changes": [found.to_dict() for found in comparisons]}
+    return json.dumps(content, indent=2, allow_nan=False)

@@ -7,7 +7,6 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 import contextlib
 import dataclasses
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,29 @@ from typing import Any
 import yaml
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import sole_writer, write_atomically
-from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
+from coupled_adam.files import (
+    LOCK,
+    clear_leftovers,
+    is_temporary,
+    make_folder,
+    remove_empty,
+    sole_writer,
+    write_atomically,
+)
+from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.training.distributed import (
+    all_gather,
+    flat,
+    on_every_rank,
+    on_rank_zero,
+    process_group,
+    rank,
+    world_size,
+)
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
 
@@ -84,8 +99,9 @@ def compare(
             used. An existing folder is left unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
+    settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
     with contextlib.ExitStack() as held:
-        with process_group(execution.device):
+        with process_group(execution.device, settings):
             corpus = claim_and_prepare(
                 out / _FILE, lambda: _content(recipe, out, resume), recipe, cache, held
             )
@@ -114,10 +130,10 @@ def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
-    with process_group(execution.device):
+    with process_group(execution.device, run_settings(run, execution, resume)):
         if not resume:
             on_rank_zero(lambda: check_new(run.folder))
-        corpus = prepare_corpus(run.recipe, cache)
+        corpus = _same_corpus(run.recipe, cache)
         train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
@@ -131,11 +147,12 @@ def claim_and_prepare(
     cache: Path,
     held: contextlib.ExitStack,
 ) -> Corpus:
-    """Claim the folder of a comparison or a sweep, and prepare the corpus of its recipe.
+    """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
 
     Args:
-        file: the file that describes what the folder holds. If the corpus cannot be prepared, a new
-            file and new folders are removed again.
+        file: the file that describes what the folder holds; written once the corpus is there. If it
+            cannot be prepared, new folders are removed again, unless others have put anything
+            there.
         content: returns the content of the file, or raises UsageError if the folder must not be
             used; called on rank 0 only, before anything is written.
         held: the folder is locked until it closes.
@@ -143,17 +160,71 @@ def claim_and_prepare(
     Raises:
         UsageError: if the folder is in use or not writable, or the text cannot be used.
     """
-    is_new = not file.exists()
-    made = on_rank_zero(lambda: _claim(file, content(), held))
+    out = file.parent
+    text, made = on_rank_zero(lambda: _claim(out, content, held))
     try:
-        return prepare_corpus(recipe, cache)
+        corpus = _same_corpus(recipe, cache)
     except UsageError:
-        held.close()
-        if rank() == 0 and is_new:
-            file.unlink()
-        if rank() == 0 and made is not None:
-            shutil.rmtree(made)
+        if rank() == 0 and made:
+            (out / LOCK).unlink()
+            remove_empty(made)
         raise
+    on_rank_zero(lambda: write_atomically(file, text))
+    return corpus
+
+
+def _claim(
+    out: Path, content: Callable[[], str], held: contextlib.ExitStack
+) -> tuple[str, list[Path]]:
+    """Create a folder, or check that it can be continued; hold it as its only writer.
+
+    Returns:
+        What ``content`` returns, and the folders that were created, the innermost first.
+    """
+    text = content()
+    try:
+        made = make_folder(out)
+        held.enter_context(sole_writer(out))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UsageError(
+            f"--out {out} cannot be written ({reason}): choose another folder"
+        ) from None
+    clear_leftovers(out)
+    return text, made
+
+
+def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
+    """What must be the same in all processes that train a single run."""
+    settings = shared_settings(run.recipe, run.folder, execution, resume)
+    return {"command": "train", "arm": run.arm, "seed": run.seed, **settings}
+
+
+def shared_settings(
+    recipe: Recipe, out: Path, execution: Execution, resume: bool
+) -> dict[str, Any]:
+    """What must be the same in all processes; of the text's place only its content must be."""
+    content = recipe.to_dict()
+    content["data"] = {k: v for k, v in content["data"].items() if k not in BY_CONTENT}
+    options = dataclasses.asdict(execution)
+    return {"out": str(out.absolute()), "resume": resume, **options, **content}
+
+
+def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
+    """Prepare the corpus on all ranks.
+
+    Raises:
+        UsageError: on every rank, if one of them cannot, or if they have different texts.
+    """
+    corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
+    first, *others = all_gather((corpus.facts["source"], corpus.identity))
+    for number, (source, identity) in enumerate(others, 1):
+        if identity != first[1]:
+            raise UsageError(
+                f"the processes of this run have different texts: {first[0]} in process 0, "
+                f"{source} in process {number}. Start all of them with the same text"
+            )
+    return corpus
 
 
 def check_new(folder: Path) -> None:
@@ -168,12 +239,12 @@ def is_used(folder: Path) -> bool:
     """Whether the folder holds more than the lock of a process killed before it wrote anything."""
     if not folder.is_dir():
         return folder.exists()
-    return any(path.name != ".lock" for path in folder.iterdir())
+    return any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir())
 
 
 def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, str]:
     """By dotted key: the values that differ between two nested dicts, as a message says it."""
-    there, here = _flatten(theirs), _flatten(ours)
+    there, here = flat(theirs), flat(ours)
     return {
         key: f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
         for key in {**there, **here}
@@ -198,26 +269,6 @@ def _content(recipe: Recipe, out: Path, resume: bool) -> str:
     return yaml.safe_dump(recipe.to_dict(), sort_keys=False)
 
 
-def _claim(file: Path, content: str, held: contextlib.ExitStack) -> Path | None:
-    """Create the folder of a file, hold it as its only writer, and write the file.
-
-    Returns:
-        The topmost folder that was created, if any.
-    """
-    out = file.parent
-    missing = [path for path in (*reversed(out.parents), out) if not path.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held.enter_context(sole_writer(out))
-        write_atomically(file, content)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(
-            f"--out {out} cannot be written ({reason}): choose another folder"
-        ) from None
-    return missing[0] if missing else None
-
-
 def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
     """Raise UsageError unless the runs that both recipes have are the same."""
     shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
@@ -231,11 +282,3 @@ def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
             f"--out {out} holds another comparison ({', '.join(different)}): leave "
             "those options out to continue it, or choose another folder"
         )
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        result.update(nested if nested is not None else {f"{prefix}{key}": value})
-    return result

@@ -16,7 +16,13 @@ import yaml
 
 from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.comparison import check_new, claim_and_prepare, differences, is_used
+from coupled_adam.lab.comparison import (
+    check_new,
+    claim_and_prepare,
+    differences,
+    is_used,
+    shared_settings,
+)
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
 from coupled_adam.lab.evaluation.loading import load_model
@@ -84,17 +90,22 @@ def sweep(
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in
             :func:`~coupled_adam.lab.training.run.train`, except when a run has diverged.
     """
+    settings = {
+        "command": "sweep",
+        **shared_settings(plan.grid.recipe, out, execution, resume),
+        **{key: plan.to_dict()[key] for key in ("values", "trials")},
+    }
     with contextlib.ExitStack() as held:
-        with process_group(execution.device):
+        with process_group(execution.device, settings):
             corpus = claim_and_prepare(
                 out / _FILE, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
             )
             plan = on_rank_zero(lambda: _stored(out)) or plan  # with what it had before
             tried: list[Tried] = []
-            settings = plan.settings
+            number = plan.settings
 
             def attempt(setting: Setting) -> Tried:
-                place = f"[{len(tried) + 1}/{settings}]"
+                place = f"[{len(tried) + 1}/{number}]"
                 announce(f"{place} {setting.arm}: {setting.name.replace(',', ', ')}")
                 runs = {run.seed: run for run in _runs(setting, out)}
                 losses = {s: _validation_loss(run, corpus, execution) for s, run in runs.items()}

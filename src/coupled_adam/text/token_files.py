@@ -53,10 +53,15 @@ class TokenFile:
 
 
 class Tokens:
-    """Memory-mapped token ids of one or several files, with ``len`` and slices."""
+    """Memory-mapped token ids of one or several files, with ``len`` and slices.
 
-    def __init__(self, parts: list[NDArray[Any]]) -> None:
+    Slicing raises UsageError for ids that are not below ``vocab_size``, as in a file that has been
+    replaced since it was checked.
+    """
+
+    def __init__(self, parts: list[NDArray[Any]], vocab_size: int | None = None) -> None:
         self._parts = parts
+        self._vocab_size = vocab_size
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -70,7 +75,13 @@ class Tokens:
             begin = int(end) - len(part)
             if begin >= stop:
                 break
-            found.append(part[max(start - begin, 0) : stop - begin])
+            ids = part[max(start - begin, 0) : stop - begin]
+            if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
+                raise UsageError(
+                    f"{getattr(part, 'filename', 'token ids')}: token id {ids.max()} is beyond "
+                    f"model.vocab_size={self._vocab_size}: the file has changed; restore it"
+                )
+            found.append(ids)
         return np.concatenate(found)[::step]
 
 

@@ -205,6 +205,16 @@ def held_out_loss(
     Raises:
         UsageError: the loss is not finite.
     """
+    total, predicted = _summed_loss(model, tokens, length, sequences)
+    if not math.isfinite(total):
+        raise UsageError(f"{model.name_or_path}: the test loss is not finite")
+    return {"test_loss": total / predicted, "test_tokens": predicted}
+
+
+def _summed_loss(
+    model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
+) -> tuple[float, int]:
+    """The sum of the cross-entropy over all predicted tokens, and their number."""
     if sequences is not None:
         tokens = tokens[: sequences * length + 1]
     total, predicted = 0.0, 0
@@ -218,9 +228,28 @@ def held_out_loss(
             bar.update(size)
             total += next_token_loss(model, blocks.to(model.device)).item() * size
             predicted += size
-    if not math.isfinite(total):
-        raise UsageError(f"{model.name_or_path}: the test loss is not finite")
-    return {"test_loss": total / predicted, "test_tokens": predicted}
+    return total, predicted
+
+
+def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> float | None:
+    """The mean cross-entropy of a causal language model on a text; None if it is not finite.
+
+    Args:
+        folder, text, batches, device: as for :func:`evaluate_model`.
+
+    Raises:
+        UsageError: as for :func:`evaluate_model`.
+    """
+    model = load_model(folder, device)
+    tokens = text_tokens(text, load_model_tokenizer(folder))
+    length = block_length(model)
+    if len(tokens) <= length:
+        raise UsageError(
+            f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
+        )
+    sequences = None if batches is None else batches * _TEXT_BATCH
+    total, predicted = _summed_loss(model, tokens, length, sequences)
+    return total / predicted if math.isfinite(total) else None
 
 
 def _word_similarity(

@@ -2,8 +2,7 @@
 
 import dataclasses
 import json
-import os
-import shutil
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
+from coupled_adam.files import clear_leftovers, make_folder, new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
 from coupled_adam.lab.reporting.page import ShownTable, render, results_table
@@ -69,15 +69,19 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
-    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete;
-    anything else is never replaced. ``bold`` is explained at :func:`table_rows`.
+    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete
+    and on the disk (:func:`coupled_adam.files.new_folder`); anything else is never replaced.
+    ``bold`` is explained at :func:`table_rows`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
     """
+    shown, out = out, out.resolve()  # so that a symbolic link stays one
+    if out.parent.is_dir():
+        clear_leftovers(out.parent)
     if out.exists() and not _is_report(out):
         raise UsageError(
-            f"--out {out} holds something other than a report, which would be lost: choose a "
+            f"--out {shown} holds something other than a report, which would be lost: choose a "
             "new folder"
         )
     runs, left_out = read_runs(folders)
@@ -91,13 +95,12 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     notes = footnotes(rows, bold)
     all_columns = [*columns, *more_columns(rows)]
     shown, out = out, out.resolve()  # so that a symbolic link stays one
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    try:
-        (temporary / "figures").mkdir(parents=True)
-        _write(temporary / "table.md", markdown(rows, columns, bold))
-        _write(temporary / "table.tex", latex(rows, columns))
-        _write(temporary / "summary.csv", summary_csv(rows, all_columns))
-        _write(temporary / "runs.csv", runs_csv(runs))
+    make_folder(out.parent)
+    with new_folder(out, _is_own) as folder:
+        _write(folder / "table.md", markdown(rows, columns, bold))
+        _write(folder / "table.tex", latex(rows, columns))
+        _write(folder / "summary.csv", summary_csv(rows, all_columns))
+        _write(folder / "runs.csv", runs_csv(runs))
         results = [
             {
                 "recipe": r.recipe.name,
@@ -108,24 +111,15 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
             }
             for r in runs
         ]
-        _write(temporary / "results.json", json.dumps(results, indent=2))
+        _write(folder / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
         for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
-            path = temporary / picture.file
+            path = folder / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
         table = ShownTable(rows, all_columns, notes)
         page = render(runs, left_out, table, pictures, out)
-        _write(temporary / "index.html", page)
-        if out.exists():
-            before = out.with_name(f"{out.name}.{os.getpid()}.old")
-            out.rename(before)
-            temporary.rename(out)
-            shutil.rmtree(before)
-        else:
-            temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _write(folder / "index.html", page)
     return Report(
         shown / "index.html",
         conclusion(runs, left_out),
@@ -139,18 +133,18 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="replace")
 
 
-_FILES = {
-    "index.html",
-    "table.md",
-    "table.tex",
-    "summary.csv",
-    "runs.csv",
-    "results.json",
-    "overview.png",
-    "figures",
-}
+_FILES = re.compile(
+    r"index\.html|table\.md|table\.tex|summary\.csv|runs\.csv|results\.json|overview\.png"
+    r"|figures/.+\.png"
+)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a report has a file of this name, relative to its folder."""
+    return _FILES.fullmatch(name) is not None
 
 
 def _is_report(folder: Path) -> bool:
-    """Whether a folder is empty or contains only files that this module writes."""
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES
+    """Whether a folder holds no other files than this module writes."""
+    entries = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return folder.is_dir() and all(_is_own(p.relative_to(folder).as_posix()) for p in entries)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps
+from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, cut_log
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
@@ -76,6 +76,7 @@ def _train(
     recipe, variant = run.recipe, run.variant
     last = checkpoints.last(execution.skip_damaged)
     step = None if last is None else checkpoints.step(last)
+    on_rank_zero(lambda: cut_log(run, step, execution.skip_damaged))
     if step is not None:
         on_rank_zero(lambda: record_resumption(run.folder, step))
 
@@ -142,7 +143,7 @@ def _trainer(
 def _loggers(folder: Path, execution: Execution, step: int | None) -> list[Logger]:
     """The loggers of a run that resumes at ``step``, or starts."""
     last_step = -1 if step is None else step
-    loggers: list[Logger] = [MetricsFile(folder / "metrics.jsonl", last_step)]
+    loggers: list[Logger] = [MetricsFile(folder / "metrics.jsonl")]
     if "tensorboard" in execution.log:
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last_step + 1))
     if "wandb" in execution.log:

@@ -1,7 +1,6 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
 import dataclasses
-import html
 import itertools
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -35,6 +34,8 @@ class ParamGroups(list[dict[str, Any]]):
 
     def _repr_html_(self) -> str:
         """The same table, for notebooks."""
+        import html  # only here, as the optimizer needs nothing beyond torch
+
         header, *rows = self._rows()
 
         def line(texts: Iterable[str], tag: str) -> str:

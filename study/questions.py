@@ -190,3 +190,6 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
+
+UNFINISHED = ("between", "between_longer", "muon_rates", "paper_ratio")
+"""Questions that have no result yet, or not with all names and seeds."""

@@ -366,6 +366,23 @@ def _alternatives(lr: float) -> str:
     return markdown([lines], MORE)
 
 
+def _between() -> str:
+    """AdamW at its best n, followed by everything else that has runs, in the order of a."""
+    first = Line("AdamW, n = 9", "between", "adamw n=9")
+    lines = [
+        Line(_between_label(name), "between", name)
+        for name in sorted(QUESTIONS["between"], key=lambda name: ("full" in name, "a=" in name))
+        if name != first.name and name in results("between")
+    ]
+    return markdown([[first, *lines]], MORE)
+
+
+def _between_label(name: str) -> str:
+    arm, _, n = name.rpartition(" n=")
+    label = LABELS[arm] if arm in ("adamw", "coupled") else arm.replace("a=", "a = ")
+    return f"{label.replace('full', 'V x H,')}, n = {n}"
+
+
 def _switching() -> str:
     lines = [
         Line("AdamW, then Coupled Adam", "switching", "switched"),
@@ -389,6 +406,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon": _muon,
     **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in RATES},
     "switching": _switching,
+    "between": _between,
 }
 
 

@@ -15,7 +15,7 @@ from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
 from study.evaluation import MEASURES, second_moment_fit
-from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, Entry
+from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
 from study.switching import SWITCHING, couple, not_yet_coupled
 
@@ -329,25 +329,20 @@ def test_pages_are_made_from_the_results():
         assert tables.filled(page) == page
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        pytest.param(question, marks=pytest.mark.xfail(reason="not run yet", strict=True))
-        if question == "muon_rates"
-        else question
-        for question in QUESTIONS
-    ],
-)
+@pytest.mark.parametrize("question", QUESTIONS)
 def test_results_are_of_the_questions_as_they_are(question):
-    """All runs were made, each with the recipe that its question would be run with now.
+    """Each run was made with the recipe that its question would be run with now.
 
     An option that a recipe does not name, because it is newer than the run, has its default.
     """
-    assert results(question).keys() == QUESTIONS[question].keys()
-    for name, entry in results(question).items():
+    found = results(question)
+    complete = found.keys() == QUESTIONS[question].keys()
+    for name, entry in found.items():
         recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
         assert parse_recipe(yaml.safe_dump(entry["recipe"]), name) == recipe
-        assert {*entry["seeds"]} == {"1", "2", "3"}
+        assert {*entry["seeds"]} <= {"1", "2", "3"}
+        complete &= len(entry["seeds"]) == 3
+    assert complete == (question not in UNFINISHED)
 
 
 def test_rows_that_other_questions_have_are_of_the_same_runs():

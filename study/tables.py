@@ -379,8 +379,9 @@ def _between() -> str:
 
 def _between_label(name: str) -> str:
     arm, _, n = name.rpartition(" n=")
-    label = LABELS[arm] if arm in ("adamw", "coupled") else arm.replace("a=", "a = ")
-    return f"{label.replace('full', 'V x H,')}, n = {n}"
+    names = {str(key): label for key, label in LABELS.items()}
+    label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,"))
+    return f"{label}, n = {n}"
 
 
 def _switching() -> str:

@@ -123,7 +123,7 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
     for variant, name in variants.items():
         corpus = prepare_corpus(recipes[name], tmp_path / "cache")
         (arm,) = recipes[name].arms
-        run = TrainingRun(recipes[name], arm, 1, tmp_path / variant.name, variant)
+        run = TrainingRun(recipes[name], arm, 1, tmp_path / name, variant)
         found = train_and_evaluate(run, corpus, {}, QUESTIONS[question][name].extra)
         assert "diverged_at" not in found
         json.dumps(found, allow_nan=False)

@@ -181,24 +181,26 @@ def run(options: Options) -> None:
                 neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
     if options.compare:
         comparisons = tokens.compare_analyses(*by_model)
+    files: dict[str, tuple[str, str | bytes]] = {}
+    if options.csv is not None:
+        files["--csv"] = options.csv, tables.analyses_csv(analyses)
+    if options.html is not None:
+        from coupled_adam.embeddings.page import analyses_page
+
+        files["--html"] = options.html, analyses_page(analyses)
+    if options.parquet is not None:
+        from coupled_adam.embeddings.maps import parquet, token_maps
+
+        files["--parquet"] = options.parquet, parquet(token_maps(undertrained, options.layout))
+    if options.explore is not None:
+        from coupled_adam.embeddings.explorer import explorer_page
+
+        with progress_bar("neighbours for the map") as progress:
+            page = explorer_page(undertrained, comparisons, options.layout, progress)
+        files["--explore"] = options.explore, page
     try:
-        if options.csv is not None:
-            write_file("--csv", options.csv, tables.analyses_csv(analyses))
-        if options.html is not None:
-            from coupled_adam.embeddings.page import analyses_page
-
-            write_file("--html", options.html, analyses_page(analyses))
-        if options.parquet is not None:
-            from coupled_adam.embeddings.maps import parquet, token_maps
-
-            maps = token_maps(undertrained, options.layout)
-            write_file("--parquet", options.parquet, parquet(maps))
-        if options.explore is not None:
-            from coupled_adam.embeddings.explorer import explorer_page
-
-            with progress_bar("neighbours for the map") as progress:
-                page = explorer_page(undertrained, comparisons, options.layout, progress)
-            write_file("--explore", options.explore, page)
+        for option, (name, content) in files.items():
+            write_file(option, name, content)
     finally:  # the numbers are shown even if a file cannot be written after all
         listed = undertrained if options.undertrained else []
         if options.json:

@@ -428,7 +428,9 @@ def _hub_errors(data: Data) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
+        is_here = Path(str(data.hub)).exists()
+        reason = f"{type(error).__name__}: {one_line(error, 300)}" if is_here else hub_error(error)
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({hub_error(error)}): "
+            f"data.hub={data.hub} cannot be read ({reason}): "
             "check its name, config, revision and splits, and that the hub can be reached"
         ) from None

@@ -41,6 +41,8 @@ class Progress:
     def start(self, run: TrainingRun, step: int) -> None:
         """A run starts after ``step`` steps, which take no time now; all of them if it is done."""
         self._bar.set_description(run.folder.name, refresh=False)
+        if self._bar.disable:  # on other ranks, where it has no counts
+            return
         skipped = self._place(run, step) - self._bar.n
         self._bar.initial += skipped
         self._bar.n += skipped

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from coupled_adam.embeddings import (
     EmbeddingMatrix,
@@ -22,7 +24,7 @@ from coupled_adam.embeddings import (
     unigram_counts,
 )
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
@@ -130,19 +132,34 @@ def analyze_model(
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
             keep = _kept_rows(exclude, rows, is_token, counts)
-            report = analyze(
-                entry.matrix.to(device),
-                counts,
-                sets=sets,
-                token_ids=None if tokenizer is None else single_tokens(tokenizer),
-                keep=keep,
-                directions=directions,
-            )
+            with _progress_bar(model) as progress:
+                report = analyze(
+                    entry.matrix.to(device),
+                    counts,
+                    sets=sets,
+                    token_ids=None if tokenizer is None else single_tokens(tokenizer),
+                    keep=keep,
+                    directions=directions,
+                    progress=progress,
+                )
         except ValueError as error:
             raise UsageError(f"{model}: {error}") from None
         padding = None if is_token is None else int((~is_token).sum())
         analyses.append(Analysis(model, entry, report, padding, counts, keep))
     return analyses
+
+
+@contextmanager
+def _progress_bar(model: str) -> Iterator[Callable[[str, float], None]]:
+    """A bar on a terminal, with an estimate of the time left; only if it takes some seconds."""
+    layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
+    with tqdm(total=1, bar_format=layout, delay=3, disable=None, leave=False) as bar:
+
+        def progress(what: str, share: float) -> None:
+            bar.set_description_str(f"{printable(Path(model).name)}, {what}", refresh=False)
+            bar.update(share - bar.n)
+
+        yield progress
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:

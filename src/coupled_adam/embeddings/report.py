@@ -155,11 +155,14 @@ def analyze(
     token_ids: Callable[[str], int | None] | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
+    progress: Callable[[str, float], object] | None = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
     The measures are exact. They take three passes over the rows and two eigendecompositions of
-    H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V.
+    H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V. All are
+    computed in float64, except for the exponents of the isotropy of a large matrix, if the relative
+    error of the isotropy is then at most 1e-4 (see :func:`geometry.exponent_dtype`).
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
@@ -170,6 +173,8 @@ def analyze(
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
         directions: the number of top principal directions to remove; by default H / 100, rounded
             up. See :func:`all_but_the_top`.
+        progress: a function that is called now and then with a description of what is being
+            computed, and the share of all the work that is done, 0 to 1.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
@@ -189,25 +194,33 @@ def analyze(
             raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
 
-    mean, norms = geometry.mean_and_norms(embeddings, kept)
+    used = rows if kept is None else int(kept.sum())
+    work = _Work(used, columns, progress)
+    mean, norms = geometry.mean_and_norms(embeddings, kept, work.of("norms", _NORMS))
     geometry.check_not_zero(float(norms.max()))
-    used = len(norms)
-    centred_gram = geometry.gram(embeddings, mean, kept)
+    centred_gram = geometry.gram(embeddings, mean, kept, work.of("spectrum", _GRAM))
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
+    one_done = work.of("eigenvectors", _EIGENVECTORS)
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
+    one_done(columns)
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
+    one_done(columns)
 
     # Rows equal to the mean differ from it by rounding errors only; the floor treats them as zero.
     floor = 1e-12 * float(norms.max())
     raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
     along = torch.empty_like(norms)
-    for block in geometry.blocks(embeddings, kept):
+    taken = centred_basis[:, columns - top :]
+    dtype = geometry.exponent_dtype(embeddings, float(norms.max() + mean.norm()))
+    axes, centred_axes = basis.to(dtype), centred_basis.to(dtype)
+    for block in geometry.blocks(embeddings, kept, work.of("isotropy", _PROJECTIONS)):
         along[raw.rows : raw.rows + len(block)] = block @ mean
-        raw.add(block, geometry.project(block, basis))
-        # In the basis of the principal directions, removing the top ones means dropping columns.
-        projections = geometry.project(block - mean, centred_basis)
-        centred.add(projections, projections)
-        topless.add(projections[:, : columns - top])
+        raw.add(block, geometry.project(block.to(dtype), axes))
+        block = block - mean  # not in place: it may be the caller's memory
+        centred.add(block, geometry.project(block.to(dtype), centred_axes))
+        block -= block @ taken @ taken.T
+        topless.add(block)
+    # In the basis of the principal directions, removing the top ones means dropping columns.
     log_z = centred.partition.log_z()
     topless_log_z, topless_squares = log_z.copy(), centred_squares.clone()
     topless_log_z[:, columns - top :] = math.log(used)  # exp(0) for every row
@@ -215,8 +228,8 @@ def analyze(
 
     p = p if p is None or kept is None else p[kept]
     centred_vectors = vectors - as_array(mean)
-    taken = as_array(centred_basis)[:, columns - top :]
-    topless_vectors = centred_vectors - centred_vectors @ taken @ taken.T
+    removed = as_array(taken)
+    topless_vectors = centred_vectors - centred_vectors @ removed @ removed.T
     scores = [
         None if sets is None else similarity_of(words, rows, sets, cloud.floor)
         for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
@@ -237,6 +250,35 @@ def analyze(
         all_but_the_top=_measures(topless, topless_squares, topless_log_z, p, scores[2]),
         top_directions=top,
     )
+
+
+# What a row costs, in float64 products of a row with an [H, H] matrix; it need not be exact.
+_NORMS, _GRAM, _EIGENVECTORS, _PROJECTIONS = 0.02, 0.5, 5.0, 1.5
+
+
+class _Work:
+    """Tells a function, if there is one, which share of the work is done."""
+
+    def __init__(
+        self, rows: int, columns: int, progress: Callable[[str, float], object] | None
+    ) -> None:
+        self._progress = progress
+        self._done = 0.0
+        self._total = rows * (_NORMS + _GRAM + _PROJECTIONS) + 2 * columns * _EIGENVECTORS
+
+    def of(self, what: str, cost: float) -> Callable[[int], None]:
+        """Announce a pass; return a function to call after each block of rows, with their number.
+
+        ``cost`` is what a row costs.
+        """
+
+        def done(rows: int) -> None:
+            self._done += rows * cost
+            if self._progress is not None:
+                self._progress(what, self._done / self._total)
+
+        done(0)
+        return done
 
 
 class _Cloud:

@@ -40,6 +40,19 @@ def test_slices_of_several_files(lengths, data):
     np.testing.assert_array_equal(tokens[where], whole[where])
 
 
+def test_a_file_that_is_truncated_while_it_is_in_use(tmp_path):
+    """An error that names it; a memory map would kill the process with SIGBUS."""
+    path = tmp_path / "train.bin"
+    ids(5000, "<u2").tofile(path)
+    tokens = Tokens([token_file(path, 300).open(Path())])
+    assert len(tokens[4000:]) == 1000
+    with path.open("r+b") as file:
+        file.truncate(100)
+    assert len(tokens[:50]) == 50
+    with pytest.raises(UsageError, match=r"train\.bin was truncated while it was in use"):
+        tokens[4000:4010]
+
+
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_nano_gpt(tmp_path, dtype):
     """Bare files; the second half of the validation tokens is the test split."""

@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 
 PREEMPTED = 75
@@ -60,9 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None:
             raise
-        where = f": {error.filename}" if error.filename else ""
+        where = f": {printable(str(error.filename))}" if error.filename else ""
         what = f"error: {os.strerror(error.errno)}{where}"
         return _fail(1, f"{what}; what was finished is kept, continue with --resume")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        what = one_line(error) if str(error) else "no more can be allocated"
+        return _fail(
+            1, f"error: out of memory: {what}. What was finished is kept, continue with --resume"
+        )
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
         return _fail(PREEMPTED, f"{one_line(error, longest=None)}; continue with --resume")
@@ -70,6 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
         return _fail(130, "interrupted; add --resume to the command to continue")
     return 0
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is Python's MemoryError, or torch's for a CPU, which is no class of its own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool({"MemoryError", "OutOfMemoryError"} & names) or (
+        "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _parser() -> jsonargparse.ArgumentParser:

@@ -346,7 +346,7 @@ def _array_rows(stream: TextIO, text: str, longest: int, where: str) -> Iterator
     """
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
-    expected = "]"  # or an item; after each item "]" or ","
+    items, expected = 0, "]"  # or an item; after each item "]" or ","
     while True:
         at = _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
         if at == len(text):
@@ -356,28 +356,27 @@ def _array_rows(stream: TextIO, text: str, longest: int, where: str) -> Iterator
         elif text[at] == "]" and expected:
             break
         elif expected == "," and text[at] != ",":
-            raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            raise ValueError(f"there is no comma after item {items}")
         elif expected == ",":
             at, expected = at + 1, ""
         else:
             try:
                 row, end = decoder.raw_decode(text, at)
-            except json.JSONDecodeError:  # it may not be complete
+            except json.JSONDecodeError as error:  # it may not be complete
                 end = len(text)
                 if end - at > longest:
                     raise _too_long(where) from None
                 more = stream.read(max(_CHUNK, end - at))
                 if not more:
-                    raise
+                    raise ValueError(f"item {items + 1}: {error.msg}") from None
                 text, at = text[at:] + more, 0
                 continue
             yield row
+            items += 1
             at, expected = end, ","
-    rest = text[at + 1 :]
-    while rest:
-        if not rest.isspace():
+    for rest in itertools.chain([text[at + 1 :]], iter(lambda: stream.read(_CHUNK), "")):
+        if rest and not rest.isspace():
             raise ValueError("there is more after the array")
-        rest = stream.read(_CHUNK)
 
 
 _BLANK = re.compile(r"[ \t\n\r]*")

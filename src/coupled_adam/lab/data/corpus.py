@@ -51,7 +51,7 @@ class Corpus:
     facts: dict[str, Any]
 
     def tokens(self, split: str) -> Tokens:
-        """The token ids of ``"train"``, ``"valid"`` or ``"test"``, memory-mapped."""
+        """The token ids of ``"train"``, ``"valid"`` or ``"test"``."""
         return Tokens([TokenFile(**file).open(self.folder) for file in self.facts["files"][split]])
 
     def unigram_counts(self) -> NDArray[np.int64]:

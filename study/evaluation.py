@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings import analyze, single_tokens, word_similarity
+from coupled_adam.embeddings.report import number
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets
@@ -20,13 +21,19 @@ from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.text.tokenizers import load_tokenizer
 
-MEASURES = (
-    "isotropy",
-    "mean_norm",
-    "mean_norm_ratio",
-    "norm_frequency_correlation",
-    "condition",
-)
+MEASURES = {
+    "isotropy": ("isotropy",),
+    "isotropy_unit": ("isotropy_unit",),
+    "isotropy_centered": ("centered", "isotropy"),
+    "isotropy_unit_centered": ("centered", "isotropy_unit"),
+    "mean_norm": ("mean_norm",),
+    "mean_norm_ratio": ("mean_norm_ratio",),
+    "norm_frequency_correlation": ("norm_frequency_correlation",),
+    "norm_frequency_correlation_published": ("norm_frequency_correlation_published",),
+    "condition": ("condition",),
+    "effective_rank": ("effective_rank",),
+}
+"""The measures to record, and where each is in an :class:`EmbeddingReport`."""
 
 Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
 """A function from a model and blocks of held-out text, [batch, length + 1], to more results."""
@@ -98,8 +105,8 @@ def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, spli
 
 
 def _measures(matrix: Tensor, counts: NDArray[Any]) -> dict[str, Any]:
-    report = analyze(matrix, counts).to_dict()
-    return {name: report[name] for name in MEASURES}
+    report = analyze(matrix, counts)
+    return {name: number(report, path) for name, path in MEASURES.items()}
 
 
 def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:

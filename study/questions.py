@@ -7,6 +7,7 @@ from typing import Any
 from coupled_adam.lab.training.variant import Variant
 
 from .alternatives import ALTERNATIVES
+from .between import zero_sum
 from .evaluation import Extra
 from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
 from .masked_lm import MASKED_LM
@@ -65,6 +66,35 @@ def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> d
         f"{arm} n={n}": Entry(options, overrides)
         for arm, found in (("coupled", scaled), ("adamw", faster))
         for n, options in found.items()
+    }
+
+
+def _between(exponents: Mapping[float, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
+    """Exponents a with zero-sum updates; the embeddings learn 2^(n/2) times as fast as the rest."""
+    return {
+        f"a={a:g} n={n}": Entry(
+            {**COUPLED, "row_exponent": a, "zero_sum": True, "lr_factor": 2 ** (n / 2)}, overrides
+        )
+        for a, factors in exponents.items()
+        for n in factors
+    }
+
+
+def _full(exponents: Mapping[float, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
+    """The same with a moment of the shape [V, H]; a = 1 is AdamW with zero-sum updates."""
+    return {
+        f"full a={a:g} n={n}": Entry({**ADAMW, "lr_factor": 2 ** (n / 2)}, overrides, zero_sum(a))
+        for a, factors in exponents.items()
+        for n in factors
+    }
+
+
+def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
+    """Both arms with learning rates of the embeddings that are 2^(n/2) times the core's."""
+    return {
+        f"{arm} n={n}": Entry({**ARMS[arm], "lr_factor": 2 ** (n / 2)}, overrides)
+        for arm, ns in factors.items()
+        for n in ns
     }
 
 
@@ -127,6 +157,20 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for arm, options in ARMS.items()
     },
     "alternatives": _alternatives(),
+    "between": {
+        **_between({0.5: (7, 8, 9)}),
+        **_faster({"adamw": (8, 9, 10), "coupled": (5, 6, 7)}),
+        **_between({0.25: (6, 7, 8), 0.75: (7, 8, 9), 1.0: (8, 9, 10)}),
+        **_full({0.5: (7, 8, 9), 1.0: (8, 9, 10)}),
+    },
+    "between_longer": {
+        **_between({0.5: (4, 5, 6)}, **_steps(2400)),
+        **_faster({"adamw": (3, 4, 5), "coupled": (3, 4, 5)}, **_steps(2400)),
+    },
+    "paper_ratio": {
+        **_between({0.5: (2, 4)}, **_steps(9768)),
+        **_faster({"adamw": (2, 4), "coupled": (2, 4)}, **_steps(9768)),
+    },
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""

@@ -1,7 +1,7 @@
 """The truth in float64: Algorithm 1 of arXiv 2502.08441 as the paper states it.
 
 It keeps Adam's second moment of every row and averages the bias-corrected moments at every step,
-where the package keeps the average alone. It shares no code with the package.
+where the package keeps the averages alone. It shares no code with the package.
 """
 
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ class CoupledAdamOracle:
     amsgrad: bool = False
     maximize: bool = False
     second_moment_scale: float = 1.0
+    row_exponent: float = 0.0
+    zero_sum: bool = False
     t: int = 0
     m: Array = field(init=False)
     v: Array = field(init=False)
@@ -53,6 +55,14 @@ class CoupledAdamOracle:
             nu_hat = self.nu_max / (1 - self.beta2**self.t)
         else:
             nu_hat = (self.v / (1 - self.beta2**self.t)).mean(axis=0)
-        for i in range(len(self.embeddings)):
-            denominator = np.sqrt(self.second_moment_scale * nu_hat) + self.eps
-            self.embeddings[i] -= self.lr * m_hat[i] / denominator
+        denominator = np.sqrt(self.second_moment_scale * nu_hat) + self.eps
+        updates = m_hat / denominator
+        if self.row_exponent:
+            row_means = (self.v / (1 - self.beta2**self.t)).mean(axis=1)
+            relative = row_means / row_means.mean()
+            for i in range(len(self.embeddings)):
+                never = row_means[i] == 0  # had a gradient
+                updates[i] *= 0.0 if never else relative[i] ** (-self.row_exponent / 2)
+        if self.zero_sum:
+            updates -= updates.mean(axis=0)
+        self.embeddings -= self.lr * updates

@@ -2,6 +2,7 @@
 
 import torch
 
+from coupled_adam.optim import reference
 from coupled_adam.optim.update import Update
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -15,6 +16,8 @@ GROUP = {
     "decoupled_weight_decay": True,
     "maximize": False,
     "second_moment_scale": 1.0,
+    "row_exponent": 0.0,
+    "zero_sum": False,
     "differentiable": False,
 }
 
@@ -25,6 +28,15 @@ def laid_out(values, layout, name):
     if layout == "slices":  # of wider rows
         return torch.cat([values, values], 1)[:, : values.shape[1]]
     return values
+
+
+def apply_all(update, kernel):
+    """All that comes after ``measure``, on one rank."""
+    if update.exp_avg_sq_row is not None:
+        reference.weigh_rows(update)
+    if update.group["zero_sum"] and update.moment_sums is None:
+        kernel.center(update)
+    kernel.apply(update)
 
 
 def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **options):
@@ -40,6 +52,11 @@ def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **op
         values = torch.randn(rows, columns, generator=generator) * scale
         matrices[name] = laid_out(values.to(DEVICE, dtype), layout, name)
     nu = (torch.rand(columns, generator=generator) * 1e-4).to(DEVICE)
+    per_row = None
+    if options.get("row_exponent"):
+        per_row = (torch.rand(rows, generator=generator) * 1e-4).to(DEVICE)
+        for name in ("grad", "exp_avg"):  # a token that never occurs
+            matrices[name][0] = per_row[0] = 0
     numbers = {name: options.pop(name, value) for name, value in NUMBERS.items()}
     return Update(
         group={**GROUP, "vocab_dim": vocab_dim, **options},
@@ -49,6 +66,7 @@ def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **op
         **matrices,
         exp_avg_sq=nu,
         max_exp_avg_sq=nu * 1.1 if amsgrad else None,
+        exp_avg_sq_row=per_row,
         traced=False,
         **numbers,
         kernel=kernel,

@@ -34,6 +34,16 @@ def test_isotropy_by_definition():
     assert measures.isotropy(matrix) <= published
 
 
+def test_isotropy_at_unit_norm_does_not_depend_on_size():
+    """Nor does the effective rank; the plain isotropy does, by orders of magnitude."""
+    small, large = measures.analyze(cloud()), measures.analyze(500 * cloud())
+    for one, other in ((small, large), (small.centered, large.centered)):
+        assert other.isotropy_unit == pytest.approx(one.isotropy_unit, rel=1e-9)
+        assert other.effective_rank == pytest.approx(one.effective_rank, rel=1e-9)
+        assert other.isotropy < 1e-6 * one.isotropy
+    assert measures.isotropy_unit(500 * cloud()) == pytest.approx(small.isotropy_unit, rel=1e-9)
+
+
 def test_isotropy_does_not_depend_on_signs(monkeypatch):
     """An eigensolver that returns other signs changes the published value, not ours."""
     matrix = cloud(shift=1.0)
@@ -84,6 +94,14 @@ def test_rho_by_definition():
     # Probabilities or counts: the total does not matter.
     p = torch.from_numpy(counts / counts.sum())
     assert measures.norm_frequency_correlation(matrix, p) == pytest.approx(expected)
+    # As published: with tokens that never occur, at 1e-10.
+    log_p = np.log(p.numpy() + 1e-10)
+    expected = np.corrcoef(np.linalg.norm(matrix, axis=1), log_p)[0, 1]
+    for either in (counts, p):
+        published = measures.norm_frequency_correlation(matrix, either, convention="published")
+        assert published == pytest.approx(expected)
+    with pytest.raises(ValueError, match="Invalid convention: 'all'"):
+        measures.norm_frequency_correlation(matrix, counts, convention="all")
     # Where there is nothing to correlate, it is not a number.
     assert np.isnan(measures.norm_frequency_correlation(np.ones((4, 2)), np.arange(4)))
     assert np.isnan(measures.norm_frequency_correlation(matrix, np.ones(50)))
@@ -157,9 +175,10 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
     alone = measures.isotropy(matrix)
     monkeypatch.setattr(geometry, "_LARGE", 0)
     monkeypatch.setattr(geometry, "_BLOCK_BYTES", 8 * 64 * 50)
-    largest = float(matrix.double().norm(dim=1).max())
+    norms = matrix.double().norm(dim=1)
+    largest = float(norms.max() / min(norms.mean(), 1))  # of isotropy_unit, too
     assert geometry.exponent_dtype(matrix, largest) == torch.float32
-    bound = (8 * 64**0.5 + 2) * 2**-24 * largest
+    bound = (8 * 64**0.5 + 3) * 2**-24 * largest
     assert 2 * bound < 1e-4
     axes = torch.linalg.eigh(geometry.gram(matrix))[1]
     exact = geometry.project(matrix.double(), axes)
@@ -269,7 +288,11 @@ def by_definition(matrix, counts=None):
         if a.any() and b.any()
     ]
     mu = matrix.mean(0)
+    _, axes = np.linalg.eigh(matrix.T @ matrix)
+    unit = matrix / norms.mean()
+    partition = [z(sign * c, unit) for c in axes.T for sign in (1, -1)]
     found = {
+        "isotropy_unit": min(partition) / max(partition),
         "mean_norm": np.sqrt(mu @ mu),
         "mean_norm_ratio": np.sqrt(mu @ mu) / norms.mean(),
         "condition": 100 * sigma[-1] / sigma[0],
@@ -286,6 +309,8 @@ def by_definition(matrix, counts=None):
         log_p = np.log(counts[seen] / counts.sum())
         found["norm_frequency_correlation"] = np.corrcoef(norms[seen], log_p)[0, 1]
         found["mean_frequency_correlation"] = np.corrcoef((matrix @ mu)[seen], log_p)[0, 1]
+        log_p = np.log(counts / counts.sum() + 1e-10)
+        found["norm_frequency_correlation_published"] = np.corrcoef(norms, log_p)[0, 1]
     return found
 
 
@@ -336,7 +361,7 @@ def test_a_report_of_what_was_centered(rows, columns, directions, seed):
         return
     report = measures.analyze(matrix, directions=directions)
     assert report.top_directions == (1 if directions is None else directions)
-    names = ("isotropy", "mean_norm", "mean_cosine_similarity", "norm_mean", "norm_std")
+    names = ("isotropy", "isotropy_unit", "mean_norm", "mean_cosine_similarity", "norm_mean")
     for part, other in (
         (report.centered, measures.subtract_mean(matrix)),
         (report.all_but_the_top, measures.all_but_the_top(matrix, directions)),
@@ -375,7 +400,14 @@ def test_rows_that_are_left_out():
     expected = measures.analyze(matrix[keep], counts[keep])
     assert report.excluded_rows == (~keep).sum()
     assert report.unseen_tokens == (counts == 0).sum()
-    for name in ("isotropy", "mean_norm", "norm_frequency_correlation", "effective_rank"):
+    for name in (
+        "isotropy",
+        "isotropy_unit",
+        "mean_norm",
+        "norm_frequency_correlation",
+        "norm_frequency_correlation_published",
+        "effective_rank",
+    ):
         assert getattr(report, name) == pytest.approx(getattr(expected, name), rel=1e-9)
         assert getattr(report.centered, name) == pytest.approx(
             getattr(expected.centered, name), rel=1e-9

@@ -166,6 +166,40 @@ def test_couple_one_side_of_an_untied_model(couple):
     assert len(coupled) == 1
 
 
+OURS = ("tiny", "10M", "30M")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_what_decays(name):
+    """In the paper all but token embeddings, biases and norms, so learned positions, too."""
+    recipe = load_recipe(name)
+    with torch.device("meta"):
+        model = build_model(override(recipe, {"model.n_layer": 1}))
+    exempt = ("wte.weight", "embed_tokens.weight")
+    if name.startswith(OURS):
+        exempt += ("wpe.weight",)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    for arm in recipe.arms:
+        optimizer = recipe.arm(arm).optimizer(model, recipe.training)
+        decays = {
+            name: group["weight_decay"]
+            for group in optimizer.param_groups
+            for name in group["param_names"]
+        }
+        assert decays == {
+            name: 0.0 if name.endswith(exempt) or p.dim() < 2 else 0.1
+            for name, p in trained.items()
+        }
+
+
+def test_the_final_evaluation_has_the_papers_number_of_tokens():
+    for name in ("124M-5B", "350M-10B", "760M-20B", "124M-20B-scaled", "124M-20B-sgd"):
+        training = load_recipe(name).training
+        tokens = training.batch_size * training.sequence_length
+        assert training.test_batches * tokens == 2000 * 12 * 1024
+        assert training.evaluation_batches * tokens == pytest.approx(100 * 12 * 1024, rel=0.05)
+
+
 def quadratic(kind, **options):
     """Six steps of an arm's optimizer on a two-layer module with an embedding; its weights."""
     torch.manual_seed(0)

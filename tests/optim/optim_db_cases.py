@@ -31,7 +31,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:no param group is coupled")
 
 OURS = {"Adam": CoupledAdam, "AdamW": CoupledAdamW}
 INFOS = [info for info in optim_db if info.name in OURS]
-OWN_OPTIONS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
+OWN_OPTIONS = (
+    *("coupled", "second_moment_scale", "row_exponent", "zero_sum"),
+    *("vocab_dim", "stochastic_rounding"),
+)
 V, H, STEPS = 13, 5, 5
 IMPLEMENTATIONS = {
     "default": {},

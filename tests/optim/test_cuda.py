@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from records import DEVICE, LAYOUTS, record
+from records import DEVICE, LAYOUTS, apply_all, record
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the inte
 on_device = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="needs a GPU")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
-TENSORS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+TENSORS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row")
 
 
 def in_float64(update):
@@ -46,10 +46,9 @@ def take_step(update, t=1.0):
         value = getattr(theirs, name)
         if isinstance(value, torch.Tensor):
             setattr(theirs, name, value.to("cpu", torch.float64, copy=True))
-    update.kernel.measure(update, True)
-    update.kernel.apply(update)
-    reference.measure(theirs, False)
-    reference.apply(theirs)
+    for one, its_kernel in ((update, update.kernel), (theirs, reference)):
+        its_kernel.measure(one, its_kernel is update.kernel)
+        apply_all(one, its_kernel)
     for name in TENSORS:
         mine, right = getattr(update, name), getattr(theirs, name)
         if right is None:
@@ -93,6 +92,9 @@ def test_kernels_shapes(shape, layout):
         {"second_moment_scale": 0.25, "amsgrad": True},
         {"beta1": 0.0, "beta2": 0.0},
         {"beta2": 0.999999},
+        {"zero_sum": True},
+        {"row_exponent": 0.5},
+        {"row_exponent": 1.0, "zero_sum": True, "layout": "transposed"},
     ],
     ids=str,
 )

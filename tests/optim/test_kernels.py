@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from records import apply_all
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -75,6 +76,8 @@ GROUP = {
     "fused": None,
     "coupled": True,
     "second_moment_scale": 1.0,
+    "row_exponent": 0.0,
+    "zero_sum": False,
     "vocab_dim": 0,
     "stochastic_rounding": False,
 }
@@ -94,6 +97,7 @@ def update_of(group, matrices, moments, step):
         exp_avg=views[2],
         exp_avg_sq=moments[0],
         max_exp_avg_sq=moments[1],
+        exp_avg_sq_row=moments[2],
         traced=False,
         lr=group["lr"],
         beta1=beta1,
@@ -114,6 +118,13 @@ def compare(
     maximum = nu * 1.1 if group["amsgrad"] else None
     ours = [laid_out(p.clone(), layouts[0]), laid_out(m.clone(), layouts[2]), nu.clone()]
     ours += [None if maximum is None else maximum.clone()]
+    # A moment for each row; 0 for one that has no gradient either, as of a token that never occurs.
+    per_row = torch.rand(p.shape[group["vocab_dim"]], generator=torch.Generator().manual_seed(2))
+    views = [x.T if group["vocab_dim"] == 1 else x for x in (g, ours[1])]
+    for matrix in views:
+        matrix[0] = 0
+    per_row[0] = 0
+    ours += [(per_row * 1e-4).to(wide) if group["row_exponent"] else None]
     theirs = copy.deepcopy(ours)
     steps = [torch.tensor(0.0), torch.tensor(0.0)]
     factor = None if factor is None else torch.tensor(factor)
@@ -126,7 +137,11 @@ def compare(
             update.measure(update_moment=early and factor is None)
             squares = g.double().square().sum(group["vocab_dim"])
             torch.testing.assert_close(update.sums.double(), squares, rtol=2e-6, atol=0)
-            update.apply(factor, None)
+            assert update.advance(factor, None)
+            if group["row_exponent"]:
+                squares = g.double().square().sum(1 - group["vocab_dim"])
+                torch.testing.assert_close(update.row_sums.double(), squares, rtol=2e-6, atol=0)
+            apply_all(update, one)
     assert steps[0] == steps[1] == 3
     for mine, expected in zip(ours, theirs):
         if mine is not None:
@@ -139,6 +154,9 @@ OPTIONS = (
     {"weight_decay": 0.1},
     {"maximize": True},
     {"amsgrad": True, "second_moment_scale": 0.25},
+    {"row_exponent": 0.5},
+    {"zero_sum": True, "weight_decay": 0.1},
+    {"row_exponent": 0.75, "zero_sum": True},
 )
 
 
@@ -351,7 +369,10 @@ def test_operations_any_shape(rows, columns, vocab_dim, layouts, block, sum_rows
 def test_factor(kernel, factor):
     """What clips the gradient; to nothing, too."""
     for dtype in (torch.float32, torch.bfloat16):
-        compare(kernel, 37, 11, dtype, factor=factor, maximize=True, weight_decay=0.1)
+        for options in ({}, {"row_exponent": 0.5, "zero_sum": True}):
+            compare(
+                kernel, 37, 11, dtype, factor=factor, maximize=True, weight_decay=0.1, **options
+            )
 
 
 class LargestTensor(TorchDispatchMode):

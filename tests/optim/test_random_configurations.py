@@ -24,7 +24,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 1, 2, 3, 5, 7, 8, 13, 31, 32, 33, 64, 97, 127, 128, 129, 257, 509, 1000)
 COLUMNS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 97, 100, 128, 255, 513, 1031, 4099)
 LAYOUTS = ("contiguous", "contiguous", "transposed", "columns of more", "every other row")
-OURS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
 
 
 def laid_out(values, layout):
@@ -59,6 +58,7 @@ class Drawn:
     # Without signs, so that nothing cancels: errors are multiples of these.
     absolute_moment: np.ndarray | float = 0.0
     absolute_square: np.ndarray | float = 0.0
+    absolute_row: np.ndarray | float = 0.0
     path: np.ndarray | None = None
     path_of_squares: np.ndarray | None = None
 
@@ -78,6 +78,7 @@ class Configuration:
 
     def __init__(self, seed):
         self.r = r = random.Random(seed)
+        self.between = random.Random(f"between {seed}")  # leaves what else is drawn as it was
         self.cls, self.torchs = r.choice(
             [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]
         )
@@ -133,6 +134,9 @@ class Configuration:
             group["coupled"] = True
             group["second_moment_scale"] = r.choice([1.0, 1.0, 0.5, 2.0**-6, 4.0])
             group["vocab_dim"] = r.choice([0, 0, 1])
+            exponent = self.between.choice([0.0, 0.0, 0.25, 0.5, 1.0])
+            group["row_exponent"] = 0.0 if options["amsgrad"] else exponent
+            group["zero_sum"] = self.between.random() < 0.5
             group["stochastic_rounding"] = "differentiable" not in self.whole and r.random() < 0.15
         group["params"] = [
             self.draw_parameter(group, options, dtype or r.choice(DTYPES))
@@ -178,9 +182,8 @@ class Configuration:
             matrix = values.detach().double().numpy()
             matrix = matrix.T if group["vocab_dim"] == 1 else matrix
             drawn.path, drawn.path_of_squares = np.zeros_like(matrix), np.zeros_like(matrix)
-            drawn.oracle = CoupledAdamOracle(
-                matrix, second_moment_scale=group["second_moment_scale"]
-            )
+            names = ("second_moment_scale", "row_exponent", "zero_sum")
+            drawn.oracle = CoupledAdamOracle(matrix, **{name: group[name] for name in names})
         else:
             drawn.control = values.detach().clone().requires_grad_(p.requires_grad)
         self.drawn.append(drawn)
@@ -282,6 +285,11 @@ def start_from(drawn, state):
     oracle.embeddings = rows_of(drawn.p, group).copy()
     oracle.m = rows_of(state["exp_avg"], group).copy()
     oracle.v = np.tile(vector, (len(oracle.m), 1))
+    if group["row_exponent"]:
+        rows = state["exp_avg_sq_row"].detach().double().numpy()
+        if rows.mean() > 0:
+            oracle.v *= rows[:, None] / rows.mean()
+        drawn.absolute_row = rows.copy()
     if group["amsgrad"]:
         oracle.nu_max = state["max_exp_avg_sq"].detach().double().numpy().copy()
     drawn.absolute_moment, drawn.absolute_square = np.abs(oracle.m), vector.copy()
@@ -405,7 +413,16 @@ def step_of_oracle(c, drawn, grad, factor):
         nu_hat = nu / (1 - oracle.beta2**oracle.t)
         denominator = np.sqrt(oracle.second_moment_scale * nu_hat) + oracle.eps
         moved = oracle.lr * drawn.absolute_moment / (1 - oracle.beta1**oracle.t) / denominator
-        drawn.path_of_squares += moved * np.where(nu > 0, square / nu, 1.0)
+        uncertain = np.where(nu > 0, square / nu, 1.0)
+        if oracle.row_exponent:
+            own = oracle.beta2 * drawn.absolute_row + (1 - oracle.beta2) * (magnitude**2).mean(1)
+            drawn.absolute_row, rows = own, oracle.v.mean(1)
+            weights = (rows / rows.mean()) ** (-oracle.row_exponent / 2)
+            moved = moved * np.where(rows > 0, weights, 0.0)[:, None]
+            uncertain = uncertain + np.where(rows > 0, own / rows, 1.0)[:, None]
+        if oracle.zero_sum:
+            moved = moved + moved.mean(0)
+        drawn.path_of_squares += moved * uncertain
     drawn.path += np.maximum(before, np.abs(oracle.embeddings)) + moved
 
 
@@ -429,10 +446,12 @@ def compare_with_oracle(c, drawn, optimizer):
     for name, expected in (
         ("exp_avg_sq", oracle.v.mean(0)),
         *([("max_exp_avg_sq", oracle.nu_max)] if group["amsgrad"] else []),
+        *([("exp_avg_sq_row", oracle.v.mean(1))] if group["row_exponent"] else []),
     ):
         actual = state[name].detach().double().numpy()
         difference = np.abs(actual - expected)
-        allowed = moment_error * drawn.absolute_square
+        by_row = name == "exp_avg_sq_row"
+        allowed = moment_error * (drawn.absolute_row if by_row else drawn.absolute_square)
         assert (difference <= allowed).all(), (name, (difference - allowed).max())
     allowed = relative * drawn.absolute_moment
     difference = np.abs(rows_of(state["exp_avg"], group) - oracle.m)

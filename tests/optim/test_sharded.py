@@ -4,6 +4,7 @@ The same file is the program of each rank.
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ from processes import run_on_ranks
 V, H, STEPS = 7, 6, 8
 
 
+def mesh_of(shape):
+    """All ranks, in a mesh of this shape, where -1 stands for what remains."""
+    ranks = dist.get_world_size()
+    shape = (ranks,) if shape is None else [ranks // 2 if n == -1 else n for n in shape]
+    return init_device_mesh("cpu", tuple(shape))
+
+
 def matrix(dtype=torch.float64):
     return torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(0))
 
@@ -32,9 +40,12 @@ def gradient(step, dtype=torch.float64):
     return torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(step + 1))
 
 
+BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
+
+
 def step_of_one_matrix(placements, options, shape=None):
     """A matrix split over the ranks of a mesh of one or two dimensions against the same whole."""
-    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    mesh = mesh_of(shape)
     whole = nn.Parameter(matrix())
     split = nn.Parameter(distribute_tensor(matrix(), mesh, placements))
     expected, actual = (CoupledAdamW([p], coupled=True, **options) for p in (whole, split))
@@ -51,6 +62,11 @@ def step_of_one_matrix(placements, options, shape=None):
     # Only the order of the summation differs.
     torch.testing.assert_close(split.full_tensor(), whole.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moment.full_tensor(), expected.state[whole]["exp_avg_sq"])
+    names = {"exp_avg_sq"} | ({"exp_avg_sq_row"} if "row_exponent" in options else set())
+    if "exp_avg_sq_row" in names:
+        rows = actual.state[split]["exp_avg_sq_row"]
+        assert rows.shape == (matrix().shape[vocab_dim],)
+        torch.testing.assert_close(rows.full_tensor(), expected.state[whole]["exp_avg_sq_row"])
     if Shard(1 - vocab_dim) not in placements:  # replicated: the same bits on every rank
         gathered = [torch.empty(length, dtype=torch.float64) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, moment.to_local())
@@ -58,15 +74,18 @@ def step_of_one_matrix(placements, options, shape=None):
     # Saved and loaded as in one process.
     again = CoupledAdamW([split], coupled=True, **options)
     again.load_state_dict(copy.deepcopy(actual.state_dict()))
-    assert torch.equal(again.state[split]["exp_avg_sq"].full_tensor(), moment.full_tensor())
+    for name in names:
+        saved, loaded = (one.state[split][name].full_tensor() for one in (actual, again))
+        assert torch.equal(saved, loaded)
 
 
-def clipped_matrix(placements, shape):
+def clipped_matrix(placements, shape, **options):
     """The norm is that of all parts."""
-    mesh = init_device_mesh("cpu", shape)
+    mesh = mesh_of(shape)
     whole = nn.Parameter(matrix())
     split = nn.Parameter(distribute_tensor(matrix(), mesh, placements))
-    optimizers = [CoupledAdamW([p], coupled=True, max_grad_norm=1.0) for p in (whole, split)]
+    options |= {"coupled": True, "max_grad_norm": 1.0}
+    optimizers = [CoupledAdamW([p], **options) for p in (whole, split)]
     for step in range(STEPS):
         whole.grad = gradient(step)
         split.grad = distribute_tensor(gradient(step), mesh, placements)
@@ -78,7 +97,7 @@ def clipped_matrix(placements, shape):
     torch.testing.assert_close(split.full_tensor(), whole.detach(), rtol=1e-12, atol=1e-12)
 
 
-def fsdp2(max_grad_norm=None):
+def fsdp2(max_grad_norm=None, **options):
     """A tied model under fully_shard, every rank with its part of the batch; clipped by itself."""
 
     class Tied(nn.Module):
@@ -98,8 +117,8 @@ def fsdp2(max_grad_norm=None):
     fully_shard(split.block)
     fully_shard(split)
     optimizers = [
-        CoupledAdamW(param_groups(whole), lr=1e-2),
-        CoupledAdamW(param_groups(split), lr=1e-2, max_grad_norm=max_grad_norm),
+        CoupledAdamW(param_groups(whole), lr=1e-2, **options),
+        CoupledAdamW(param_groups(split), lr=1e-2, max_grad_norm=max_grad_norm, **options),
     ]
     assert isinstance(split.embed.weight, DTensor)
     assert split.head.weight is split.embed.weight
@@ -125,7 +144,7 @@ def fsdp2(max_grad_norm=None):
 
 def stochastic_rounding(placements, shape=None):
     """The parts are rounded as the whole is, and copies to the same bits."""
-    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),))
+    mesh = mesh_of(shape)
     start = torch.randn(37, 30, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = nn.Parameter(start.clone())
     split = nn.Parameter(distribute_tensor(start, mesh, placements))
@@ -143,9 +162,7 @@ def stochastic_rounding(placements, shape=None):
     assert all(torch.equal(result, other) for other in copies)
 
 
-def two_by_rest():
-    return (2, dist.get_world_size() // 2)
-
+TWO_BY_REST = (2, -1)
 
 CASES = {
     "rows": lambda: step_of_one_matrix([Shard(0)], {}),
@@ -154,20 +171,39 @@ CASES = {
     "rows, options": lambda: step_of_one_matrix(
         [Shard(0)], {"second_moment_scale": 0.5, "maximize": True, "lr": torch.tensor(1e-2)}
     ),
+    **{
+        f"{name}, {which}": functools.partial(step_of_one_matrix, placements, options, shape)
+        for name, placements, shape in (
+            ("rows", [Shard(0)], None),
+            ("columns", [Shard(1)], None),
+            ("rows and columns", [Shard(0), Shard(1)], TWO_BY_REST),
+        )
+        for which, options in (
+            ("zero-sum", {"zero_sum": True}),
+            ("row_exponent", {"row_exponent": 0.75}),
+            ("both", BETWEEN),
+            ("both, reference", {**BETWEEN, "fused": False, "maximize": True}),
+        )
+    },
+    "rows of [H, V], both": lambda: step_of_one_matrix([Shard(1)], {"vocab_dim": 1, **BETWEEN}),
+    "columns of [H, V], both": lambda: step_of_one_matrix([Shard(0)], {"vocab_dim": 1, **BETWEEN}),
     "rows of [H, V]": lambda: step_of_one_matrix([Shard(1)], {"vocab_dim": 1}),
     "columns": lambda: step_of_one_matrix([Shard(1)], {}),
     "columns, reference": lambda: step_of_one_matrix([Shard(1)], {"fused": False}),
-    "copies of rows": lambda: step_of_one_matrix([Replicate(), Shard(0)], {}, two_by_rest()),
-    "rows and columns": lambda: step_of_one_matrix([Shard(0), Shard(1)], {}, two_by_rest()),
-    "rows of rows": lambda: step_of_one_matrix([Shard(0), Shard(0)], {}, two_by_rest()),
-    "rows and columns, clipped": lambda: clipped_matrix([Shard(0), Shard(1)], two_by_rest()),
+    "copies of rows": lambda: step_of_one_matrix([Replicate(), Shard(0)], {}, TWO_BY_REST),
+    "rows and columns": lambda: step_of_one_matrix([Shard(0), Shard(1)], {}, TWO_BY_REST),
+    "rows of rows": lambda: step_of_one_matrix([Shard(0), Shard(0)], {}, TWO_BY_REST),
+    "rows and columns, clipped": lambda: clipped_matrix([Shard(0), Shard(1)], TWO_BY_REST),
+    "rows and columns, both, clipped": lambda: clipped_matrix(
+        [Shard(0), Shard(1)], TWO_BY_REST, **BETWEEN
+    ),
     "rows, rounded": lambda: stochastic_rounding([Shard(0)]),
     "columns, rounded": lambda: stochastic_rounding([Shard(1)]),
-    "copies of columns, rounded": lambda: stochastic_rounding(
-        [Replicate(), Shard(1)], two_by_rest()
-    ),
+    "copies of columns, rounded": lambda: stochastic_rounding([Replicate(), Shard(1)], TWO_BY_REST),
     "fsdp2": fsdp2,
     "fsdp2, clipped": lambda: fsdp2(max_grad_norm=0.05),
+    "fsdp2, both": lambda: fsdp2(**BETWEEN),
+    "fsdp2, both, clipped": lambda: fsdp2(max_grad_norm=0.05, **BETWEEN),
 }
 
 

@@ -109,11 +109,13 @@ def test_init_state_allocates_no_matrix_for_gradients():
     assert q.grad is gradient
 
 
+@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_exact(dtype):
+def test_round_trip_is_exact(dtype, between):
     """Save to disk, load, continue: bit for bit, the float32 moments of bf16 matrices included."""
     p, q = matrix(dtype=dtype), matrix(dtype=dtype)
-    optimizer = CoupledAdamW([p], coupled=True, amsgrad=True, second_moment_scale=0.25)
+    options = {"row_exponent": 0.5, "zero_sum": True} if between else {"amsgrad": True}
+    optimizer = CoupledAdamW([p], coupled=True, second_moment_scale=0.25, **options)
     take_steps(optimizer, range(5))
     with torch.no_grad():
         q.copy_(p)
@@ -169,6 +171,58 @@ def test_adam_checkpoint_continues_as_if_averaged_by_hand(cls, vocab_dim, dtype)
         take_steps(o, range(6, 9))
     torch.testing.assert_close(loaded, by_hand)
     assert torch.equal(q, p)  # the uncoupled parameter goes on as under torch's own optimizer
+
+
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_row_exponent_from_and_to_adam(vocab_dim, dtype):
+    """r and nu are the row and the column means of Adam's moment; their product goes back."""
+    p = matrix(dtype=dtype)
+    adam = torch.optim.AdamW([p])
+    take_steps(adam, range(6))
+    options = {"coupled": True, "vocab_dim": vocab_dim, "row_exponent": 0.5, "zero_sum": True}
+    optimizer = CoupledAdamW([p], **options)
+    optimizer.load_state_dict(through_disk(adam.state_dict()))
+    state, wide = optimizer.state[p], torch.promote_types(dtype, torch.float32)
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_row"}
+    moment = adam.state[p]["exp_avg_sq"].to(wide)
+    columns, rows = state["exp_avg_sq"], state["exp_avg_sq_row"]
+    assert columns.dtype == rows.dtype == wide
+    torch.testing.assert_close(columns, moment.mean(vocab_dim))
+    torch.testing.assert_close(rows, moment.mean(1 - vocab_dim))
+
+    back = torch.optim.AdamW([p])
+    back.load_state_dict(through_disk(to_adam_state_dict(optimizer.state_dict())))
+    assert not {"row_exponent", "zero_sum"} & set(back.param_groups[0])
+    assert set(back.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+    rank_one = columns.unsqueeze(vocab_dim) * rows.unsqueeze(1 - vocab_dim) / rows.mean()
+    torch.testing.assert_close(back.state[p]["exp_avg_sq"], rank_one.to(dtype))
+    take_steps(back, [6])
+    take_steps(optimizer, [7])
+
+
+def test_row_exponent_from_coupled_adam():
+    """Nothing tells the rows apart: the step is the one that Coupled Adam would take, at first."""
+    p, other = matrix(), matrix()
+    coupled = CoupledAdamW([p], coupled=True)
+    take_steps(coupled, range(3))
+    with torch.no_grad():
+        other.copy_(p)
+    optimizer = CoupledAdamW([other], coupled=True)
+    optimizer.load_state_dict(coupled.state_dict())
+    optimizer.param_groups[0]["row_exponent"] = 0.5
+    with pytest.raises(
+        RuntimeError, match=r"exp_avg_sq_row.*load_state_dict\(optimizer.state_dict"
+    ):
+        take_steps(optimizer, [3])
+    assert torch.equal(p, other)
+    optimizer.load_state_dict(optimizer.state_dict())
+    mean = optimizer.state[other]["exp_avg_sq"].mean()
+    torch.testing.assert_close(optimizer.state[other]["exp_avg_sq_row"], mean.expand(V))
+    for one in (coupled, optimizer):
+        one.param_groups[0]["betas"] = (0.9, 1 - 1e-9)  # r stays what it is
+        take_steps(one, [3])
+    torch.testing.assert_close(p, other)
 
 
 def test_regrouping_an_adam_run():
@@ -318,6 +372,11 @@ WRONG_STATES = {
     "another width": {"exp_avg": torch.zeros(V, H), "exp_avg_sq": torch.zeros(H + 1)},
     "a scalar": {"exp_avg": torch.zeros(V, H), "exp_avg_sq": torch.tensor(1.0)},
     "transposed": {"exp_avg": torch.zeros(H, V), "exp_avg_sq": torch.zeros(H)},
+    "wrong rows": {
+        "exp_avg": torch.zeros(V, H),
+        "exp_avg_sq": torch.zeros(H),
+        "exp_avg_sq_row": torch.zeros(H),
+    },
     "wrong maximum": {
         "exp_avg": torch.zeros(V, H),
         "exp_avg_sq": torch.zeros(H),
@@ -329,7 +388,8 @@ WRONG_STATES = {
 @pytest.mark.parametrize("wrong", WRONG_STATES.values(), ids=WRONG_STATES)
 def test_state_of_the_wrong_shape_is_refused(wrong):
     p = matrix()
-    optimizer = CoupledAdamW([{"params": [p], "param_names": ["wte.weight"]}], coupled=True)
+    group = {"params": [p], "param_names": ["wte.weight"]}
+    optimizer = CoupledAdamW([group], coupled=True, row_exponent=0.5)
     take_steps(optimizer, [0])
     before = copy.deepcopy(optimizer.state_dict()["state"])
     checkpoint = optimizer.state_dict()
@@ -371,6 +431,11 @@ BAD_GROUPS = [
     ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
     ({"second_moment_scale": float("nan")}, "Invalid second_moment_scale: nan"),
     ({"vocab_dim": 2}, "Invalid vocab_dim: 2"),
+    ({"row_exponent": -0.1}, "Invalid row_exponent: -0.1 .*between 0"),
+    ({"row_exponent": 1.5}, "Invalid row_exponent: 1.5"),
+    ({"row_exponent": float("nan")}, "Invalid row_exponent: nan"),
+    ({"row_exponent": 0.5, "amsgrad": True}, "row_exponent=0.5 is not defined with amsgrad=True"),
+    ({"zero_sum": "yes"}, "Invalid zero_sum: 'yes'"),
     ({"coupled": "yes"}, "Invalid coupled value: 'yes'"),
     ({"params": [nn.Parameter(torch.zeros(3))]}, r"\[3\].*flattened"),
     ({"params": [nn.Parameter(torch.zeros(2, 3, 4))]}, r"\[2, 3, 4\].*\[V, H\]"),
@@ -393,7 +458,7 @@ def test_bad_group(group, message):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_GROUPS[5:9])
+@pytest.mark.parametrize(("options", "message"), BAD_GROUPS[5:14])
 def test_bad_constructor_option(options, message):
     with pytest.raises(ValueError, match=message):
         CoupledAdamW([matrix()], **{"coupled": True, **options})

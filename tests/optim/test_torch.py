@@ -56,7 +56,7 @@ def assert_same_parameters(model, other):
 
 @pairs
 def test_signature(ours, theirs):
-    """The same arguments, order and defaults, then our five."""
+    """The same arguments, order and defaults, then ours."""
     mine = inspect.signature(ours).parameters
     torchs = inspect.signature(theirs).parameters
     assert list(mine)[: len(torchs)] == list(torchs)
@@ -67,6 +67,8 @@ def test_signature(ours, theirs):
     assert added == {
         "coupled": False,
         "second_moment_scale": 1.0,
+        "row_exponent": 0.0,
+        "zero_sum": False,
         "vocab_dim": 0,
         "stochastic_rounding": False,
         "max_grad_norm": None,

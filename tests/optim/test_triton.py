@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from records import record
+from records import apply_all, record
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,8 +38,9 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-MOST_REGISTERS = {"_sums": 72, "_finish": 48, "_update": 128}  # for 4 blocks of threads and more
-MATRICES = {"_sums": 1, "_update": 3}  # that are read
+# For 4 blocks of threads and more.
+MOST_REGISTERS = {"_sums": 72, "_center": 128, "_finish": 48, "_update": 128}
+MATRICES = {"_sums": 1, "_center": 2, "_update": 3}  # that are read
 
 
 def test_kernels_interpreted():
@@ -94,7 +95,7 @@ def compiled(monkeypatch):
 
 def launch(update):
     kernel.measure(update, False)
-    kernel.apply(update)
+    apply_all(update, kernel)
 
 
 def usage(binary, tmp_path):
@@ -112,7 +113,9 @@ def usage(binary, tmp_path):
 
 
 def check_compiled(launches, name, itemsize, aligned, tmp_path):
-    assert [launched for launched, _ in launches] == ["_sums", "_finish", "_update"]
+    launched = [function for function, _ in launches]
+    assert [x for x in launched if x != "_center"] == ["_sums", "_finish", "_update"]
+    matrices = {**MATRICES, **({"_update": 2} if "_center" in launched else {})}
     for function, binary in launches:
         if name.startswith("gfx"):
             assembly = binary.asm["amdgcn"]
@@ -129,7 +132,7 @@ def check_compiled(launches, name, itemsize, aligned, tmp_path):
             continue
         wide = [x for x in instructions if ".128" in x and not x.startswith("STG")]
         if aligned:  # 16 elements for each of 128 threads
-            most = MATRICES[function] * 16 * itemsize // 16
+            most = matrices[function] * 16 * itemsize // 16
             assert len(wide) >= most, (function, instructions)
             assert found["REG"] <= 72
         else:
@@ -144,6 +147,14 @@ def test_compiled(dtype, noise, compiled, tmp_path):
     launches = compiled("sm_90")
     launch(replace(record(64, 768, dtype), noise=noise))
     check_compiled(launches, "sm_90", dtype.itemsize, True, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_with_row_exponent_and_zero_sum(dtype, compiled, tmp_path):
+    launches = compiled("sm_90")
+    launch(record(64, 768, dtype, row_exponent=0.5, zero_sum=True))
+    check_compiled(launches, "sm_90", dtype.itemsize, True, tmp_path)
+    assert "_center" in dict(launches)
 
 
 @pytest.mark.slow
@@ -267,6 +278,13 @@ def test_launches(options, operations, fake_gpu):
     ours, torchs = count(fake_gpu, **options)
     assert sorted(ours) == sorted(["_sums", "_finish", "_update"] * options.get("matrices", 1))
     assert len(torchs) == operations, torchs
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_row_exponent_and_zero_sum_do_not_wait(scaled, fake_gpu):
+    options = {"row_exponent": 0.5, "zero_sum": True, "max_grad_norm": 1.0}
+    ours, _ = count(fake_gpu, fused=True, scaled=scaled, **options)
+    assert sorted(ours) == ["_center", "_finish", "_sums", "_update"]
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coupled_adam.errors import UsageError
 from coupled_adam.text.source import Data
-from coupled_adam.text.token_files import Tokens, find_token_files
+from coupled_adam.text.token_files import Tokens, find_token_files, token_file
 
 
 def ids(count, dtype="<u2", seed=0):

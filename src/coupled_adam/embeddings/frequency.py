@@ -1,6 +1,6 @@
 """How embeddings depend on the frequency of their tokens."""
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from coupled_adam.embeddings.geometry import (
 )
 
 _BLOCK = 2**24
+
+Convention = Literal["seen", "published"]
+"""What tokens that never occur count for in a correlation with log p_i."""
 
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
@@ -46,23 +49,29 @@ def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDAr
 
 
 def norm_frequency_correlation(
-    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any]
+    embeddings: Embeddings,
+    counts: torch.Tensor | NDArray[Any],
+    *,
+    convention: Convention = "seen",
 ) -> float:
     """The Pearson correlation rho of ||e_i|| with log p_i, where p_i is the unigram probability.
 
     Args:
         embeddings: [V, H].
-        counts: [V], counts or probabilities (the correlation does not depend on the total).
-            Tokens with zero probability are left out.
+        counts: [V], counts or probabilities (the total does not matter).
+        convention: ``"seen"`` leaves tokens with zero probability out: they have no log p_i.
+            ``"published"`` correlates all rows with log(p_i + 1e-10), as in arXiv 2502.08441, for
+            comparison with values in the literature. Padding and other tokens that never occur are
+            then points far from all others, at log 1e-10, whose weight depends on the constant.
 
     Returns:
         rho, between -1 and 1; NaN if all norms or all probabilities are equal.
 
     Raises:
         ValueError: if counts do not have the shape [V], are negative or not finite, or if fewer
-            than two are positive.
+            than two are positive; if the convention is neither of the two.
     """
-    return correlation_with_log(row_norms(embeddings), counts)
+    return correlation_with_log(row_norms(embeddings), counts, convention)
 
 
 def mean_frequency_correlation(
@@ -79,14 +88,23 @@ def mean_frequency_correlation(
     return correlation_with_log(along, counts)
 
 
-def correlation_with_log(values: NDArray[np.float64], counts: torch.Tensor | NDArray[Any]) -> float:
-    """The correlation of values [V] with log counts [V], over the tokens with positive counts."""
+def correlation_with_log(
+    values: NDArray[np.float64],
+    counts: torch.Tensor | NDArray[Any],
+    convention: Convention = "seen",
+) -> float:
+    """The correlation of values [V] with log p [V]; see :func:`norm_frequency_correlation`."""
+    if convention not in ("seen", "published"):
+        raise ValueError(f"Invalid convention: {convention!r} ('seen' or 'published')")
     p = checked_counts(counts, len(values))
-    used = p > 0
+    if convention == "seen":
+        values, p = values[p > 0], p[p > 0]
+    else:
+        p = p / p.sum() + 1e-10
     with np.errstate(all="ignore"):
-        if np.ptp(values[used]) == 0 or np.ptp(p[used]) == 0:
+        if np.ptp(values) == 0 or np.ptp(p) == 0:
             return float("nan")
-    return float(stats.pearsonr(values[used], np.log(p[used])).statistic)
+    return float(stats.pearsonr(values, np.log(p)).statistic)
 
 
 def checked_counts(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:

@@ -43,13 +43,33 @@ def isotropy(
     """
     if convention not in ("sign_safe", "published"):
         raise ValueError(f"Invalid convention: {convention!r} ('sign_safe' or 'published')")
-    dtype = exponent_dtype(embeddings, float(row_norms(embeddings).max()))
+    log_z = _log_partition(embeddings)
+    return isotropy_of(log_z if convention == "sign_safe" else log_z[:1])
+
+
+def isotropy_unit(embeddings: Embeddings) -> float:
+    """The :func:`isotropy` of E divided by its mean row norm, from 0 to 1 (isotropic).
+
+    Z is exponential in the norms, so that of two clouds of the same shape the larger one has the
+    lower :func:`isotropy`. At unit mean norm only the shape counts. Both signs of every eigenvector
+    are evaluated.
+
+    Raises:
+        ValueError: also if every row is zero.
+    """
+    average = float(row_norms(embeddings).mean())
+    check_not_zero(average)
+    return isotropy_of(_log_partition(embeddings, unit=average))
+
+
+def _log_partition(embeddings: Embeddings, unit: float = 1.0) -> Array:
+    """Log Z(c) and log Z(-c), [2, H], of E / unit for the eigenvectors c."""
+    dtype = exponent_dtype(embeddings, float(row_norms(embeddings).max()) / min(unit, 1.0))
     directions = torch.linalg.eigh(gram(embeddings))[1].to(dtype)
     partition = LogPartition()
     for block in blocks(embeddings):
-        partition.add(project(block.to(dtype), directions))
-    log_z = partition.log_z()
-    return isotropy_of(log_z if convention == "sign_safe" else log_z[:1])
+        partition.add(project(block.to(dtype), directions) / unit)
+    return partition.log_z()
 
 
 def mean_norm(embeddings: Embeddings) -> float:
@@ -98,9 +118,11 @@ def condition(embeddings: Embeddings) -> float:
 
 
 def effective_rank(embeddings: Embeddings) -> float:
-    """The effective rank of Roy & Vetterli (2007), from 1 to min(V, H).
+    """The effective rank of Roy & Vetterli (EUSIPCO 2007), from 1 to min(V, H).
 
-    It is exp(-sum_k q_k log q_k), where q_k = sigma_k / sum_j sigma_j.
+    It is the exponential of the entropy of the normalised singular values, exp(-sum_k q_k log q_k)
+    with q_k = sigma_k / sum_j sigma_j: min(V, H) if all are equal, 1 if all but one are zero. A
+    factor on E does not change it.
 
     Raises:
         ValueError: also if every row is zero.
@@ -183,20 +205,20 @@ def exponent_dtype(embeddings: Embeddings, largest: float) -> torch.dtype:
     r"""The dtype in which to compute the exponents c . e_i of Z(c): float32 if that is safe.
 
     With unit vectors c, and rows e_i of which the largest has the norm R, the rounding error of a
-    dot product in float32 is at most (8 sqrt(H) + 2) u R, where u = 2^-24: 8 sqrt(H) u bounds that
+    dot product in float32 is at most (8 sqrt(H) + 3) u R, where u = 2^-24: 8 sqrt(H) u bounds that
     of H products and sums, except with probability 2 exp(-8^2 / 2) = 3e-14 (Higham & Mary 2019, A
-    New Approach to Probabilistic Rounding Error Analysis, Theorem 3.1), and 2 u that of the two
-    operands. Log Z then has at most the same error, as it is 1-Lipschitz in the largest difference
-    of the exponents; the isotropy, a ratio of two, has at most twice this relative error. float32
-    is chosen if that is below 1e-4, so that the fourth digit is right, and if the matrix is so
-    large that float64 would take minutes.
+    New Approach to Probabilistic Rounding Error Analysis, Theorem 3.1), and 3 u that of the two
+    operands and of a division by the mean norm. Log Z then has at most the same error, as it is
+    1-Lipschitz in the largest difference of the exponents; the isotropy, a ratio of two, has at
+    most twice this relative error. float32 is chosen if that is below 1e-4, so that the fourth
+    digit is right, and if the matrix is so large that float64 would take minutes.
 
     Args:
         embeddings: [V, H].
-        largest: R, or a bound on it.
+        largest: R, or a bound on it; divided by the mean norm if the exponents are.
     """
     rows, columns = embeddings.shape
-    error = 2 * (8 * math.sqrt(columns) + 2) * 2**-24 * largest
+    error = 2 * (8 * math.sqrt(columns) + 3) * 2**-24 * largest
     is_large = rows * columns**2 >= _LARGE
     return torch.float32 if is_large and error <= 1e-4 else torch.float64
 
@@ -209,7 +231,8 @@ class LogPartition:
 
     def add(self, projections: Tensor) -> None:
         """Add a block of rows, given c . e_i, [rows, n], in float32 or float64."""
-        if projections.abs().max() < 80:  # one exponential for both signs, without overflow
+        limit = 80 if projections.dtype == torch.float32 else 300
+        if (projections.abs() < limit).all():  # one exponential for both signs, without overflow
             z = projections.exp()
             sums = [z.sum(0, dtype=torch.float64), z.reciprocal_().sum(0, dtype=torch.float64)]
             new = torch.stack(sums).log()

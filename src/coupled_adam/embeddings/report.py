@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
-from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
+from coupled_adam.embeddings.frequency import Convention, checked_counts, correlation_with_log
 from coupled_adam.embeddings.geometry import Array, as_array
 from coupled_adam.embeddings.similarity import (
     WordSimilarityReport,
@@ -33,6 +33,7 @@ class Measures:
     Attributes:
         isotropy: the isotropy Iso with both signs of every eigenvector, 0 to 1; higher is better.
         isotropy_published: the isotropy with the signs that the linear-algebra library returns.
+        isotropy_unit: the isotropy after division by the mean row norm, 0 to 1; higher is better.
         mean_norm: ||mu||; lower is better.
         mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
         condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
@@ -40,8 +41,10 @@ class Measures:
         effective_rank: 1 to min(V, H); higher is better.
         participation_ratio: 1 to min(V, H); higher is better.
         norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
-        norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i, -1 to 1; higher is
-            better. None without counts, or if all norms or all counts are equal.
+        norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
+            occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
+            equal.
+        norm_frequency_correlation_published: the same over all tokens, with log(p_i + 1e-10).
         mean_frequency_correlation: the correlation of e_i . mu and log p_i, -1 to 1; near 0 is
             better. None in the same cases, and if the mean is zero.
         word_similarity: the word-similarity scores; None if no sets were given.
@@ -50,6 +53,7 @@ class Measures:
 
     isotropy: float
     isotropy_published: float
+    isotropy_unit: float | None
     mean_norm: float
     mean_norm_ratio: float | None
     condition: float | None
@@ -61,6 +65,7 @@ class Measures:
     norm_min: float
     norm_max: float
     norm_frequency_correlation: float | None
+    norm_frequency_correlation_published: float | None
     mean_frequency_correlation: float | None
     word_similarity: WordSimilarityReport | None
     singular_values: list[float] = dataclasses.field(repr=False)
@@ -77,7 +82,7 @@ class EmbeddingReport(Measures):
         hidden_size: H.
         excluded_rows: the number of rows that were left out of all measures.
         unseen_tokens: the number of tokens with a count of zero, which are left out of the
-            correlations with frequency. None without counts.
+            correlations with frequency (but the published one). None without counts.
         centered: the measures with the mean removed.
         all_but_the_top: the measures with the mean and the top principal directions removed.
         top_directions: the number of principal directions removed for ``all_but_the_top``.
@@ -118,6 +123,7 @@ class EmbeddingReport(Measures):
 MEASURES = (
     ("isotropy", "Iso", ("isotropy",), 4),
     ("  as published (signs arbitrary)", "", ("isotropy_published",), 4),
+    ("  at unit mean norm", "", ("isotropy_unit",), 4),
     ("mean norm", "‖μ‖", ("mean_norm",), 4),
     ("relative mean norm", "‖μ‖ʳ", ("mean_norm_ratio",), 4),
     ("condition, 100 σ_min/σ_max", "κ", ("condition",), 2),
@@ -127,6 +133,7 @@ MEASURES = (
     ("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
     ("  standard deviation", "", ("norm_std",), 4),
     ("norm vs. log frequency", "ρ", ("norm_frequency_correlation",), 4),
+    ("  as published (with unseen ones)", "", ("norm_frequency_correlation_published",), 4),
     ("along the mean vs. log frequency", "", ("mean_frequency_correlation",), 4),
     ("word similarity, mean of the sets", "r̄", ("word_similarity", "mean"), 2),
     ("  by dot product", "", ("word_similarity", "dot_mean"), 2),
@@ -159,7 +166,7 @@ def analyze(
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
-    The measures are exact. They take three passes over the rows and two eigendecompositions of
+    The measures are exact. They take four passes over the rows and two eigendecompositions of
     H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V. All are
     computed in float64, except for the exponents of the isotropy of a large matrix, if the relative
     error of the isotropy is then at most 1e-4 (see :func:`geometry.exponent_dtype`).
@@ -206,24 +213,38 @@ def analyze(
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
     one_done(columns)
 
+    # The norms come first, because the isotropy at unit mean norm needs their means.
+    taken = centred_basis[:, columns - top :]
+    centred_norms, topless_norms = torch.empty_like(norms), torch.empty_like(norms)
+    start = 0
+    for block in geometry.blocks(embeddings, kept, work.of("norms", _NORMS)):
+        rows_here = slice(start, start := start + len(block))
+        difference = block - mean
+        centred_norms[rows_here] = difference.norm(dim=1)
+        topless_norms[rows_here] = (difference - difference @ taken @ taken.T).norm(dim=1)
+
     # Rows equal to the mean differ from it by rounding errors only; the floor treats them as zero.
     floor = 1e-12 * float(norms.max())
-    raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
+    raw, centred, topless = (
+        _Cloud(norms, 0.0),
+        _Cloud(centred_norms, floor),
+        _Cloud(topless_norms, floor),
+    )
     along = torch.empty_like(norms)
-    taken = centred_basis[:, columns - top :]
-    dtype = geometry.exponent_dtype(embeddings, float(norms.max() + mean.norm()))
+    longest, units = float(centred_norms.max()), (centred.unit, topless.unit)
+    largest = max(float(norms.max()) / min(raw.unit, 1), longest / min(*units, 1))
+    dtype = geometry.exponent_dtype(embeddings, largest)
     axes, centred_axes = basis.to(dtype), centred_basis.to(dtype)
     for block in geometry.blocks(embeddings, kept, work.of("isotropy", _PROJECTIONS)):
         along[raw.rows : raw.rows + len(block)] = block @ mean
         raw.add(block, geometry.project(block.to(dtype), axes))
-        block = block - mean  # not in place: it may be the caller's memory
-        centred.add(block, geometry.project(block.to(dtype), centred_axes))
-        block -= block @ taken @ taken.T
-        topless.add(block)
-    # In the basis of the principal directions, removing the top ones means dropping columns.
-    log_z = centred.partition.log_z()
-    topless_log_z, topless_squares = log_z.copy(), centred_squares.clone()
-    topless_log_z[:, columns - top :] = math.log(used)  # exp(0) for every row
+        # In the basis of the principal directions, removing the top ones means dropping columns.
+        difference = block - mean
+        projections = geometry.project(difference.to(dtype), centred_axes)
+        centred.add(difference, projections)
+        difference = difference - difference @ taken @ taken.T
+        topless.add(difference, projections[:, : columns - top])
+    topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 
     p = p if p is None or kept is None else p[kept]
@@ -234,20 +255,20 @@ def analyze(
         None if sets is None else similarity_of(words, rows, sets, cloud.floor)
         for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
     ]
-    measures = _measures(raw, squares, raw.partition.log_z(), p, scores[0])
+    measures = _measures(raw, squares, p, scores[0])
     return EmbeddingReport(
         **{
             **vars(measures),
             "mean_norm": float(mean.norm()),
             "mean_norm_ratio": float(mean.norm()) / float(norms.mean()),
-            "mean_frequency_correlation": _correlation(as_array(along), p),
+            "mean_frequency_correlation": _correlation(as_array(along), p, "seen"),
         },
         vocab_size=rows,
         hidden_size=columns,
         excluded_rows=rows - used,
         unseen_tokens=unseen,
-        centered=_measures(centred, centred_squares, log_z, p, scores[1]),
-        all_but_the_top=_measures(topless, topless_squares, topless_log_z, p, scores[2]),
+        centered=_measures(centred, centred_squares, p, scores[1]),
+        all_but_the_top=_measures(topless, topless_squares, p, scores[2]),
         top_directions=top,
     )
 
@@ -264,7 +285,7 @@ class _Work:
     ) -> None:
         self._progress = progress
         self._done = 0.0
-        self._total = rows * (_NORMS + _GRAM + _PROJECTIONS) + 2 * columns * _EIGENVECTORS
+        self._total = rows * (2 * _NORMS + _GRAM + _PROJECTIONS) + 2 * columns * _EIGENVECTORS
 
     def of(self, what: str, cost: float) -> Callable[[int], None]:
         """Announce a pass; return a function to call after each block of rows, with their number.
@@ -284,39 +305,40 @@ class _Work:
 class _Cloud:
     """Accumulates the measures of one of a report's three variants, block by block."""
 
-    def __init__(self, rows: int, floor: float) -> None:
+    def __init__(self, norms: Tensor, floor: float) -> None:
         self.rows = 0
         self.floor = floor
+        self.norms = torch.where(norms > floor, norms, 0)
         self.partition = geometry.LogPartition()
+        self.unit_partition = geometry.LogPartition()
         self.angles = geometry.Angles()
-        self.norms = torch.empty(rows, dtype=torch.float64)
+        self.unit = float(self.norms.mean()) or 1.0
 
-    def add(self, vectors: Tensor, projections: Tensor | None = None) -> None:
+    def add(self, vectors: Tensor, projections: Tensor) -> None:
         """Add a block of rows [rows, any], and its projections onto the eigenvectors."""
-        norms = vectors.norm(dim=1)
-        self.norms[self.rows : self.rows + len(norms)] = norms
-        self.rows += len(norms)
+        norms = self.norms[self.rows : self.rows + len(vectors)].to(vectors.device)
+        self.rows += len(vectors)
         self.angles.add(vectors, norms, self.floor)
-        if projections is not None:
-            self.partition.add(projections)
+        self.partition.add(projections)
+        self.unit_partition.add(projections / self.unit)
 
 
 def _measures(
-    cloud: _Cloud,
-    squares: Tensor,
-    log_z: Array,
-    p: Array | None,
-    word_similarity: WordSimilarityReport | None,
+    cloud: _Cloud, squares: Tensor, p: Array | None, word_similarity: WordSimilarityReport | None
 ) -> Measures:
-    """The measures of rows with zero mean, from the eigenvalues of E^T E and log Z."""
+    """The measures of rows with zero mean, from the eigenvalues of E^T E, zeros included."""
     norms = as_array(cloud.norms)
-    norms[norms <= cloud.floor] = 0
     values = geometry.singular_values_of(squares.sort().values, len(norms))
+    log_z, unit_log_z = (
+        _with_removed_directions(partition.log_z(), len(squares), len(norms))
+        for partition in (cloud.partition, cloud.unit_partition)
+    )
     is_point = not norms.any()
     cosine = cloud.angles.mean_cosine()
     return Measures(
         isotropy=geometry.isotropy_of(log_z),
         isotropy_published=geometry.isotropy_of(log_z[:1]),
+        isotropy_unit=None if is_point else geometry.isotropy_of(unit_log_z),
         mean_norm=0.0,
         mean_norm_ratio=None if is_point else 0.0,
         condition=None if is_point else geometry.condition_of(values),
@@ -327,15 +349,21 @@ def _measures(
         norm_std=float(norms.std()),
         norm_min=float(norms.min()),
         norm_max=float(norms.max()),
-        norm_frequency_correlation=_correlation(norms, p),
+        norm_frequency_correlation=_correlation(norms, p, "seen"),
+        norm_frequency_correlation_published=_correlation(norms, p, "published"),
         mean_frequency_correlation=None,
         word_similarity=word_similarity,
         singular_values=values.tolist(),
     )
 
 
-def _correlation(values: Array, p: Array | None) -> float | None:
-    r = math.nan if p is None else correlation_with_log(values, p)
+def _with_removed_directions(log_z: Array, columns: int, rows: int) -> Array:
+    """Log Z [2, n] with columns for the directions that were removed: exp(0) for every row."""
+    return np.pad(log_z, ((0, 0), (0, columns - log_z.shape[1])), constant_values=math.log(rows))
+
+
+def _correlation(values: Array, p: Array | None, convention: Convention) -> float | None:
+    r = math.nan if p is None else correlation_with_log(values, p, convention)
     return None if math.isnan(r) else r
 
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from coupled_adam.optim.param_groups import ParamGroups
+    from coupled_adam.optim.token_embeddings import Couple
+
 
 class Arm(Protocol):
     """An arm of a comparison."""
@@ -34,7 +37,8 @@ class AdamWArm:
     """AdamW for all parameters.
 
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
-    embedding_weight_decay: the weight decay of all embeddings.
+    embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
+        have the recipe's (``training.decay_positions``).
     """
 
     lr_factor: float = 1.0
@@ -53,13 +57,7 @@ class AdamWArm:
         """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
-        from coupled_adam import param_groups
-
-        groups = param_groups(
-            model,
-            weight_decay=training.weight_decay,
-            embedding_weight_decay=self.embedding_weight_decay,
-        )
+        groups = _param_groups(model, training, self.embedding_weight_decay)
         for group in groups:
             if group.pop("coupled"):
                 group["lr"] = self.lr_factor * training.lr
@@ -71,12 +69,16 @@ class CoupledAdamArm:
     """Coupled Adam for the token embeddings.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
+    row_exponent, zero_sum: as in :class:`coupled_adam.CoupledAdamW`; they go beyond the paper.
     couple: which of the two embedding matrices of an untied model are coupled.
     lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
-    embedding_weight_decay: the weight decay of all embeddings.
+    embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
+        have the recipe's (``training.decay_positions``).
     """
 
     second_moment_scale: float = 1.0
+    row_exponent: float = 0.0
+    zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
@@ -85,6 +87,8 @@ class CoupledAdamArm:
         """Raise ValueError for options out of range."""
         if not 0 < self.second_moment_scale < math.inf:
             raise ValueError(f"second_moment_scale={self.second_moment_scale} must be above 0")
+        if not 0 <= self.row_exponent <= 1:
+            raise ValueError(f"row_exponent={self.row_exponent} must be between 0 and 1")
         _check_embedding_options(self)
 
     @property
@@ -93,20 +97,19 @@ class CoupledAdamArm:
         parts = ["Coupled Adam"]
         if self.second_moment_scale != 1:
             parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
+        if self.row_exponent:
+            parts.append(f"a = {self.row_exponent:g}")
+        if self.zero_sum:
+            parts.append("zero-sum")
         if self.couple != "both":
             parts.append(f"{self.couple} only")
         return ", ".join([*parts, *_embedding_options(self)])
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
-        from coupled_adam import CoupledAdamW, param_groups
+        from coupled_adam import CoupledAdamW
 
-        groups = param_groups(
-            model,
-            weight_decay=training.weight_decay,
-            embedding_weight_decay=self.embedding_weight_decay,
-            couple=self.couple,
-        )
+        groups = _param_groups(model, training, self.embedding_weight_decay, self.couple)
         for group in groups:
             if group["coupled"]:
                 group["lr"] = self.lr_factor * training.lr
@@ -116,7 +119,45 @@ class CoupledAdamArm:
             training.betas,
             training.eps,
             second_moment_scale=self.second_moment_scale,
+            row_exponent=self.row_exponent,
+            zero_sum=self.zero_sum,
         )
+
+
+def _param_groups(
+    model: "nn.Module",
+    training: Training,
+    embedding_weight_decay: float = 0.0,
+    couple: "Couple" = "both",
+) -> "ParamGroups":
+    """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
+    from torch import nn
+
+    from coupled_adam import embedding_parameters, param_groups
+
+    groups = param_groups(
+        model,
+        weight_decay=training.weight_decay,
+        embedding_weight_decay=embedding_weight_decay,
+        couple=couple,
+    )
+    if not training.decay_positions:
+        return groups
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    positions = tables - {*embedding_parameters(model).values()}
+    moved = {
+        name: p
+        for group in groups
+        for name, p in zip(group["param_names"], group["params"])
+        if p in positions
+    }
+    for group in groups:
+        group["param_names"] = [name for name in group["param_names"] if name not in moved]
+        group["params"] = [p for p in group["params"] if p not in positions]
+    decayed = {"coupled": False, "weight_decay": training.weight_decay}
+    groups.append({"params": [*moved.values()], "param_names": [*moved], **decayed})
+    groups[:] = [group for group in groups if group["params"]]
+    return groups
 
 
 def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
@@ -164,10 +205,9 @@ class SGDArm:
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
-        from coupled_adam import param_groups
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
-        groups = param_groups(model, weight_decay=training.weight_decay)
+        groups = _param_groups(model, training)
         for group in groups:
             if group.pop("coupled"):
                 group["lr"] = self.lr_factor * training.lr

@@ -75,6 +75,9 @@ class Training:
         stable, decay).
     decay: the share of the steps in which wsd decays the learning rate.
     final_lr: the final learning rate of cosine and wsd, as a share of ``lr``.
+    weight_decay: the weight decay of all matrices except embeddings; biases and norms have none.
+    decay_positions: whether learned positions have weight decay like other matrices. If not, they
+        are treated like token embeddings.
     max_grad_norm: the norm to which gradients are clipped; ``.inf`` disables clipping.
     precision: the precision of parameters and arithmetic, in Lightning's names.
     evaluate_every: the number of steps between evaluations; each is followed by a checkpoint.
@@ -96,6 +99,7 @@ class Training:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    decay_positions: bool = False
     max_grad_norm: float = 1.0
     precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
     evaluate_every: int = 1000

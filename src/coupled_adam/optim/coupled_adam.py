@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import kernels, reference, sharded
 from coupled_adam.optim import state as coupled_state
-from coupled_adam.optim.state import OPTIONS
 from coupled_adam.optim.update import Update, number
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -32,7 +31,7 @@ class _Clipping:
 class CoupledAdam(torch.optim.Adam):
     r"""Adam in which all rows of an embedding matrix share one second moment.
 
-    A drop-in replacement for :class:`torch.optim.Adam` with four more options for each param group.
+    A drop-in replacement for :class:`torch.optim.Adam` with six more options for each param group.
     In groups with ``coupled=True``, the second moment of each row is replaced by the average over
     all V rows (Algorithm 1 of arXiv 2502.08441, written out in
     :mod:`coupled_adam.optim.reference`). All other groups run torch's own implementation, with
@@ -61,6 +60,13 @@ class CoupledAdam(torch.optim.Adam):
         coupled (bool): whether the rows of each matrix in the group share a second moment.
         second_moment_scale (float): positive factor applied to the shared second moment, the 2^-n
             of Scaled Coupled Adam (Sec. 6.1). Affects coupled groups only.
+        row_exponent (float): a between 0 and 1. With a > 0 the step size of each token also depends
+            on its own average squared gradient, to the power -a/2 (see
+            :mod:`coupled_adam.optim.reference`). This goes beyond the paper and needs one more
+            number of state for each token, ``exp_avg_sq_row`` [V]. Affects coupled groups only.
+        zero_sum (bool): subtract the mean of the rows' updates from each of them, so that a step
+            does not move the mean embedding, except by weight decay and rounding. This goes beyond
+            the paper, too. Affects coupled groups only.
         vocab_dim (int): the dimension that indexes the tokens: 0 for [V, H], 1 for [H, V].
             Affects coupled groups only.
         stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
@@ -106,15 +112,22 @@ class CoupledAdam(torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         coupled: bool = False,
         second_moment_scale: float = 1.0,
+        row_exponent: float = 0.0,
+        zero_sum: bool = False,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
         self._clipping = _Clipping()
         self.max_grad_norm = max_grad_norm
-        self._coupling_defaults = dict(
-            zip(OPTIONS, (coupled, second_moment_scale, vocab_dim, stochastic_rounding))
-        )
+        self._coupling_defaults = {
+            "coupled": coupled,
+            "second_moment_scale": second_moment_scale,
+            "row_exponent": row_exponent,
+            "zero_sum": zero_sum,
+            "vocab_dim": vocab_dim,
+            "stochastic_rounding": stochastic_rounding,
+        }
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
@@ -209,6 +222,8 @@ class CoupledAdam(torch.optim.Adam):
             if group["amsgrad"]:
                 max_exp_avg_sqs.append(state["max_exp_avg_sq"])
             state_steps.append(state["step"])
+        if group["row_exponent"] != 0:  # torch's signature has no list of their own for these
+            exp_avg_sqs.extend([self.state[p]["exp_avg_sq_row"] for p in params_with_grad])
         return False  # check_parameter has refused complex parameters
 
     @property
@@ -248,6 +263,7 @@ class CoupledAdam(torch.optim.Adam):
         """
         # A coupled gradient is read twice. `measure` sums its squares over the rows, the sums of
         # all ranks are added, and only then `apply` can update nu and, with it, the parameter.
+        # `center` comes between them with zero_sum, where `measure` could not do its work.
         self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
@@ -281,9 +297,18 @@ class CoupledAdam(torch.optim.Adam):
             update.kernel = kernels.choose(update)  # the gradient is now another tensor
             update.measure(update_moment=found_inf is None)
         sharded.all_reduce(penalized)
-        for update in reversed(coupled):  # the last one's gradient may still be in the cache
-            update.apply(factor, found_inf)
-            if unscale is not None:
+        stepping = [update for update in coupled if update.advance(factor, found_inf)]
+        for update in stepping:
+            if update.exp_avg_sq_row is not None:
+                reference.weigh_rows(update)
+        centered = [u for u in stepping if u.group["zero_sum"] and u.moment_sums is None]
+        for update in centered:
+            update.kernel.center(update)
+        sharded.all_reduce_moments(centered)
+        for update in reversed(stepping):  # the last one's gradient may still be in the cache
+            update.kernel.apply(update)
+        if unscale is not None:
+            for update in coupled:
                 _unscale(update.parameter, unscale)
         for group, tensors, has_complex in plain:
             beta1, beta2 = group["betas"]
@@ -321,11 +346,15 @@ class CoupledAdam(torch.optim.Adam):
                 plain.append((group, tensors, has_complex))
                 continue
             params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = tensors
+            rows = exp_avg_sqs[len(params) :]
             for i, p in enumerate(params):
-                maximum = max_exp_avg_sqs[i] if max_exp_avg_sqs else None
-                coupled.append(
-                    _update(group, p, grads[i], exp_avgs[i], exp_avg_sqs[i], maximum, steps[i])
+                moments = _Moments(
+                    exp_avgs[i],
+                    exp_avg_sqs[i],
+                    max_exp_avg_sqs[i] if max_exp_avg_sqs else None,
+                    rows[i] if rows else None,
                 )
+                coupled.append(_update(group, p, grads[i], moments, steps[i]))
         return coupled, plain
 
     def _clip_factor(
@@ -368,9 +397,13 @@ class CoupledAdam(torch.optim.Adam):
         the rows' maxima is only an upper bound of the maximum of the means.)
 
         As in torch, the options of the loaded groups replace the optimizer's own. Options that the
-        checkpoint does not contain (in a checkpoint of torch: ``coupled``,
-        ``second_moment_scale``, ``vocab_dim`` and ``stochastic_rounding``) keep their values. A
-        loaded ``coupled`` that differs from the optimizer's also replaces it, with a warning.
+        checkpoint does not contain (in a checkpoint of torch: all options of Coupled Adam) keep
+        their values. A loaded ``coupled`` that differs from the optimizer's also replaces it, with
+        a warning.
+
+        With ``row_exponent``, the mean of each row of a second moment [V, H] becomes the row's
+        ``exp_avg_sq_row``. A checkpoint of Coupled Adam without ``row_exponent`` has nothing to
+        tell the rows apart; all then start with the mean of ``exp_avg_sq``.
 
         Args:
             state_dict: as returned by ``state_dict()``; it is not changed.
@@ -421,8 +454,8 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
             differentiable, fused: as in :class:`torch.optim.AdamW`, with the same defaults.
-        coupled, second_moment_scale, vocab_dim, stochastic_rounding, max_grad_norm: as in
-            :class:`CoupledAdam`.
+        coupled, second_moment_scale, row_exponent, zero_sum, vocab_dim, stochastic_rounding,
+            max_grad_norm: as in :class:`CoupledAdam`.
     """
 
     def __init__(
@@ -441,6 +474,8 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         fused: bool | None = None,
         coupled: bool = False,
         second_moment_scale: float = 1.0,
+        row_exponent: float = 0.0,
+        zero_sum: bool = False,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
@@ -460,31 +495,33 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             decoupled_weight_decay=True,
             coupled=coupled,
             second_moment_scale=second_moment_scale,
+            row_exponent=row_exponent,
+            zero_sum=zero_sum,
             vocab_dim=vocab_dim,
             stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
         )
 
 
+class _Moments(NamedTuple):
+    """The moments of a matrix in its state: exp_avg [V, H], nu and its maximum [H], and r [V]."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    exp_avg_sq_row: Tensor | None
+
+
 def _update(
-    group: dict[str, Any],
-    parameter: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    moment: Tensor,
-    maximum: Tensor | None,
-    step: Tensor,
+    group: dict[str, Any], parameter: Tensor, grad: Tensor, moments: _Moments, step: Tensor
 ) -> Update:
     """Build the update of a matrix from this rank's parts, oriented so that rows are tokens."""
-    if type(parameter) in sharded.PLAIN:
-        param, moments = parameter, (moment, maximum)
-    else:
+    param, moment = parameter, moments.exp_avg_sq
+    if type(parameter) not in sharded.PLAIN:
         grad = sharded.placed_as(grad, parameter)
-        param, grad, exp_avg = map(sharded.to_local, (parameter, grad, exp_avg))
-        moments = (
-            sharded.to_local(moment),
-            maximum if maximum is None else sharded.to_local(maximum),
-        )
+        param, grad = sharded.to_local(parameter), sharded.to_local(grad)
+        moments = _Moments(*(x if x is None else sharded.to_local(x) for x in moments))
+    exp_avg = moments.exp_avg
     if group["vocab_dim"] == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
     traced = group["differentiable"] or torch.compiler.is_compiling()
@@ -497,8 +534,9 @@ def _update(
         param=param,
         grad=grad,
         exp_avg=exp_avg,
-        exp_avg_sq=moments[0],
-        max_exp_avg_sq=moments[1],
+        exp_avg_sq=moments.exp_avg_sq,
+        max_exp_avg_sq=moments.max_exp_avg_sq,
+        exp_avg_sq_row=moments.exp_avg_sq_row,
         traced=traced,
         lr=number(group["lr"], traced),
         beta1=number(beta1, traced),

@@ -45,11 +45,11 @@ def param_groups(
 ) -> ParamGroups:
     """Build the param groups of a model for :class:`coupled_adam.CoupledAdamW`.
 
-    Token embeddings are coupled; :func:`embedding_parameters` documents how they are found. They
-    have no weight decay by default, and biases and norms never have any, as in the paper's
-    experiments (with both optimizers). Other embeddings, such as those of positions and token
-    types, are treated like token embeddings in this respect, whereas in the paper's experiments
-    they do have weight decay. All other matrices have weight decay. Frozen parameters are left out.
+    Token embeddings are coupled; :func:`embedding_parameters` documents how they are found. By
+    default neither they nor other embeddings, such as those of positions and token types, have
+    weight decay. Biases and norms never have any, and all other matrices do. Frozen parameters are
+    left out. In the experiments of arXiv 2502.08441 learned positions do have weight decay; the
+    other exemptions are the same there, with both optimizers.
 
     Args:
         model: any module, also on the meta device.

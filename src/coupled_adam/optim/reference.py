@@ -13,8 +13,19 @@ As averaging is linear, nu is exactly the average over the rows of Adam's second
 V x H state is needed for it. The paper's bias-corrected average is nu / (1 - beta2^t). The factor s
 is ``second_moment_scale``, the 2^-n of Scaled Coupled Adam (Sec. 6.1 of the paper).
 
-``measure`` computes the sum over i of g_i^2 on this rank, and ``apply`` the rest, once the sums of
-all ranks have been added.
+Two options go beyond the paper. With ``row_exponent`` a > 0 each token also has a step size of its
+own, from one number for each token. With ``zero_sum`` the mean of all rows' updates is subtracted
+from each, so that the mean embedding does not move::
+
+    r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2      (exp_avg_sq_row: a number for each token)
+    u_i = w_i m_i,  w_i = (r_i / mean_k r_k)^(-a/2)        (a = 0: Coupled Adam; a = 1: rank one)
+    e_i <- e_i - lr ((u_i - mean_k u_k) / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
+
+The mean of r over the tokens is the mean of nu over the columns. A token that never had a gradient
+has r_i = 0 and m_i = 0, and its w_i is 0.
+
+``measure`` computes the sums of g^2 on this rank. Once the sums of all ranks have been added,
+``center`` computes the sum of u_i, if ``zero_sum`` needs it, and ``apply`` does the rest.
 """
 
 import torch
@@ -28,26 +39,52 @@ skips = False
 
 def measure(update: Update, update_moment: bool) -> None:
     """Set ``update.sums`` to sum_i g_i^2 over this rank's tokens, [H], in float32 or wider."""
-    update.sums = update.grad.to(update.exp_avg_sq.dtype).square().sum(0)
+    square = update.grad.to(update.exp_avg_sq.dtype).square()
+    update.sums = square.sum(0)
+    if update.exp_avg_sq_row is not None:
+        update.row_sums = square.sum(1)
+
+
+def center(update: Update) -> None:
+    """Update m, and set ``update.moment_sums`` to sum_i u_i over this rank's tokens, [H]."""
+    _update_moment(update)
+    update.moment_sums = _weighted(update).sum(0)
 
 
 def apply(update: Update) -> None:
     """Update nu from ``update.sums``, now the sums over all tokens, then m, then e."""
     rates = step_size(update)
-    grad, exp_avg, param = update.grad, update.exp_avg, update.param
+    if not update.moment_updated:
+        _update_moment(update)
+    param = update.param
+    values = param if update.noise is None else param.float()
+    values.mul_(update.decay)
+    step = _weighted(update)
+    if update.moment_sums is not None:
+        step = step - update.moment_sums / update.vocab_size
+    values.addcmul_(step, rates, value=-1)  # each column has one rate, the same for all rows
+    if update.noise is not None:
+        round_(param, values, update.noise)
+
+
+def _update_moment(update: Update) -> None:
+    grad, exp_avg = update.grad, update.exp_avg
     if isinstance(update.factor, Tensor) or update.factor != 1:  # clips, unscales or maximizes
-        grad = update.factor * grad.to(rates.dtype)
+        grad = update.factor * grad.to(update.exp_avg_sq.dtype)
     weight = 1 - update.beta1
     exp_avg.lerp_(
         grad.to(exp_avg.dtype), weight.to(exp_avg) if isinstance(weight, Tensor) else weight
     )
     if update.group["differentiable"]:  # autograd saves it, but the next step overwrites exp_avg
-        exp_avg = exp_avg.clone()
-    values = param if update.noise is None else param.float()
-    values.mul_(update.decay)
-    values.addcmul_(exp_avg, rates, value=-1)  # each column has one rate, the same for all rows
-    if update.noise is not None:
-        round_(param, values, update.noise)
+        update.exp_avg = exp_avg.clone()
+    update.moment_updated = True
+
+
+def _weighted(update: Update) -> Tensor:
+    """w_i m_i up to a common factor, which is part of :func:`step_size`, [rows, columns]."""
+    if update.weights is None:
+        return update.exp_avg
+    return update.weights[:, None] * update.exp_avg
 
 
 def step_size(update: Update) -> Tensor:
@@ -67,8 +104,34 @@ def step_size(update: Update) -> Tensor:
         _store(nu, update.max_exp_avg_sq, update.skip)
     denominator = (update.group["second_moment_scale"] * nu / (1 - beta2**t)).sqrt()
     denominator = denominator + update.group["eps"]
-    rates: Tensor = update.lr / (1 - beta1**t) / denominator
+    rates: Tensor = update.row_scale * update.lr / (1 - beta1**t) / denominator
     return rates.to(update.exp_avg_sq.dtype)
+
+
+def weigh_rows(update: Update) -> None:
+    """Update r; set ``weights`` to r_i^(-a/2), [rows], and ``row_scale`` to (mean_k r_k)^(a/2).
+
+    Their product is w_i. All kernels use this, except that the one in C may have updated r and
+    computed the weights in ``measure``.
+    """
+    state, exponent, beta2 = update.exp_avg_sq_row, update.group["row_exponent"] / 2, update.beta2
+    assert state is not None
+    assert update.sums is not None
+    if update.weights is None:
+        assert update.row_sums is not None
+        mean_square = _scaled(update.row_sums, update.factor) / update.hidden_size
+        rows = beta2 * state + (1 - beta2) * mean_square.to(state.dtype)
+        _store(rows, state, update.skip)
+        # The inner `where` keeps the gradient of a differentiable step finite.
+        nonzero = torch.where(rows == 0, 1.0, rows)
+        update.weights = torch.where(rows == 0, 0.0, nonzero**-exponent)
+    if update.totals is None:
+        new, old = update.sums.sum(), update.exp_avg_sq.sum()
+    else:
+        new, old = update.totals
+    mean_square = _scaled(new, update.factor) / update.vocab_size
+    mean = (beta2 * old + (1 - beta2) * mean_square) / update.hidden_size
+    update.row_scale = (mean**exponent).to(state.dtype)
 
 
 def _scaled(sums: Tensor, factor: float | Tensor) -> Tensor:

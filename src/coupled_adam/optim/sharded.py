@@ -78,37 +78,72 @@ def shards(placement: Any, dimension: int) -> bool:
     return getattr(placement, "dim", None) == dimension
 
 
-def all_reduce(updates: Sequence["Update"]) -> None:
-    """Replace each update's sums over this rank's rows by the sums over the rows of all ranks.
+def splits(p: Tensor, dimension: int) -> tuple[int, ...]:
+    """The mesh dimensions over which a dimension of a matrix is sharded."""
+    if not is_dtensor(p):
+        return ()
+    placements = p.placements  # type: ignore[attr-defined]
+    return tuple(i for i, placement in enumerate(placements) if shards(placement, dimension))
 
-    The sums of all matrices that are sharded over the same ranks are concatenated, so that they
-    need only one all-reduce for each mesh dimension over which rows are sharded.
+
+def splits_columns(update: "Update") -> bool:
+    """Whether this rank may hold only a part of each row."""
+    return bool(splits(update.parameter, 1 - update.group["vocab_dim"]))
+
+
+def all_reduce(updates: Sequence["Update"]) -> None:
+    """Replace each update's sums over this rank's part of the gradient by those over the whole.
+
+    ``sums`` are added over the rows of all ranks, and so are ``moment_sums`` if ``measure`` has
+    computed them. ``row_sums`` are added over the columns of all ranks.
     """
-    groups: dict[Any, list[Update]] = {}
-    for update in updates:
-        p = update.parameter
-        if not is_dtensor(p):
-            continue
-        placements = p.placements  # type: ignore[attr-defined]
-        vocab_dim = update.group["vocab_dim"]
-        mesh_dims = tuple(
-            i for i, placement in enumerate(placements) if shards(placement, vocab_dim)
-        )
-        if mesh_dims:
-            groups.setdefault((p.device_mesh, mesh_dims, p.device), []).append(update)  # type: ignore[attr-defined]
+    _all_reduce([(u, name, u.group["vocab_dim"]) for u in updates for name in _SUMS_OVER_ROWS])
+    weighted = [u for u in updates if u.row_sums is not None and splits_columns(u)]
+    for update in weighted:
+        assert update.row_sums is not None
+        assert update.sums is not None
+        totals = torch.stack([update.sums.sum(), update.exp_avg_sq.sum().to(update.sums)])
+        update.row_sums = torch.cat([update.row_sums.to(totals), totals])
+    _all_reduce([(u, "row_sums", 1 - u.group["vocab_dim"]) for u in weighted])
+    for update in weighted:
+        assert update.row_sums is not None
+        new, old = update.row_sums[-2:]
+        update.row_sums, update.totals = update.row_sums[:-2], (new, old)
+
+
+def all_reduce_moments(updates: Sequence["Update"]) -> None:
+    """Replace ``moment_sums`` over this rank's rows by those over the rows of all ranks."""
+    _all_reduce([(u, "moment_sums", u.group["vocab_dim"]) for u in updates])
+
+
+_SUMS_OVER_ROWS = ("sums", "moment_sums")
+
+
+def _all_reduce(vectors: Iterable[tuple["Update", str, int]]) -> None:
+    """Add vectors, given as attributes, over the ranks that share a dimension of their matrix.
+
+    Vectors that are added over the same ranks are concatenated, so that they need only one
+    all-reduce for each mesh dimension over which the matrices' dimension is sharded.
+    """
+    groups: dict[Any, list[tuple[Update, str, Tensor]]] = {}
+    for update, name, dimension in vectors:
+        p, vector = update.parameter, getattr(update, name)
+        mesh_dims = splits(p, dimension)
+        if mesh_dims and vector is not None:
+            key = (p.device_mesh, mesh_dims, p.device)  # type: ignore[attr-defined]
+            groups.setdefault(key, []).append((update, name, vector))
     for (mesh, mesh_dims, device), members in groups.items():
         from torch.distributed import _functional_collectives as collectives
 
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if device.type == "cpu" else torch.float32
-        sums = [update.sums for update in members if update.sums is not None]
-        total = torch.cat([x.to(wide) for x in sums])
+        total = torch.cat([vector.to(wide) for *_, vector in members])
         total = total.to(mesh.device_type)  # FSDP2 can keep parameters on the host
         for mesh_dim in mesh_dims:
             total = collectives.all_reduce(total, "sum", (mesh, mesh_dim))
-        parts = collectives.wait_tensor(total).split([len(x) for x in sums])
-        for update, old, part in zip(members, sums, parts):
-            update.sums = part.to(old)
+        parts = collectives.wait_tensor(total).split([len(vector) for *_, vector in members])
+        for (update, name, old), part in zip(members, parts):
+            setattr(update, name, part.to(old))
 
 
 def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
@@ -127,26 +162,25 @@ def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
     return whole
 
 
-def mean_over_tokens(values: Tensor, vocab_dim: int) -> Tensor:
-    """The mean of a matrix over ``vocab_dim``, [H].
+def mean_over(values: Tensor, dim: int) -> Tensor:
+    """The mean of a matrix over a dimension, with the layout of :func:`moment_placements`.
 
-    If rows are sharded, this takes one all-reduce of H numbers. The result is replicated over the
-    ranks that share the rows, and sharded where the columns are.
+    If the dimension is sharded, this takes one all-reduce.
     """
     if not is_dtensor(values):
-        return values.mean(vocab_dim)
+        return values.mean(dim)
     from torch.distributed.tensor import DTensor, Replicate
 
     # sum / V, not mean: with shards of unequal size, DTensor's mean would gather the matrix.
-    total = values.sum(vocab_dim)
+    total = values.sum(dim)
     assert isinstance(total, DTensor)
     whole = [Replicate() if placement.is_partial() else placement for placement in total.placements]
-    return total.redistribute(placements=whole) / values.shape[vocab_dim]
+    return total.redistribute(placements=whole) / values.shape[dim]
 
 
-def zero_moment(p: Tensor, vocab_dim: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [H] for the second moment of ``p``, with the layout of :func:`moment_placements`."""
-    columns = to_local(p).shape[1 - vocab_dim]
+def zero_moment(p: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """Zeros for a mean of ``p`` over a dimension, with the layout of :func:`moment_placements`."""
+    columns = to_local(p).shape[1 - dim]
     part = torch.zeros(columns, dtype=dtype, device=p.device)
     if not is_dtensor(p):
         return part
@@ -156,20 +190,20 @@ def zero_moment(p: Tensor, vocab_dim: int, dtype: torch.dtype) -> Tensor:
     whole: Tensor = DTensor.from_local(
         part,
         p.device_mesh,
-        moment_placements(p, vocab_dim),
-        shape=p.shape[1 - vocab_dim : 2 - vocab_dim],
+        moment_placements(p, dim),
+        shape=p.shape[1 - dim : 2 - dim],
         stride=(1,),
     )
     return whole.to(p.device)  # FSDP2 can keep parameters on the host
 
 
-def moment_placements(p: Tensor, vocab_dim: int) -> list[Any]:
-    """The placements of the second moment [H] of ``p``: sharded as its columns, else replicated."""
+def moment_placements(p: Tensor, dim: int) -> list[Any]:
+    """The placements of a mean of ``p`` over ``dim``: sharded as the other dimension is."""
     from torch.distributed.tensor import Replicate, Shard
 
     result: list[Any] = []
     for placement in p.placements:  # type: ignore[attr-defined]
-        if not shards(placement, 1 - vocab_dim):
+        if not shards(placement, 1 - dim):
             result.append(Replicate())
         elif hasattr(placement, "split_factor"):
             result.append(type(placement)(0, split_factor=placement.split_factor))
@@ -178,17 +212,17 @@ def moment_placements(p: Tensor, vocab_dim: int) -> list[Any]:
     return result
 
 
-def place_moment(values: Tensor, p: Tensor, vocab_dim: int) -> Tensor:
-    """Redistribute a vector [H], if it is a DTensor, to the layout of the second moment of p."""
+def place_moment(values: Tensor, p: Tensor, dim: int) -> Tensor:
+    """Redistribute a vector, if it is a DTensor, to the layout of a mean of ``p`` over ``dim``."""
     if not is_dtensor(values):
         return values
-    placed: Tensor = values.redistribute(placements=moment_placements(p, vocab_dim))  # type: ignore[attr-defined]
+    placed: Tensor = values.redistribute(placements=moment_placements(p, dim))  # type: ignore[attr-defined]
     return placed
 
 
-def moment_is_placed(values: Tensor, p: Tensor, vocab_dim: int) -> bool:
-    """Whether a vector [H] has the layout of the second moment of ``p``."""
+def moment_is_placed(values: Tensor, p: Tensor, dim: int) -> bool:
+    """Whether a vector has the layout of a mean of ``p`` over ``dim``."""
     if not is_dtensor(p) or not is_dtensor(values):
         return is_dtensor(p) == is_dtensor(values)
     same: bool = values.device_mesh == p.device_mesh  # type: ignore[attr-defined]
-    return same and list(values.placements) == moment_placements(p, vocab_dim)  # type: ignore[attr-defined]
+    return same and list(values.placements) == moment_placements(p, dim)  # type: ignore[attr-defined]

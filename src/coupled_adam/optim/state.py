@@ -18,11 +18,21 @@ from torch.optim.optimizer import (
 from coupled_adam.optim import sharded
 from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
 
-OPTIONS = ("coupled", "second_moment_scale", "vocab_dim", "stochastic_rounding")
+OPTIONS = (
+    "coupled",
+    "second_moment_scale",
+    "row_exponent",
+    "zero_sum",
+    "vocab_dim",
+    "stochastic_rounding",
+)
 """Options of a param group that torch.optim.Adam does not have."""
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The states that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
+
+ROW_MOMENT = "exp_avg_sq_row"
+"""The state of shape [V] that ``row_exponent`` adds."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
@@ -30,7 +40,7 @@ Group = dict[str, Any]
 
 
 def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
-    """The state before the first step: all zeros, the second moments [H] in float32 or wider."""
+    """The state before the first step: all zeros, the second moments in float32 or wider."""
     if group["fused"]:
         _device_dtype_check_for_fused(p)
     on_device = group["capturable"] or group["fused"]
@@ -42,9 +52,18 @@ def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
         else torch.tensor(0.0, dtype=dtype),
         "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
     }
-    for name in SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]:
-        state[name] = sharded.zero_moment(p, group["vocab_dim"], _moment_dtype(p))
+    for name, dim in _moments(group).items():
+        state[name] = sharded.zero_moment(p, dim, _moment_dtype(p))
     return state
+
+
+def _moments(group: Group) -> dict[str, int]:
+    """The second moments of a coupled matrix, and the dimension over which each is averaged."""
+    names = SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]
+    moments: dict[str, int] = dict.fromkeys(names, group["vocab_dim"])
+    if group["row_exponent"] != 0:
+        moments[ROW_MOMENT] = 1 - group["vocab_dim"]
+    return moments
 
 
 def check_group(group: Group) -> None:
@@ -56,6 +75,13 @@ def check_group(group: Group) -> None:
             f"Invalid second_moment_scale: {group['second_moment_scale']} "
             "(must be positive and finite)"
         )
+    if not 0.0 <= group["row_exponent"] <= 1.0:
+        raise ValueError(
+            f"Invalid row_exponent: {group['row_exponent']} (must be between 0, Coupled Adam, and "
+            "1, a step size of its own for each token)"
+        )
+    if not isinstance(group["zero_sum"], bool):
+        raise ValueError(f"Invalid zero_sum: {group['zero_sum']!r} (True or False)")
     if group["vocab_dim"] not in (0, 1):
         raise ValueError(
             f"Invalid vocab_dim: {group['vocab_dim']!r} (0 for matrices [V, H], 1 for [H, V])"
@@ -70,6 +96,11 @@ def check_group(group: Group) -> None:
         raise ValueError(
             "stochastic_rounding=True is not differentiable: construct the optimizer with "
             "differentiable=False"
+        )
+    if group["amsgrad"] and group["row_exponent"] != 0:
+        raise ValueError(
+            f"row_exponent={group['row_exponent']} is not defined with amsgrad=True, whose running "
+            "maximum is taken of the shared moment only: set one of them to its default"
         )
     # torch checks these only for the constructor's arguments, not for those of a group.
     if not group["lr"] >= 0.0:
@@ -122,16 +153,27 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             f"{_describe(group, index)} is on {p.device}, but its optimizer state is on "
             f"{exp_avg.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the state"
         )
-    if exp_avg.shape != p.shape or exp_avg_sq.shape != _moment_shape(group, p):
+    vocab_dim = group["vocab_dim"]
+    if exp_avg.shape != p.shape or exp_avg_sq.shape != _moment_shape(p, vocab_dim):
         raise RuntimeError(
             f"the state of {_describe(group, index)} has exp_avg {list(exp_avg.shape)} and "
             f"exp_avg_sq {list(exp_avg_sq.shape)}; the shapes must be {list(p.shape)} and "
-            f"{list(_moment_shape(group, p))}. If 'coupled' was set after the first step, "
+            f"{list(_moment_shape(p, vocab_dim))}. If 'coupled' was set after the first step, "
             "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+        )
+    rows = state.get(ROW_MOMENT)
+    if group["row_exponent"] != 0 and (
+        rows is None or rows.shape != _moment_shape(p, 1 - vocab_dim)
+    ):
+        raise RuntimeError(
+            f"the state of {_describe(group, index)} has no {ROW_MOMENT} with a number for each "
+            "token. If 'row_exponent' was set after the first step, "
+            "optimizer.load_state_dict(optimizer.state_dict()) adds it"
         )
     if not (
         sharded.same_layout(p, exp_avg)
-        and sharded.moment_is_placed(exp_avg_sq, p, group["vocab_dim"])
+        and sharded.moment_is_placed(exp_avg_sq, p, vocab_dim)
+        and (rows is None or sharded.moment_is_placed(rows, p, 1 - vocab_dim))
     ):
         raise RuntimeError(
             f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out differently: "
@@ -193,11 +235,7 @@ def from_adam(
                         f"{_kind(p)}, but its {name} is a {_kind(value)}. {_HOW_TO_LOAD}"
                     )
             if saved["coupled"]:
-                moments[p] = {
-                    name: _average(fitted, index, name, state[key][name])
-                    for name in SECOND_MOMENTS
-                    if name in state[key]
-                }
+                moments[p] = _averages(fitted, index, state[key])
                 state[key] = {**state[key], **moments[p]}
             shapes = {name: value.shape for name, value in state[key].items() if name != "step"}
             _check_shapes(fitted, index, shapes)
@@ -208,8 +246,10 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert the state dict of Coupled Adam to one that ``torch.optim.Adam(W)`` can load.
 
     The shared second moment [H] is copied to each of the V rows, in the dtype of ``exp_avg``, and
-    the coupling options are removed from the groups. A ``second_moment_scale`` other than 1 is
-    lost, as it is applied in the update and is not contained in the moment.
+    the coupling options are removed from the groups. With ``row_exponent`` each row's copy is
+    multiplied by the row's average squared gradient relative to that of all rows. A
+    ``second_moment_scale`` other than 1 is lost, as it is applied in the update and is not
+    contained in the moment.
 
     Args:
         state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
@@ -222,15 +262,24 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
-                exp_avg = state[key]["exp_avg"]
-                rows = {
-                    name: torch.empty_like(exp_avg).copy_(value.unsqueeze(group["vocab_dim"]))
-                    for name, value in state[key].items()
-                    if name in SECOND_MOMENTS
-                }
-                state[key] = {**state[key], **rows}
+                state[key] = _spread(state[key], group["vocab_dim"])
         groups.append({name: value for name, value in group.items() if name not in OPTIONS})
     return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _spread(state: dict[str, Tensor], vocab_dim: int) -> dict[str, Tensor]:
+    """A state of Coupled Adam as Adam's, with second moments of the shape [V, H]."""
+    adam = {name: value for name, value in state.items() if name != ROW_MOMENT}
+    for name in SECOND_MOMENTS:
+        if name in state:
+            moment = state[name].unsqueeze(vocab_dim)
+            if ROW_MOMENT in state:
+                rows = state[ROW_MOMENT]
+                # All zeros before the first gradient: then nothing has to be divided.
+                relative = rows / rows.mean().clamp(min=torch.finfo(rows.dtype).tiny)
+                moment = moment * relative.unsqueeze(1 - vocab_dim)
+            adam[name] = torch.empty_like(state["exp_avg"]).copy_(moment)
+    return adam
 
 
 _HOW_TO_LOAD = (
@@ -251,17 +300,28 @@ def _moment_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def _moment_shape(group: Group, p: Tensor) -> torch.Size:
-    return p.shape[1:] if group["vocab_dim"] == 0 else p.shape[:1]
+def _moment_shape(p: Tensor, dim: int) -> torch.Size:
+    """The shape of a mean of ``p`` over a dimension."""
+    return p.shape[1:] if dim == 0 else p.shape[:1]
 
 
-def _average(group: Group, index: int, name: str, value: Tensor) -> Tensor:
-    """Reduce a loaded second moment to [H], on the parameter's device, in float32 or wider."""
+def _averages(group: Group, index: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Reduce loaded second moments, on the parameter's device, to float32 or wider."""
     p = group["params"][index]
-    if value.shape == p.shape:
-        value = sharded.mean_over_tokens(value.to(_moment_dtype(p)), group["vocab_dim"])
-    value = sharded.place_moment(value, p, group["vocab_dim"])
-    return value.to(p.device, _moment_dtype(p))
+    dtype = _moment_dtype(p)
+    averages = {}
+    for name, dim in _moments(group).items():
+        value = state.get(name, state.get("exp_avg_sq") if name == ROW_MOMENT else None)
+        if value is None:
+            continue
+        value = value.to(dtype)
+        if value.shape == p.shape:
+            value = sharded.mean_over(value, dim)
+        elif name not in state:  # no row had a moment of its own: each starts with the mean of all
+            mean = sharded.full_tensor(value.mean()).to(p.device)
+            value = sharded.zero_moment(p, dim, dtype) + mean
+        averages[name] = sharded.place_moment(value, p, dim).to(p.device)
+    return averages
 
 
 def _describe(group: Group, index: int) -> str:
@@ -299,8 +359,8 @@ def _check_matrix(group: Group, index: int) -> None:
 def _check_shapes(group: Group, index: int, shapes: dict[str, torch.Size]) -> None:
     p = group["params"][index]
     for name, shape in shapes.items():
-        shared = group["coupled"] and name in SECOND_MOMENTS
-        expected = _moment_shape(group, p) if shared else p.shape
+        moments = _moments(group) if group["coupled"] else {}
+        expected = _moment_shape(p, moments[name]) if name in moments else p.shape
         if shape != expected:
             raise ValueError(
                 f"cannot load the state of {_describe(group, index)}: its {name} has the shape "

@@ -2,9 +2,9 @@
 
 :meth:`CoupledAdam.step` creates an :class:`Update` for each coupled matrix. It then calls
 ``measure`` on each, which sums the squared gradient over this rank's rows, all-reduces the sums of
-all ranks, and calls ``apply`` on each, which updates the state and the parameter. A :class:`Kernel`
-implements these two passes over a matrix; :mod:`coupled_adam.optim.reference` is the one to read
-first.
+all ranks, and calls ``apply`` on each, which updates the state and the parameter. ``center`` comes
+between the two with ``zero_sum``. A :class:`Kernel` implements these passes over a matrix;
+:mod:`coupled_adam.optim.reference` is the one to read first.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from coupled_adam.optim.rounding import Noise, noise_of
 
 
 class Kernel(Protocol):
-    """The two passes over a matrix, implemented by a module.
+    """The passes over a matrix, implemented by a module.
 
     Attributes:
         skips: whether ``apply`` can read ``update.skip`` and ``update.t`` on the device. If it
@@ -32,8 +32,18 @@ class Kernel(Protocol):
         They have the shape [columns] in float32 or wider. For a parameter that is not a DTensor, a
         kernel may also leave partial sums of shape [parts, columns].
 
+        With ``row_exponent`` it also sets ``update.row_sums`` to the sums over this rank's columns,
+        [rows], in the same dtype.
+
         With ``update_moment`` a kernel may update ``exp_avg`` in the same pass, and then sets
-        ``update.moment_updated``.
+        ``update.moment_updated``. If it knows the whole rows, it may then do the work of ``center``
+        as well, and of :func:`coupled_adam.optim.reference.weigh_rows`.
+        """
+
+    def center(self, update: "Update") -> None:
+        """Update ``exp_avg``, and set ``update.moment_sums`` from ``update.weights``.
+
+        This is called with ``zero_sum`` only, and not if ``measure`` has set ``moment_sums``.
         """
 
     def apply(self, update: "Update") -> None:
@@ -62,10 +72,19 @@ class Update:
         traced: whether autograd or a compiler records the step, so that no tensor may be read as a
             Python number.
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
-        kernel: the implementation of both passes.
+        kernel: the implementation of the passes.
+        exp_avg_sq_row: this rank's part of r, [rows]; None without ``row_exponent``.
         sums: the sums of the squared gradient (see :class:`Kernel`), over this rank's rows after
             ``measure``, and over the rows of all ranks after :func:`sharded.all_reduce`.
-        moment_updated: whether ``measure`` has already updated ``exp_avg``.
+        row_sums: the sums of the squared gradient over this rank's columns, and then over the
+            columns of all ranks, [rows]; None without ``row_exponent``.
+        totals: the totals of ``sums`` and ``exp_avg_sq`` over the columns of all ranks; None if
+            columns are not sharded, or without ``row_exponent``.
+        weights: the factor of each row's update, r^(-a/2), [rows]; None without ``row_exponent``.
+        row_scale: the factor of all rows' updates, (mean r)^(a/2); 1 without ``row_exponent``.
+        moment_sums: the sums over the rows of ``weights * exp_avg``, [columns], in float32 or
+            wider, first of this rank and then of all ranks; None without ``zero_sum``.
+        moment_updated: whether ``measure`` or ``center`` has already updated ``exp_avg``.
         memo: whatever the kernel keeps from ``measure`` for ``apply``.
         t: the number of this step, starting with 1; a tensor if it must not be read.
         factor: the factor that clips and unscales the gradient, negative to maximize.
@@ -87,7 +106,13 @@ class Update:
     beta1: float | Tensor
     beta2: float | Tensor
     kernel: Kernel
+    exp_avg_sq_row: Tensor | None = None
     sums: Tensor | None = None
+    row_sums: Tensor | None = None
+    totals: tuple[Tensor, Tensor] | None = None
+    weights: Tensor | None = None
+    row_scale: float | Tensor = 1.0
+    moment_sums: Tensor | None = None
     moment_updated: bool = False
     memo: Any = None
     t: float | Tensor = 0.0
@@ -99,6 +124,12 @@ class Update:
     def vocab_size(self) -> int:
         """The number of tokens V, over all ranks."""
         size: int = self.parameter.shape[self.group["vocab_dim"]]
+        return size
+
+    @property
+    def hidden_size(self) -> int:
+        """The number of features H, over all ranks."""
+        size: int = self.parameter.shape[1 - self.group["vocab_dim"]]
         return size
 
     @property
@@ -127,28 +158,31 @@ class Update:
             grad = -grad
         self.grad = grad.add(self.param, alpha=self.group["weight_decay"])
 
-    def apply(self, factor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Increment the step, and update the state and the parameter.
+    def advance(self, factor: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Increment the step and record the numbers of ``center`` and ``apply``.
 
         Args:
             factor: the gradient is multiplied with it, unless :meth:`add_penalty` has already done
                 so; None for 1.
             found_inf: GradScaler's flag; nothing is changed unless it is 0.
+
+        Returns:
+            Whether ``center`` and ``apply`` must be called: not if the host skips the step.
         """
         if found_inf is not None and self.kernel.skips:
             self.skip = found_inf.to(self.param.device)  # the host need not wait for its value
         elif found_inf is not None and found_inf.item():
-            return
-        self._advance()
+            return False
+        self._increment()
         if not self.has_penalty:
             if factor is not None:
                 self.factor = number(factor.to(self.param.device), self.traced)
             if self.group["maximize"]:
                 self.factor = -self.factor
         self.noise = noise_of(self.group, self.parameter, self.t)
-        self.kernel.apply(self)
+        return True
 
-    def _advance(self) -> None:
+    def _increment(self) -> None:
         if self.step.is_cpu and not self.traced and self.skip is None:
             self.t = self.step.item() + 1
             self.step.fill_(self.t)

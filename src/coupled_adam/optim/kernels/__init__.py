@@ -36,10 +36,11 @@ def _fits_triton(update: Update) -> bool:
     """Whether the Triton kernel supports these tensors.
 
     It needs plain tensors, as a subclass may have no memory of its own, and contiguous float32
-    moments [H]. The matrices may have any strides.
+    second moments. The matrices may have any strides.
     """
-    param, maximum = update.param, update.max_exp_avg_sq
-    moments = [update.exp_avg_sq] if maximum is None else [update.exp_avg_sq, maximum]
+    param = update.param
+    second = (update.exp_avg_sq, update.max_exp_avg_sq, update.exp_avg_sq_row)
+    moments = [moment for moment in second if moment is not None]
     return (
         param.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(

@@ -47,13 +47,21 @@ typedef struct {
     int64_t param_stride, grad_stride, exp_avg_stride;
     void *exp_avg_sq, *max_exp_avg_sq; /* [H]; the maximum is NULL without amsgrad */
     double *sums;                      /* [H]: written by measure, read by apply */
+    /* With row_exponent, measure writes row_sums [V]. Unless exp_avg_sq_row (r) is NULL, it also
+     * updates r with beta2 and row_share, and writes weights = r^-exponent [V]; apply reads these. */
+    void *row_sums, *exp_avg_sq_row, *weights;
+    double row_share, exponent;
+    /* With zero_sum: the sums over the rows of weights times the first moment, [H]. Written by measure
+     * where it updates the first moment, read by apply. NULL without zero_sum. */
+    double *moment_sums;
     double weight;                     /* 1 - beta1 */
     int32_t update_moment;             /* measure updates the first moment, otherwise apply does */
+    double beta2;
     /* The following fields are for apply only. nu becomes beta2 nu + share sums. The step size is
      * lr / (sqrt(scale nu) + eps), where lr is already divided by 1 - beta1^t and scale by 1 - beta2^t.
      * factor multiplies the gradient, decay the parameter. */
     int32_t stochastic;
-    double beta2, share, scale, eps, lr, factor, decay;
+    double share, scale, eps, lr, factor, decay, vocab_size;
     uint32_t noise_key, noise_row, noise_column; /* see rounding.py */
 } Update;
 
@@ -61,8 +69,8 @@ typedef struct {
 typedef struct {
     const Update *update;
     int64_t first, last; /* rows */
-    double *sums;
-    const void *step_size;
+    double *sums, *moment_sums;
+    const void *step_size, *mean;
     int failed;
 } Share;
 
@@ -136,7 +144,7 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 typedef void Pass(Share *);
 static Pass *const MEASURE[] = {measure_float32, measure_float64, measure_bfloat16};
 static Pass *const APPLY[] = {apply_float32, apply_float64, apply_bfloat16};
-typedef void StepSizes(const Update *, void *);
+typedef void StepSizes(const Update *, void *, void *);
 static StepSizes *const STEP_SIZES[] = {step_sizes_float32, step_sizes_float64,
                                         step_sizes_bfloat16};
 
@@ -200,7 +208,7 @@ static void run(Pass *pass, Share *shares, int count) {
 static int split(const Update *u, Share *shares) {
     const int count = u->threads < 1 ? 1 : u->threads > MAX_THREADS ? MAX_THREADS : u->threads;
     for (int i = 0; i < count; i++)
-        shares[i] = (Share){u, u->rows * i / count, u->rows * (i + 1) / count, NULL, NULL, 0};
+        shares[i] = (Share){.update = u, .first = u->rows * i / count, .last = u->rows * (i + 1) / count};
     return count;
 }
 
@@ -212,17 +220,23 @@ int64_t coupled_adam_update_size(void) { return sizeof(Update); }
 int coupled_adam_measure(Update *u) {
     Share shares[MAX_THREADS];
     const int count = split(u, shares);
+    const int64_t each = u->moment_sums ? 2 * u->columns : u->columns;
     double *others = NULL;
     if (count > 1) {
-        others = malloc((size_t)(count - 1) * (size_t)u->columns * sizeof(double) + 1);
+        others = malloc((size_t)(count - 1) * (size_t)each * sizeof(double) + 1);
         if (others == NULL) return 1;
     }
-    for (int i = 0; i < count; i++) shares[i].sums = i ? others + (i - 1) * u->columns : u->sums;
+    for (int i = 0; i < count; i++) {
+        shares[i].sums = i ? others + (i - 1) * each : u->sums;
+        if (u->moment_sums) shares[i].moment_sums = i ? shares[i].sums + u->columns : u->moment_sums;
+    }
     run(MEASURE[u->dtype], shares, count);
     int failed = shares[0].failed;
     for (int i = 1; i < count; i++) { /* in a fixed order, so that results are reproducible */
         failed |= shares[i].failed;
         for (int64_t j = 0; j < u->columns; j++) u->sums[j] += shares[i].sums[j];
+        for (int64_t j = 0; u->moment_sums && j < u->columns; j++)
+            u->moment_sums[j] += shares[i].moment_sums[j];
     }
     free(others);
     return failed;
@@ -231,13 +245,14 @@ int coupled_adam_measure(Update *u) {
 /* Update nu and its maximum, the first moment unless measure has done so, and the parameter. Returns 0
  * on success, or 1 if memory could not be allocated; nothing has been changed then. */
 int coupled_adam_apply(Update *u) {
-    void *step_size = malloc((size_t)u->columns * sizeof(double) + 1); /* + 1 for zero columns */
-    if (step_size == NULL) return 1;
-    STEP_SIZES[u->dtype](u, step_size);
+    double *vectors = malloc(2 * (size_t)u->columns * sizeof(double) + 1); /* + 1 for zero columns */
+    if (vectors == NULL) return 1;
+    void *step_size = vectors, *mean = vectors + u->columns;
+    STEP_SIZES[u->dtype](u, step_size, mean);
     Share shares[MAX_THREADS];
     const int count = split(u, shares);
-    for (int i = 0; i < count; i++) shares[i].step_size = step_size;
+    for (int i = 0; i < count; i++) shares[i].step_size = step_size, shares[i].mean = mean;
     run(APPLY[u->dtype], shares, count);
-    free(step_size);
+    free(vectors);
     return 0;
 }

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.sharded import PLAIN
+from coupled_adam.optim.kernels import operations
+from coupled_adam.optim.sharded import PLAIN, splits_columns
 from coupled_adam.optim.update import Update
 
 skips = False
@@ -31,10 +32,15 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg")),
         *((f"{name}_stride", ctypes.c_int64) for name in ("param", "grad", "exp_avg")),
         *((name, ctypes.c_void_p) for name in ("exp_avg_sq", "max_exp_avg_sq", "sums")),
+        *((name, ctypes.c_void_p) for name in ("row_sums", "exp_avg_sq_row", "weights")),
+        *((name, ctypes.c_double) for name in ("row_share", "exponent")),
+        ("moment_sums", ctypes.c_void_p),
         ("weight", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("update_moment", "stochastic")),
-        *((name, ctypes.c_double) for name in ("beta2", "share", "scale", "eps", "lr")),
-        *((name, ctypes.c_double) for name in ("factor", "decay")),
+        ("update_moment", ctypes.c_int32),
+        ("beta2", ctypes.c_double),
+        ("stochastic", ctypes.c_int32),
+        *((name, ctypes.c_double) for name in ("share", "scale", "eps", "lr")),
+        *((name, ctypes.c_double) for name in ("factor", "decay", "vocab_size")),
         *((f"noise_{name}", ctypes.c_uint32) for name in ("key", "row", "column")),
     ]
 
@@ -43,8 +49,8 @@ def fits(update: Update) -> bool:
     """Whether the library is built and supports these tensors; if so, fill ``update.memo``.
 
     The matrices, on the CPU, must be plain tensors of the same dtype (float32, float64 or bfloat16)
-    with contiguous rows. The moments [H], nu and its maximum, must be contiguous, and float64 if
-    the matrices are float64, otherwise float32.
+    with contiguous rows. The second moments, nu, its maximum and r, must be contiguous, and float64
+    if the matrices are float64, otherwise float32.
     """
     param, maximum = update.param, update.max_exp_avg_sq
     dtype = param.dtype
@@ -58,25 +64,47 @@ def fits(update: Update) -> bool:
             return False
         pointers.append(matrix.data_ptr())
         strides.append(row)
-    for moment in (update.exp_avg_sq,) if maximum is None else (update.exp_avg_sq, maximum):
+    for moment in (update.exp_avg_sq, maximum, update.exp_avg_sq_row):
+        if moment is None:
+            pointers.append(None)
+            continue
         if type(moment) is not Tensor or moment.dtype != _WIDE[dtype] or moment.stride() != (1,):
             return False
         pointers.append(moment.data_ptr())
     rows, columns = param.shape
     threads = max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD))
     update.memo = _Record(_DTYPES[dtype], threads, rows, columns, *pointers[:3], *strides)
-    update.memo.exp_avg_sq, update.memo.max_exp_avg_sq, *_ = (*pointers[3:], None)
+    update.memo.exp_avg_sq, update.memo.max_exp_avg_sq = pointers[3:5]
     return True
 
 
 def measure(update: Update, update_moment: bool) -> None:
-    """Sum the squared gradient in float64; with ``update_moment`` also update ``exp_avg``."""
+    """Sum the squared gradient in float64; with ``update_moment`` also update ``exp_avg``.
+
+    Then, with ``zero_sum``, it also does the work of ``center``, unless rows are sharded.
+    """
     record: _Record = update.memo
     update.sums = torch.empty(record.columns, dtype=torch.float64)
     record.sums = update.sums.data_ptr()
     record.weight = 1 - update.beta1
     record.update_moment = update.moment_updated = update_moment
+    rows = update.exp_avg_sq_row
+    if rows is not None:
+        update.row_sums = torch.empty_like(rows)
+        record.row_sums = update.row_sums.data_ptr()
+    if update.group["zero_sum"] and update_moment and (rows is None or not splits_columns(update)):
+        update.moment_sums = torch.empty_like(update.sums)
+        record.moment_sums = update.moment_sums.data_ptr()
+        if rows is not None:
+            update.weights = torch.empty_like(rows)
+            record.exp_avg_sq_row, record.weights = rows.data_ptr(), update.weights.data_ptr()
+            record.beta2 = update.beta2
+            record.row_share = (1 - update.beta2) / update.hidden_size
+            record.exponent = update.group["row_exponent"] / 2
     _call("coupled_adam_measure", record)
+
+
+center = operations.center  # only for a gradient that is clipped or unscaled, or for parts of rows
 
 
 def apply(update: Update) -> None:
@@ -85,11 +113,18 @@ def apply(update: Update) -> None:
     beta1, beta2, t, group = update.beta1, update.beta2, update.t, update.group
     record, factor = update.memo, update.factor
     record.sums = update.sums.data_ptr()  # all_reduce may have replaced them
+    record.update_moment = update.moment_updated
+    if update.weights is not None:
+        record.weights = update.weights.data_ptr()
+    if update.moment_sums is not None:
+        update.moment_sums = update.moment_sums.double()  # operations.center may have made it
+        record.moment_sums = update.moment_sums.data_ptr()
+    record.vocab_size = update.vocab_size
     record.beta2 = beta2
     record.share = (1 - beta2) / update.vocab_size * factor * factor
     record.scale = group["second_moment_scale"] / (1 - beta2**t)
     record.eps = group["eps"]
-    record.lr = update.lr / (1 - beta1**t)
+    record.lr = float(update.row_scale * update.lr / (1 - beta1**t))
     record.factor = factor
     record.decay = update.decay
     if update.noise is not None:
@@ -98,7 +133,9 @@ def apply(update: Update) -> None:
         record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
     _call("coupled_adam_apply", record)
     # Tell autograd about the in-place change, as torch's own operations do.
-    changed = (update.param, update.exp_avg, update.exp_avg_sq)
+    changed = [update.param, update.exp_avg, update.exp_avg_sq]
+    if update.exp_avg_sq_row is not None:
+        changed.append(update.exp_avg_sq_row)
     torch.autograd.graph.increment_version(changed)
 
 

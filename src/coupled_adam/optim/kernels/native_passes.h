@@ -16,6 +16,7 @@
 /* As torch.lerp, exact at both ends: without momentum the first moment equals the gradient. */
 #define LERP(old, x) (light ? old + weight * (x - old) : x - (1 - weight) * (x - old))
 #define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
+#define LANES 32                   /* sums of a row's squares that are computed at a time */
 
 /* For one row of each run in `pairs` pairs of `width` runs: add the squared gradient to the pair's
  * `partial` sums, and update the first moment if `moment` is set. `row` is the row of the first run,
@@ -58,6 +59,46 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
     }
 }
 
+/* The sum of the squares of a row, always in the same order. */
+ALWAYS_INLINE static double NAME(sum_of_squares)(const T *restrict row, int64_t columns) {
+    WIDE lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= columns; i += LANES)
+        for (int k = 0; k < LANES; k++) {
+            const WIDE x = LOAD(row[i + k]);
+            lanes[k] += x * x;
+        }
+    double total = 0;
+    for (; i < columns; i++) {
+        const WIDE x = LOAD(row[i]);
+        total += (double)x * (double)x;
+    }
+    for (int k = 0; k < LANES; k++) total += (double)lanes[k];
+    return total;
+}
+
+/* For a row that measure_row has just brought into the cache: sum its squares, update r and compute
+ * the row's weight, and add the weighted first moment to `partial`, unless this is NULL. */
+ALWAYS_INLINE static void NAME(weigh_row)(const Update *u, int64_t row, WIDE *restrict partial) {
+    const int64_t columns = u->columns;
+    WIDE weight = 1;
+    if (u->row_sums != NULL) {
+        const T *g = (const T *)u->grad + row * u->grad_stride;
+        const double total = NAME(sum_of_squares)(g, columns);
+        ((WIDE *)u->row_sums)[row] = (WIDE)total;
+        if (u->exp_avg_sq_row != NULL) {
+            WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
+            *r = (WIDE)(u->beta2 * *r + u->row_share * total);
+            weight = *r == 0 ? 0 : (WIDE)pow(*r, -u->exponent);
+            ((WIDE *)u->weights)[row] = weight;
+        }
+    }
+    if (partial == NULL) return;
+    const T *m = (const T *)u->exp_avg + row * u->exp_avg_stride;
+    NO_ALIASES
+    for (int64_t i = 0; i < columns; i++) partial[i] += weight * LOAD(m[i]);
+}
+
 /* Add the partial sums in WIDE to the sums in double precision, and reset them. */
 static void NAME(collect)(WIDE *restrict partial, double *restrict sums, int64_t columns) {
     for (int64_t i = 0; i < columns; i++) {
@@ -66,48 +107,76 @@ static void NAME(collect)(WIDE *restrict partial, double *restrict sums, int64_t
     }
 }
 
-/* Measure all rows of one pair of runs, or of two pairs. */
+/* The sums of one or two pairs of runs: of the squared gradient and, unless NULL, of the weighted
+ * first moment; in WIDE for some rows, and in double precision for all. */
+typedef struct {
+    WIDE *partial, *partial_moment;
+    double *sums[2], *moment_sums[2];
+} NAME(Sums);
+
+ALWAYS_INLINE static void NAME(collect_all)(NAME(Sums) *s, int pair, int from, int64_t columns) {
+    NAME(collect)(s->partial + from * columns, s->sums[pair], columns);
+    if (s->partial_moment != NULL)
+        NAME(collect)(s->partial_moment + from * columns, s->moment_sums[pair], columns);
+}
+
+/* Measure all rows of the `pair`-th pair of runs, or of both pairs. */
 ALWAYS_INLINE static void NAME(measure_runs)(const Update *u, int64_t first, int64_t run,
-                                             const int pairs, const int moment, WIDE *partial,
-                                             double *const *sums) {
+                                             const int pairs, int pair, const int moment,
+                                             const int weigh, NAME(Sums) *s) {
     for (int64_t done = 1; done <= run; done++) {
-        NAME(measure_row)(u, first + done - 1, run, pairs, 2, moment, partial);
+        const int64_t row = first + done - 1;
+        NAME(measure_row)(u, row, run, pairs, 2, moment, s->partial);
+        if (weigh)
+            for (int r = 0; r < 2 * pairs; r++)
+                NAME(weigh_row)(u, row + r * run,
+                                s->partial_moment ? s->partial_moment + r / 2 * u->columns : NULL);
         if (done % (SUM_ROWS / 2) == 0 || done == run)
-            for (int pair = 0; pair < pairs; pair++)
-                NAME(collect)(partial + pair * u->columns, sums[pair], u->columns);
+            for (int k = 0; k < pairs; k++) NAME(collect_all)(s, pair + k, k, u->columns);
     }
 }
 
-ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, WIDE *partial,
-                                              double *const *sums) {
+ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, const int weigh,
+                                              NAME(Sums) *s) {
     const Update *u = share->update;
     const int64_t first = share->first, run = (share->last - first) / 4;
     if (coupled_adam_streams == 4) {
-        NAME(measure_runs)(u, first, run, 2, moment, partial, sums);
+        NAME(measure_runs)(u, first, run, 2, 0, moment, weigh, s);
     } else {
-        NAME(measure_runs)(u, first, run, 1, moment, partial, sums);
-        NAME(measure_runs)(u, first + 2 * run, run, 1, moment, partial, sums + 1);
+        NAME(measure_runs)(u, first, run, 1, 0, moment, weigh, s);
+        NAME(measure_runs)(u, first + 2 * run, run, 1, 1, moment, weigh, s);
     }
-    for (int64_t row = first + 4 * run; row < share->last; row++)
-        NAME(measure_row)(u, row, 0, 1, 1, moment, partial);
-    NAME(collect)(partial, sums[0], u->columns);
+    for (int64_t row = first + 4 * run; row < share->last; row++) {
+        NAME(measure_row)(u, row, 0, 1, 1, moment, s->partial);
+        if (weigh) NAME(weigh_row)(u, row, s->partial_moment);
+    }
+    NAME(collect_all)(s, 0, 0, u->columns);
 }
 
 FOR_EACH_CPU static void NAME(measure)(Share *share) {
     const Update *u = share->update;
     const size_t columns = (size_t)u->columns;
-    WIDE *partial = calloc(2 * columns + 1, sizeof(WIDE));
-    double *second = calloc(columns + 1, sizeof(double));
+    WIDE *partial = calloc(4 * columns + 1, sizeof(WIDE));
+    double *second = calloc(2 * columns + 1, sizeof(double));
     if (partial == NULL || second == NULL) {
         share->failed = 1;
     } else {
-        double *const sums[2] = {share->sums, second};
+        NAME(Sums) s = {partial, NULL, {share->sums, second}, {NULL, NULL}};
         memset(share->sums, 0, columns * sizeof(double));
+        if (u->moment_sums != NULL) {
+            s.partial_moment = partial + 2 * columns;
+            s.moment_sums[0] = share->moment_sums;
+            s.moment_sums[1] = second + columns;
+            memset(share->moment_sums, 0, columns * sizeof(double));
+        }
+        const int weigh = u->row_sums != NULL || u->moment_sums != NULL;
         if (u->update_moment)
-            NAME(measure_share)(share, 1, partial, sums);
+            weigh ? NAME(measure_share)(share, 1, 1, &s) : NAME(measure_share)(share, 1, 0, &s);
         else
-            NAME(measure_share)(share, 0, partial, sums);
+            weigh ? NAME(measure_share)(share, 0, 1, &s) : NAME(measure_share)(share, 0, 0, &s);
         for (size_t i = 0; i < columns; i++) share->sums[i] += second[i];
+        for (size_t i = 0; u->moment_sums != NULL && i < columns; i++)
+            share->moment_sums[i] += second[columns + i];
     }
     free(partial);
     free(second);
@@ -117,18 +186,21 @@ FOR_EACH_CPU static void NAME(measure)(Share *share) {
  * parameter. */
 ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t run, const int runs,
                                           const int moment, const int stochastic,
-                                          const WIDE *restrict step_size) {
+                                          const int weigh, const WIDE *restrict step_size,
+                                          const WIDE *restrict mean) {
     const int64_t columns = u->columns;
     const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor, decay = (WIDE)u->decay;
     const int light = weight < (WIDE)0.5;
     const T *g[4];
     T *m[4], *p[4];
     uint32_t key[4];
+    WIDE row_weight[4];
     for (int r = 0; r < runs; r++) {
         const int64_t at = row + r * run;
         g[r] = moment ? (const T *)u->grad + at * u->grad_stride : NULL;
         m[r] = (T *)u->exp_avg + at * u->exp_avg_stride;
         p[r] = (T *)u->param + at * u->param_stride;
+        row_weight[r] = weigh && u->weights != NULL ? ((const WIDE *)u->weights)[at] : 1;
         key[r] = stochastic ? mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key) : 0;
     }
     const int64_t block = runs == 4 ? BLOCK : columns;
@@ -148,49 +220,59 @@ ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t 
                     const WIDE x = factor * LOAD(g[r][i]), old = LOAD(m[r][i]);
                     m[r][i] = STORE(LERP(old, x));
                 }
-                const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * LOAD(m[r][i]);
+                WIDE step = LOAD(m[r][i]);
+                if (weigh) step = row_weight[r] * step - mean[i];
+                const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * step;
                 p[r][i] = stochastic ? STORE_STOCHASTICALLY(
                                            value, mix(key[r] ^ (u->noise_column + (uint32_t)i)))
                                      : STORE(value);
             }
     }
     (void)key;
+    (void)row_weight;
 }
 
 ALWAYS_INLINE static void NAME(apply_runs)(Share *share, const int runs, const int moment,
-                                           const int stochastic) {
+                                           const int stochastic, const int weigh) {
     const Update *u = share->update;
+    const WIDE *step_size = share->step_size, *mean = share->mean;
     const int64_t run = (share->last - share->first) / runs;
     for (int64_t row = share->first; row < share->first + run; row++)
-        NAME(apply_row)(u, row, run, runs, moment, stochastic, share->step_size);
+        NAME(apply_row)(u, row, run, runs, moment, stochastic, weigh, step_size, mean);
     for (int64_t row = share->first + runs * run; row < share->last; row++)
-        NAME(apply_row)(u, row, 0, 1, moment, stochastic, share->step_size);
+        NAME(apply_row)(u, row, 0, 1, moment, stochastic, weigh, step_size, mean);
 }
 
-ALWAYS_INLINE static void NAME(apply_share)(Share *share, const int moment, const int stochastic) {
+ALWAYS_INLINE static void NAME(apply_share)(Share *share, const int moment, const int stochastic,
+                                            const int weigh) {
     if (coupled_adam_streams == 4)
-        NAME(apply_runs)(share, 4, moment, stochastic);
+        NAME(apply_runs)(share, 4, moment, stochastic, weigh);
     else
-        NAME(apply_runs)(share, 2, moment, stochastic);
+        NAME(apply_runs)(share, 2, moment, stochastic, weigh);
+}
+
+/* As constants, the options cost nothing where they are not used. */
+ALWAYS_INLINE static void NAME(apply_with)(Share *share, const int stochastic, const int weigh) {
+    if (share->update->update_moment) /* measure has already updated the first moment */
+        NAME(apply_share)(share, 0, stochastic, weigh);
+    else
+        NAME(apply_share)(share, 1, stochastic, weigh);
 }
 
 FOR_EACH_CPU static void NAME(apply)(Share *share) {
     const Update *u = share->update;
-    if (HAS_STOCHASTIC && u->stochastic) {
-        if (u->update_moment) /* measure has already updated the first moment */
-            NAME(apply_share)(share, 0, HAS_STOCHASTIC);
-        else
-            NAME(apply_share)(share, 1, HAS_STOCHASTIC);
-    } else if (u->update_moment) {
-        NAME(apply_share)(share, 0, 0);
-    } else {
-        NAME(apply_share)(share, 1, 0);
-    }
+    const int weigh = u->weights != NULL || u->moment_sums != NULL;
+    if (HAS_STOCHASTIC && u->stochastic)
+        weigh ? NAME(apply_with)(share, HAS_STOCHASTIC, 1)
+              : NAME(apply_with)(share, HAS_STOCHASTIC, 0);
+    else
+        weigh ? NAME(apply_with)(share, 0, 1) : NAME(apply_with)(share, 0, 0);
 }
 
-/* Update nu and its maximum, and compute the step size of each column. */
-static void NAME(step_sizes)(const Update *u, void *step_sizes) {
-    WIDE *step_size = step_sizes, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
+/* Update nu and its maximum, and compute each column's step size, and the mean of the rows' weighted
+ * first moments, which is 0 without zero_sum. */
+static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
+    WIDE *step_size = step_sizes, *mean = means, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
     for (int64_t i = 0; i < u->columns; i++) {
         /* A gradient clipped to zero contributes zero, even where its sum has overflowed to inf. */
         const double share = u->share == 0 ? 0 : u->share * u->sums[i];
@@ -201,11 +283,13 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
             maximum[i] = highest;
         }
         step_size[i] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
+        mean[i] = u->moment_sums == NULL ? 0 : (WIDE)(u->moment_sums[i] / u->vocab_size);
     }
 }
 
 #undef LERP
 #undef LINE
+#undef LANES
 #undef T
 #undef WIDE
 #undef LOAD

@@ -26,11 +26,13 @@ def measure(update: Update, update_moment: bool) -> None:
     """Sum the squared gradient; on a CPU also update ``exp_avg`` if neither is transposed."""
     grad, exp_avg = update.grad, update.exp_avg
     dtype = update.exp_avg_sq.dtype
+    if update.exp_avg_sq_row is not None:
+        update.row_sums = _norms(grad, 1, dtype).square()
     if not grad.numel():
         update.sums = torch.zeros_like(update.exp_avg_sq)
         return
     if not grad.is_cpu or _is_transposed(grad):
-        update.sums = torch.linalg.vector_norm(grad, dim=0, dtype=dtype).square()
+        update.sums = _norms(grad, 0, dtype).square()
         return
     update.moment_updated = update_moment and not _is_transposed(exp_avg)
     sums = []
@@ -41,16 +43,35 @@ def measure(update: Update, update_moment: bool) -> None:
     update.sums = functools.reduce(Tensor.add_, sums)
 
 
+def center(update: Update) -> None:
+    """Update ``exp_avg`` and sum it over the rows, each with its weight, block by block."""
+    dtype = update.exp_avg_sq.dtype
+    update.moment_sums = torch.zeros_like(update.exp_avg_sq)
+    for part in _blocks(update.exp_avg, _SUM_ROWS):
+        if not update.moment_updated:
+            _update_moment(update, part)
+        m = update.exp_avg[part].to(dtype)
+        if update.weights is None:
+            update.moment_sums += m.sum(0)
+        else:
+            update.moment_sums.addmv_(m.T, update.weights[part])
+    update.moment_updated = True
+
+
 def apply(update: Update) -> None:
     """Update nu; then, block by block, m + (1 - beta1) (factor g - m) and decay e - rate m."""
     rates = step_size(update)
-    decay, factor, weight = update.decay, update.factor, 1 - update.beta1
-    scaled = isinstance(factor, Tensor) or factor != 1
+    decay, mean = update.decay, update.moment_sums
+    if mean is not None:
+        mean = mean / update.vocab_size
     for part in _blocks(update.param):
-        p, g, m = update.param[part], update.grad[part], update.exp_avg[part]
         if not update.moment_updated:
-            g = g.to(rates.dtype) * factor if scaled else g
-            m.lerp_(g.to(m.dtype), weight)
+            _update_moment(update, part)
+        p, m = update.param[part], update.exp_avg[part]
+        if update.weights is not None:
+            m = update.weights[part, None] * m
+        if mean is not None:
+            m = m - mean
         if update.noise is not None:
             values = (decay * p.to(rates.dtype)).addcmul_(m.to(rates.dtype), rates, value=-1)
             round_(p, values, update.noise._replace(row=update.noise.row + part.start))
@@ -58,6 +79,19 @@ def apply(update: Update) -> None:
         if isinstance(decay, Tensor) or decay != 1:
             p.mul_(decay)
         p.addcmul_(m, rates, value=-1)
+
+
+def _update_moment(update: Update, part: slice) -> None:
+    """m + (1 - beta1) (factor g - m) for some rows."""
+    g, m, factor = update.grad[part], update.exp_avg[part], update.factor
+    if isinstance(factor, Tensor) or factor != 1:
+        g = g.to(update.exp_avg_sq.dtype) * factor
+    m.lerp_(g.to(m.dtype), 1 - update.beta1)
+
+
+def _norms(matrix: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The Euclidean norms over a dimension; 0 over none."""
+    return torch.linalg.vector_norm(matrix, dim=dim, dtype=dtype)
 
 
 def _blocks(matrix: Tensor, most: int | None = None) -> Iterator[slice]:

@@ -2,7 +2,8 @@
 
 ``_sums`` adds up the squared gradient, in parts of the rows; ``_finish`` does all arithmetic with
 vectors [H], which is :func:`coupled_adam.optim.reference.step_size` once more; ``_update`` changes
-the first moment and the parameter. All sums have a fixed order, so that results are the same bits
+the first moment and the parameter. With ``zero_sum``, ``_center`` changes the first moment and adds
+up the rows' updates before. All sums have a fixed order, so that results are the same bits
 at every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
@@ -39,6 +40,8 @@ def check(device: torch.device, dtype: torch.dtype) -> None:
         "weight_decay": 0.0,
         "decoupled_weight_decay": True,
         "second_moment_scale": 1.0,
+        "row_exponent": 0.0,
+        "zero_sum": False,
         "vocab_dim": 0,
     }
     update = Update(
@@ -69,14 +72,53 @@ def measure(update: Update, update_moment: bool) -> None:
     """
     grad = update.grad
     rows, columns = grad.shape
-    tall, wide = _block(grad, _SUMS_BLOCK)
-    across = _cdiv(columns, wide)
-    parts = max(1, min(_MOST_PROGRAMS // max(1, across), _cdiv(rows, tall)))
+    across, parts, block = _grid(grad)
     sums = torch.empty(parts, columns, dtype=torch.float32, device=grad.device)
+    row_sums = None
+    if update.exp_avg_sq_row is not None:
+        row_sums = torch.empty(across, rows, dtype=torch.float32, device=grad.device)
     if columns:
         with _device_of(grad):
-            _sums[across, parts](grad, *grad.stride(), sums, rows, columns, tall, wide, **_OPTIONS)
+            _sums[across, parts](
+                grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS
+            )
+    if row_sums is not None:
+        update.row_sums = row_sums.sum(0)
     update.sums = sums.sum(0) if sharded.is_dtensor(update.parameter) else sums
+
+
+def center(update: Update) -> None:
+    """Update ``exp_avg``, and sum it over this rank's rows, each with its weight."""
+    grad, exp_avg = update.grad, update.exp_avg
+    rows, columns = exp_avg.shape
+    across, parts, block = _grid(exp_avg)
+    sums = torch.empty(parts, columns, dtype=torch.float32, device=exp_avg.device)
+    if columns:
+        with _device_of(exp_avg):
+            _center[across, parts](
+                grad,
+                *grad.stride(),
+                exp_avg,
+                *exp_avg.stride(),
+                update.weights,
+                sums,
+                rows,
+                columns,
+                1 - update.beta1,
+                _on(exp_avg.device, update.factor),
+                update.skip,
+                *block,
+                **_OPTIONS,
+            )
+    update.moment_sums, update.moment_updated = sums.sum(0), True
+
+
+def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
+    """The numbers of programs that sum over columns and over rows, and the block of each."""
+    rows, columns = matrix.shape
+    tall, wide = _block(matrix, _SUMS_BLOCK)
+    across = _cdiv(columns, wide)
+    return across, max(1, min(_MOST_PROGRAMS // max(1, across), _cdiv(rows, tall))), (tall, wide)
 
 
 def apply(update: Update) -> None:
@@ -90,11 +132,9 @@ def apply(update: Update) -> None:
     assert not isinstance(beta2, Tensor)
     rows, columns = param.shape
     rates = torch.empty_like(exp_avg_sq)
-
-    def there(value: float | Tensor) -> float | Tensor:
-        return value.to(param.device) if isinstance(value, Tensor) else value
-
-    factor, t = there(update.factor), there(update.t)
+    mean = None if update.moment_sums is None else update.moment_sums / update.vocab_size
+    device = param.device
+    factor, t = _on(device, update.factor), _on(device, update.t)
     t = t if isinstance(t, Tensor) else int(t)
     if columns:
         with _device_of(param):
@@ -107,7 +147,7 @@ def apply(update: Update) -> None:
                 columns,
                 t,
                 factor,
-                there(update.lr),
+                update.row_scale * _on(device, update.lr),
                 update.skip,
                 # beta^t is computed from the logarithm, which single precision spoils least.
                 math.log(beta1) if beta1 else -math.inf,
@@ -129,10 +169,12 @@ def apply(update: Update) -> None:
                     exp_avg,
                     *exp_avg.stride(),
                     rates,
+                    update.weights,
+                    mean,
                     rows,
                     columns,
-                    1 - beta1,
-                    there(update.decay),
+                    None if update.moment_updated else 1 - beta1,
+                    _on(device, update.decay),
                     factor,
                     update.skip,
                     t if noise is not None else None,
@@ -145,6 +187,10 @@ def apply(update: Update) -> None:
     # As torch's operations tell autograd.
     moments = [exp_avg_sq] if max_exp_avg_sq is None else [exp_avg_sq, max_exp_avg_sq]
     torch.autograd.graph.increment_version([param, exp_avg, *moments])
+
+
+def _on(device: torch.device, value: float | Tensor) -> float | Tensor:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
@@ -167,6 +213,7 @@ def _sums(  # type: ignore[no-untyped-def]
     row_stride,
     column_stride,
     sums,
+    row_sums,
     rows,
     columns,
     ROWS: tl.constexpr,
@@ -184,6 +231,48 @@ def _sums(  # type: ignore[no-untyped-def]
         place = _place(row, row_stride, column, column_stride)
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
         total += g * g
+        if row_sums is not None:
+            place = tl.program_id(0) * rows + row
+            tl.store(row_sums + place, tl.sum(g * g, axis=1), mask=row < rows)
+    tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
+
+
+@triton.jit
+def _center(  # type: ignore[no-untyped-def]
+    grad,
+    grad_row_stride,
+    grad_column_stride,
+    exp_avg,
+    exp_avg_row_stride,
+    exp_avg_column_stride,
+    row_weights,
+    sums,
+    rows,
+    columns,
+    weight,
+    factor,
+    skip,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
+        if tl.load(skip) != 0:
+            return
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    factor = _number(factor).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for first in tl.range(part * ROWS, rows, parts * ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        g = grad + _place(row, grad_row_stride, column, grad_column_stride)
+        m = exp_avg + _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
+        moment = _updated(g, m, mask, weight, factor)
+        if row_weights is not None:
+            total += tl.load(row_weights + row, mask=row < rows, other=0.0)[:, None] * moment
+        else:
+            total += moment
     tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
@@ -249,6 +338,8 @@ def _update(  # type: ignore[no-untyped-def]
     exp_avg_row_stride,
     exp_avg_column_stride,
     rates,
+    row_weights,
+    mean,
     rows,
     columns,
     weight,
@@ -269,19 +360,22 @@ def _update(  # type: ignore[no-untyped-def]
     across = tl.cdiv(columns, COLUMNS)
     row = block // across * ROWS + tl.arange(0, ROWS)
     column = block % across * COLUMNS + tl.arange(0, COLUMNS)
-    rate = tl.load(rates + column, mask=column < columns, other=0.0)[None, :]
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    inside = column < columns
+    rate = tl.load(rates + column, mask=inside, other=0.0)[None, :]
+    mask = (row < rows)[:, None] & inside[None, :]
     param += _place(row, param_row_stride, column, param_column_stride)
     grad += _place(row, grad_row_stride, column, grad_column_stride)
     exp_avg += _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
     p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
-    m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
-    # The moment as it is stored is what moves the parameter, also in half precision.
-    m += weight * (_number(factor).to(tl.float32) * g - m)
-    m = m.to(exp_avg.dtype.element_ty)
-    tl.store(exp_avg, m, mask=mask)
-    p = _number(decay).to(tl.float32) * p - rate * m.to(tl.float32)
+    if weight is not None:
+        m = _updated(grad, exp_avg, mask, weight, _number(factor).to(tl.float32))
+    else:  # _center has updated it
+        m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
+    if row_weights is not None:
+        m = tl.load(row_weights + row, mask=row < rows, other=0.0)[:, None] * m
+    if mean is not None:
+        m -= tl.load(mean + column, mask=inside, other=0.0)[None, :]
+    p = _number(decay).to(tl.float32) * p - rate * m
     if t is not None:  # round stochastically, as coupled_adam.optim.rounding does
         key = _mix(_number(t).to(tl.uint32))
         token, feature = (row + first_row).to(tl.uint32), (column + first_column).to(tl.uint32)
@@ -289,6 +383,20 @@ def _update(  # type: ignore[no-untyped-def]
         bits = (p.to(tl.uint32, bitcast=True) + (random >> 16)) & 0xFFFF0000
         p = tl.where(p == p, bits.to(tl.float32, bitcast=True), p)
     tl.store(param, p.to(param.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _updated(grad, exp_avg, mask, weight, factor):  # type: ignore[no-untyped-def]
+    """Update a block of the first moment, and return it as it is stored.
+
+    This, also in half precision, is what moves the parameter.
+    """
+    g = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
+    m += weight * (factor * g - m)
+    m = m.to(exp_avg.dtype.element_ty)
+    tl.store(exp_avg, m, mask=mask)
+    return m.to(tl.float32)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 .PHONY: demo gpu test test-slow
 
 # AdamW against Coupled Adam on real text; run it again to see the finished result again.
-demo: $(VENV)/installed
+demo: $(VENV)/demo
 	$(BIN)/coupled-adam compare --out runs/demo --resume
 
 # Every check before a change lands: format, lint, types, and all tests that do not take long.
@@ -19,16 +19,35 @@ test: $(VENV)/installed
 	$(PYTEST) -m "not slow"
 
 # What takes long: the whole demo, real launchers, compilers, several nodes, wide fuzzing.
-test-slow: $(VENV)/installed
+test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 
 # On a machine with a GPU: is everything right there, and how fast? Ten minutes at most.
 gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py benchmarks/results/bench/gpu.json
 
-# torch first and alone: its build for this machine is then kept by everything that needs torch.
-$(VENV)/installed: pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
+PIP := $(BIN)/pip --disable-pip-version-check install
+
+# Training frameworks for tests/frameworks, which skips those that are not installed.
+$(VENV)/frameworks: $(VENV)/installed tests/frameworks/requirements.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $@ --requirement tests/frameworks/requirements.txt
 	touch $@
+
+# torch first and alone: its build for this machine is then kept by everything that needs torch.
+$(VENV)/torch: constraints.txt
+	@echo "1 of 2: torch, into $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+# What the demo needs, and no more.
+$(VENV)/demo: $(VENV)/torch $(SOURCES)
+	@echo "2 of 2: what the coupled-adam command needs, into $(VENV)"
+	$(PIP) --constraint constraints.txt --editable '.[lab]'
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	@echo "2 of 2: what the command and all tests need, into $(VENV)"
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/demo

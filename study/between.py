@@ -28,10 +28,14 @@ class ZeroSumAdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step; groups with an ``exponent`` must not have weight decay."""
+        loss = None
+        if closure is not None:  # before the groups change: it may call zero_grad
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if "exponent" not in group]
-            loss = super().step(closure)
+            super().step()
         finally:
             self.param_groups = groups
         for group in groups:

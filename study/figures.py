@@ -46,7 +46,7 @@ def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object
 def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
     """Plot a measure against the step, with one curve for each seed."""
     for number, line in enumerate(lines):
-        for seed, run in enumerate(runs(line)):
+        for seed, run in enumerate(runs(line).values()):
             steps = [point["step"] for point in run["curve"]]
             found = [point[measure] for point in run["curve"]]
             label = None if seed else line.label
@@ -115,7 +115,7 @@ def second_moment() -> Figure:
     panels = figure.subplots(1, 3)
     for number, (tokens, size) in enumerate((("4.9M", "0.4M"), ("1.2M", "1.1M"), ("1.2M", "2.6M"))):
         question, name = SCALE[tokens, size]
-        found = runs(pair("", question, name)[0])
+        found = [*runs(pair("", question, name)[0]).values()]
         for run in found:
             for ax, key in zip(panels, ("A", "r_squared", "exponent")):
                 ax.plot(

@@ -11,7 +11,7 @@ from .between import zero_sum
 from .evaluation import Extra
 from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
 from .masked_lm import MASKED_LM
-from .muon import MUON
+from .muon import MUON, with_rates
 from .switching import SWITCHING
 
 ADAMW = {"optimizer": "adamw"}
@@ -98,6 +98,21 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
     }
 
 
+def _muon_rates() -> dict[str, Entry]:
+    """Rates of their own for the embeddings, and for the head of an untied model, beside Muon."""
+    tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4)}
+    untied = {
+        f"input={f:g} head={head:g}": with_rates(f"muon_{f:g}_{head:g}", f, head)
+        for f in (1, 4)
+        for head in (0.25, 1)
+    }
+    return {
+        f"{name} {arm}": Entry(options, {"training.lr": 1e-2, "model.tied": name in tied}, variant)
+        for name, variant in {**tied, **untied}.items()
+        for arm, options in ARMS.items()
+    }
+
+
 RATES = (5e-3, 2e-2)
 """The learning rates of question 9."""
 
@@ -156,6 +171,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for lr in (2.5e-3, 5e-3, 1e-2, 2e-2)
         for arm, options in ARMS.items()
     },
+    "muon_rates": _muon_rates(),
     "alternatives": _alternatives(),
     "between": {
         **_between({0.5: (7, 8, 9)}),

@@ -9,6 +9,7 @@ was interrupted is resumed. Several runs go at the same time, with one thread ea
 import argparse
 import concurrent.futures
 import dataclasses
+import fnmatch
 import json
 import multiprocessing
 import os
@@ -104,6 +105,9 @@ def main() -> None:
     parser.add_argument("--word-similarity", required=True, type=Path, help="folder of the sets")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="for run folders")
     parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="the runs whose names match, as in 'a=0.5 *'"
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
@@ -115,7 +119,7 @@ def main() -> None:
         (question, name, seed)
         for question in options.questions or QUESTIONS
         for seed in options.seeds
-        for name in QUESTIONS[question]
+        for name in fnmatch.filter(QUESTIONS[question], options.only)
         if str(seed) not in results(question, options.results).get(name, {}).get("seeds", {})
     ]
     prepared = {recipe_of(QUESTIONS[q][n]).model.vocab_size: (q, n) for q, n, _ in jobs}

@@ -5,7 +5,9 @@
 Each mean is followed by the sample standard deviation in its last digit. A value is bold if it is
 significantly better than that of the first row of its group. The value of the first row is bold if
 it is significantly better than that of the only other row. The test is a one-sided Student t-test
-at 95 %. The column p is for the loss being lower than that of the first row.
+at 95 %. The column p is for the loss being lower than that of the first row, followed by the p of
+the t-test of the differences between runs with the same seed. A dagger marks the seeds of
+runs whose code was not committed. Columns that none of a table's runs have are left out.
 """
 
 import dataclasses
@@ -20,7 +22,12 @@ from typing import Any, Literal
 import numpy as np
 
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, shorthand
+from coupled_adam.lab.reporting.statistics import (
+    SIGNIFICANCE,
+    one_sided_t_test,
+    paired_t_test,
+    shorthand,
+)
 from coupled_adam.lab.reporting.tables import COLUMNS
 
 from .questions import QUESTIONS, RATES
@@ -68,6 +75,11 @@ MEASURES = {
     for column in COLUMNS
     if column.key != "accuracy"
 } | {
+    "isotropy_unit": Measure("Iso at unit norm ↑", _named("isotropy_unit"), 2, "higher"),
+    "isotropy_unit_centered": Measure(
+        "Iso centred, at unit norm ↑", _named("isotropy_unit_centered"), 2, "higher"
+    ),
+    "effective_rank": Measure("effective rank ↑", _named("effective_rank"), 1, "higher"),
     "men": Measure("r of MEN ↑", lambda run: run["word_similarity"]["MEN"]["r"], 0, "higher"),
     "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
     "initial_mean_norm": Measure("‖μ‖ at the start", _named("initial_mean_norm"), 4, "lower"),
@@ -83,7 +95,9 @@ MEASURES = {
         "‖μ‖ʳ of router ↓", _named("router_mean_norm_ratio"), 3, "lower"
     ),
 }
-ALL = tuple(column.key for column in COLUMNS if column.key != "accuracy")
+NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
+"""Measures that the first runs of the study did not record."""
+ALL = (*(column.key for column in COLUMNS if column.key != "accuracy"), *NEWER)
 MORE = ("valid_loss", *ALL, "men")
 
 
@@ -100,52 +114,101 @@ Group = Sequence[Line]
 """Rows that are compared with the first row among them."""
 
 
-def values(line: Line, measure: str) -> list[float]:
-    """A measure for each seed's run; the loss of a run that diverged is infinite."""
-    found = []
-    for run in runs(line):
+def by_seed(line: Line, measure: str) -> dict[int, float]:
+    """A measure of the runs that have it, by seed; the loss of a run that diverged is infinite."""
+    found = {}
+    for seed, run in runs(line).items():
         value = MEASURES[measure].of(run)
         if "diverged_at" in run and measure in ("test_loss", "valid_loss"):
             value = math.inf
         if value is not None:
-            found.append(value)
+            found[seed] = value
     return found
 
 
-def runs(line: Line) -> list[Run]:
-    """The runs of all seeds that have a result, in order."""
+def values(line: Line, measure: str) -> list[float]:
+    """A measure of the runs that have it, in the order of their seeds."""
+    return [*by_seed(line, measure).values()]
+
+
+def runs(line: Line) -> dict[int, Run]:
+    """The runs that have a result, by seed, in order."""
     found = results(line.question).get(line.name, {}).get("seeds", {})
-    return [found[seed] for seed in sorted(found, key=int)]
+    return {int(seed): found[seed] for seed in sorted(found, key=int)}
 
 
-def markdown(groups: Sequence[Group], measures: Sequence[str], first: str = "") -> str:
-    """Create one Markdown table of all groups, one below the other."""
-    header = [first, *(MEASURES[name].header for name in measures), "p", "seeds"]
+def is_committed(run: Run) -> bool:
+    """Whether the code that made a run was a commit without changes."""
+    commit = run["environment"]["git_commit"]
+    return commit is not None and not commit.endswith("-dirty")
+
+
+def markdown(
+    groups: Sequence[Group],
+    measures: Sequence[str],
+    first: str = "",
+    bold: Literal["first", "all"] = "first",
+) -> str:
+    """Create one Markdown table of all groups, one below the other, and its footnote.
+
+    Args:
+        groups: the rows.
+        measures: the columns.
+        first: the header of the first column.
+        bold: ``"first"``: better than the first row of the group; ``"all"``: better than each other
+            row of the group, as in the paper's Table 7.
+    """
+    rows = [line for group in groups for line in group]
+    shown = [name for name in measures if name not in NEWER or any(values(r, name) for r in rows)]
+    header = [first, *(MEASURES[name].header for name in shown), "p", "p, paired", "seeds"]
     tested = "test_loss" if "test_loss" in measures else measures[0]
     lines = [header, ["---", *("---:" for _ in header[1:])]]
     for group in groups:
         for line in group:
-            against = group[0]
-            if line is against:
-                against = group[1] if len(group) == 2 else line
-            cells = [_cell(line, against, name) for name in measures]
-            loss = values(line, tested), values(group[0], tested)
-            p = None if line is group[0] else one_sided_t_test(*loss, "lower")
-            shown = "" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001"
-            lines.append([line.label, *cells, shown, str(len(runs(line)))])
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+            rivals = [other for other in group if other is not line]
+            if bold == "first" and line is not group[0]:
+                rivals = [group[0]]
+            elif bold == "first" and len(group) != 2:
+                rivals = []
+            cells = [_cell(line, rivals, name) for name in shown]
+            lines.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
+    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+    return table + (f"\n{UNCOMMITTED}\n" if "†" in table else "")
 
 
-def _cell(line: Line, against: Line, name: str) -> str:
-    mine, theirs, measure = values(line, name), values(against, name), MEASURES[name]
+def _p(line: Line, baseline: Line, measure: str) -> list[str]:
+    """The p-values, unpaired and paired, that a measure is lower than in another row."""
+    if line is baseline:
+        return ["", ""]
+    paired = paired_t_test(by_seed(line, measure), by_seed(baseline, measure))
+    found = (
+        one_sided_t_test(values(line, measure), values(baseline, measure), "lower"),
+        None if paired is None else paired.one_sided("lower"),
+    )
+    return ["" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001" for p in found]
+
+
+def _seeds(line: Line) -> str:
+    """The number of runs; or their seeds, with a dagger for each whose code was not committed."""
+    found = runs(line)
+    if all(map(is_committed, found.values())):
+        return str(len(found))
+    return ", ".join(f"{seed}" if is_committed(run) else f"{seed} †" for seed, run in found.items())
+
+
+UNCOMMITTED = "†: the run with this seed was made by code with changes that were not committed."
+
+
+def _cell(line: Line, rivals: Sequence[Line], name: str) -> str:
+    """Mean and deviation, bold if significantly better than each of the rivals."""
+    mine, measure = values(line, name), MEASURES[name]
     diverged = sum(map(math.isinf, mine))
     if diverged:
         return f"{diverged} of {len(mine)} diverged"
     text = "< 1e-6" if mine and 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
-    if line is against:
-        return text
-    p = one_sided_t_test(mine, theirs, measure.better)
-    return f"**{text}**" if p is not None and p < SIGNIFICANCE else text
+    found = [one_sided_t_test(mine, values(rival, name), measure.better) for rival in rivals]
+    is_better = found and all(p is not None and p < SIGNIFICANCE for p in found)
+    return f"**{text}**" if is_better else text
 
 
 BASE = (
@@ -231,7 +294,7 @@ def _rate() -> str:
 
 def _sgd() -> str:
     lines = [Line(f"SGD, {name.replace('=', ' = ')}", "sgd", name) for name in QUESTIONS["sgd"]]
-    return markdown([[*BASE, *lines]], ("valid_loss", *ALL))
+    return markdown([[*BASE, *lines]], ("valid_loss", *ALL), bold="all")
 
 
 def _tying() -> str:

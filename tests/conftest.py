@@ -1,11 +1,14 @@
 """A recipe of seconds, and real text to train it on; what all tests share."""
 
 import os
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from coupled_adam import files
 
 # For this process, before torch is loaded, and for those that tests start: several share the cores,
 # where threads that wait for each other busily would keep each other from running.
@@ -50,6 +53,66 @@ BLANK = (  # a PNG of one pixel
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0:~\x9bU\0\0\0\nIDATx\x9cc`\0\0\0\2\0\1"
     b"H\xaf\xa4q\0\0\0\0IEND\xaeB`\x82"
 )
+
+
+class Disk:
+    """Records what a process does to make files last, in order."""
+
+    def __init__(self):
+        self.events = []
+        self.records = False
+
+    def record(self, event, arguments):
+        if self.records and event == "os.rename":
+            self.renamed(*arguments[:2])
+
+    def renamed(self, source, target):
+        """The target has its name; what it holds must be on the disk already."""
+        source = Path(source)
+        held = [source, *source.rglob("*")] if source.is_dir() else [source]
+        states = [(os.stat(path).st_ino, os.stat(path).st_mtime_ns) for path in held]
+        self.events.append(("rename", Path(target), states))
+
+    def synced(self, descriptor):
+        state = os.fstat(descriptor)
+        self.events.append(("sync", state.st_ino, state.st_mtime_ns))
+
+    def check(self, folder):
+        """Returns how many names were given in a folder, each after what it names was synced."""
+        given = 0
+        for number, (event, *content) in enumerate(self.events):
+            if event == "rename" and content[0].is_relative_to(folder):
+                target, states = content
+                before = {(*event[1:],) for event in self.events[:number] if event[0] == "sync"}
+                assert set(states) <= before, f"{target} was not on the disk"
+                after = [event[1] for event in self.events[number:] if event[0] == "sync"]
+                assert target.parent.stat().st_ino in after, f"the name {target} was not"
+                given += 1
+        return given
+
+
+_disk = Disk()
+sys.addaudithook(lambda *event: _disk.record(*event))
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """What is synced and renamed in this test."""
+    sync, exchange = os.fsync, files._exchange
+
+    def fsync(descriptor):
+        _disk.synced(descriptor)
+        sync(descriptor)
+
+    def exchanged(source, target):
+        _disk.renamed(source, target)
+        exchange(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(files, "_exchange", exchanged)
+    _disk.events, _disk.records = [], True
+    yield _disk
+    _disk.records = False
 
 
 SMALL = """

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from coupled_adam import cli
+from coupled_adam import cli, files
 from coupled_adam.lab.evaluation import evaluate as evaluation
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.training import distributed
@@ -64,12 +64,19 @@ def build_in(fault, number):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
         return
+    if fault == "absence":  # before the others can know
+        distributed.PATIENCE = 1.0
+        if os.environ["SLURM_PROCID"] == "1":
+            kill()
+        return
     loss = LanguageModel.loss
     places = {
         "checkpoint": (torch, "save", write_half),
         "rename": (Path, "rename", kill, of_a_checkpoint),
         "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
+        "exchange": (files, "_exchange", kill),
+        "dissolve": (files, "_dissolve", kill),
         "figures": (reporting, "draw_all", kill),
         "page": (reporting, "render", kill),
         "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),

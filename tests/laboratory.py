@@ -89,14 +89,17 @@ class Laboratory:
         said = [process.communicate()[1] for process in processes]
         raise AssertionError(f"step {step} was not reached: {said}")
 
-    def srun(self, *arguments, **options):
-        """Two processes as SLURM starts them, with what it tells them."""
+    def srun(self, *arguments, others=(), **options):
+        """Two processes as SLURM starts them, with what it tells them.
+
+        The second one gets further options.
+        """
         told = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
         told |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0"}
         told |= {"SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
         return [
             Process(
-                self.command(*arguments, **options),
+                self.command(*arguments, *(others if rank else ()), **options),
                 {**os.environ, **told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             )
             for rank in range(2)

@@ -32,7 +32,7 @@ def laid_out(values, layout, name):
 
 def apply_all(update, kernel):
     """All that comes after ``measure``, on one rank."""
-    if update.exp_avg_sq_row is not None:
+    if update.exp_avg_sq_row is not None and update.weights is None:
         reference.weigh_rows(update)
     if update.group["zero_sum"] and update.moment_sums is None:
         kernel.center(update)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -19,7 +20,8 @@ from coupled_adam import cli
 from coupled_adam.cli import main
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
-from coupled_adam.lab.recipe import load_recipe
+from coupled_adam.errors import install
+from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.rendering.tables import terminal_table
 from processes import Process
 
@@ -121,7 +123,7 @@ def errors(small_recipe, text_file, tmp_path):
         "empty text": (("--text", empty, *recipe), "there is no text in it"),
         "short text": (("--text", short, *recipe), "the text is too short"),
         "folder of nothing": (("--text", taken, *recipe), "no file in it ends in .txt"),
-        "unwritable folder": (("--out", text_file / "sub", *recipe), "cannot be written"),
+        "unwritable folder": (("--out", text_file / "sub", *recipe), "annot be written"),
         "unwritable place": (("--out", "/proc/sub", *recipe), "cannot be written"),
         "existing folder": (("--out", taken, *recipe), "continue it with --resume"),
         "existing file": (("--out", text_file, *recipe), "exists"),
@@ -134,9 +136,28 @@ def errors(small_recipe, text_file, tmp_path):
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         "missing wandb": (("--log", "wandb", *recipe), "pip install wandb"),
         "unknown logger": (("--log", "paper"), "log"),
-        "bad steps": (("--steps", 0), "steps"),
-        "bad seeds": (("--seeds", "one"), "seeds"),
-        "bad device": (("--device", "tpu"), "device"),
+        "bad steps": (("--steps", 0), "--steps: '0' must be a whole number, 1 or more"),
+        "bad seeds": (("--seeds", "one"), "--seeds: 'one' must be a whole number, 0 or more"),
+        "a seed twice": (("--seeds", 2, 2, *recipe), "--seeds 2 2 names a seed twice"),
+        "endless seeds": (("--seeds", "9" * 20, *recipe), "must be from 1 to 1000"),
+        "no seeds": (("--seeds", 0, *recipe), "must be from 1 to 1000"),
+        "an arm twice": (("--arms", "adamw", "adamw", *recipe), "names an arm twice"),
+        "bad device": (("--device", "tpu"), "--device: invalid choice: 'tpu' (choose from"),
+        "no value": (("--steps",), "--steps: expected one argument"),
+        "no section": (("n_layer=2", *recipe), "did you mean model.n_layer?"),
+        "two lengths": (
+            ("--steps", 3, "training.tokens=999", *recipe),
+            "--steps 3 and training.tokens=999 exclude each other",
+        ),
+        "two texts": (
+            ("--text", text_file, "data.hub=x", *recipe),
+            "data.hub=x exclude each other",
+        ),
+        "no resume": (("--skip-damaged", *recipe), "--skip-damaged is for --resume"),
+        "too large": (
+            ("model.n_embd=2000000", *recipe),
+            "a model of 48,000.7 billion parameters (model.n_embd=2000000,",
+        ),
         "missing device": (("--device", "mps", "--out", new, *recipe), "is not available here"),
         "unknown recipe": (("--recipe", "tinny"), "did you mean tiny?"),
     }
@@ -192,6 +213,123 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     said = out.replace("\n", "") + err.replace("\n", "")
     assert "a [2J" in said
     assert said.isprintable()
+
+
+def outputs(model, comparison):
+    """Commands that write a file or a folder, and what they write to."""
+    return {
+        "analyze": (model, ("--csv", "--html")),
+        "theory": (model, ("--html",)),
+        "evaluate": (model, ("--out",)),
+        "bench": ("--shapes=10x4", ("--picture",)),
+        "report": (comparison, ("--out",)),
+        "train": ("--arm=adamw", ("--out",)),
+        "compare": ("--seeds=1", ("--out",)),
+    }
+
+
+def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys, monkeypatch):
+    """Nothing is read, trained or measured for a path that cannot be written."""
+    for work in (
+        "coupled_adam.embeddings.analysis.analyze_model",
+        "coupled_adam.lab.evaluation.theory.measure_folder",
+        "coupled_adam.lab.evaluation.evaluate.evaluate_model",
+        "coupled_adam.bench.bench",
+        "coupled_adam.lab.reporting.report.read_runs",
+        "coupled_adam.lab.comparison.prepare_corpus",
+    ):
+        monkeypatch.setattr(work, lambda *_, **__: pytest.fail("it has begun"))
+    (tmp_path / "file").write_text("")
+    for name, (what, options) in outputs(tmp_path, tmp_path).items():
+        for option in options:
+            for place in (tmp_path / "file" / "x.png", "/proc/x.png"):
+                assert main([name, str(what), option, str(place)]) == 2, (name, option)
+                (line,) = capsys.readouterr().err.splitlines()
+                assert option in line
+                assert "cannot be written" in line
+    assert main(["analyze", "m.npy", "--csv", str(tmp_path / "missing" / "x")]) == 2
+    assert "--csv: there is no folder" in capsys.readouterr().err
+    assert main(["analyze", "m.npy", "--html", str(tmp_path)]) == 2
+    assert "exists and is not a file" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir() if path != text_file] == ["file"]
+
+
+def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeypatch):
+    """The numbers are on standard output, and the error names the option and the file."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    monkeypatch.setattr("coupled_adam.cli.options.write_atomically", full)
+    assert main(["analyze", str(tmp_path / "m.npy"), "--csv", str(tmp_path / "x.csv")]) == 1
+    out, err = capsys.readouterr()
+    assert "isotropy" in out
+    assert f"--csv {tmp_path / 'x.csv'} cannot be written (No space left on device)" in err
+    assert "--resume" not in err
+
+
+def test_resume_with_another_recipe(small_recipe, tmp_path, capsys, monkeypatch):
+    """It is an error, and the same one continues with the arms and seeds that there are."""
+    out, asked = tmp_path / "out", []
+
+    def compare(recipe, out, **_):
+        asked.append(recipe)
+
+    monkeypatch.setattr("coupled_adam.lab.comparison.compare", compare)
+    out.mkdir()
+    begun = override(load_recipe(str(small_recipe)), {"seeds": [1, 2], "training.steps": 7})
+    (out / "comparison.yaml").write_text(yaml.safe_dump(begun.to_dict()))
+    assert main(["compare", "--resume", "--out", str(out)]) == 0
+    again = ["compare", "--resume", "--out", str(out), "--recipe", str(small_recipe)]
+    assert main([*again, "--steps", "7"]) == 0
+    assert asked == [begun, begun]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for recipe in (again, [*again[:-1], "tiny"]):
+        assert main(recipe) == 2
+        assert "holds another comparison" in capsys.readouterr().err
+
+
+def test_a_terminal_without_unicode(tmp_path):
+    np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    command = [sys.executable, "-m", "coupled_adam.cli", "analyze", str(tmp_path / "m.npy")]
+    for environment, pipe in (({"PYTHONIOENCODING": "ascii"}, None), ({}, "head -1")):
+        result = subprocess.run(
+            ["bash", "-c", f"{' '.join(command)} | {pipe}"] if pipe else command,
+            env={**os.environ, **environment},
+            capture_output=True,
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == b""
+
+
+def test_a_comparison_is_no_model(tmp_path, capsys):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "runs" / "a" / "config.yaml").write_text("")
+    for name in ("analyze", "evaluate", "theory"):
+        assert main([name, str(tmp_path / "runs")]) == 2
+        assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ('{"url": "file:///my%20clone", "dir_info": {}}', "pip install '/my clone[lab]'"),
+        (None, "pip install 'coupled-adam[lab]'"),
+    ],
+)
+def test_the_hint_installs_from_where_the_package_came(origin, command, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.Distribution.read_text", lambda *_: origin)
+    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", lambda *_: origin)
+    assert install("lab") == command
+
+
+def test_embeddings_without_numpy():
+    script = "import sys; sys.modules['numpy'] = None; import coupled_adam.embeddings"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "coupled_adam.embeddings needs an extra, pip install" in result.stderr
+    assert "[embeddings]" in result.stderr
 
 
 def test_error_in_a_process(small_recipe, tmp_path):

@@ -25,10 +25,17 @@ ROOMS = [
     "lab.evaluation",
     "lab.reporting",
     "lab.comparison",
+    "lab.sweep",
     "bench",
     "cli",
+    "optax",
 ]
-STRANGERS = {"optim": {"errors", "files"}, "embeddings": {"optim", ""}, "text": {"optim", ""}}
+STRANGERS = {
+    "optim": {"errors", "files"},
+    "embeddings": {"optim", ""},
+    "text": {"optim", ""},
+    "optax": set(ROOMS) - {"optax"},
+}
 
 
 def room(module):
@@ -68,7 +75,7 @@ def test_imports_go_downwards():
     assert found > 100
 
 
-LARGE = ("torch", "transformers", "lightning", "matplotlib", "datasets", "scipy")
+LARGE = ("torch", "jax", "transformers", "lightning", "matplotlib", "datasets", "scipy")
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from scipy import stats
 from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
+from study.between import ZeroSumAdamW
 from study.evaluation import MEASURES, second_moment_fit
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, Entry
 from study.run import recipe_of, results, train_and_evaluate
@@ -72,6 +74,42 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
         assert found[name] == functools.reduce(operator.getitem, path, expected["embeddings"])
     assert ("second_moment" in found) == (arm is ADAMW)
     assert found["initial_mean_norm"] != found["curve"][0]["mean_norm"]
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0])
+def test_zero_sum_adamw(exponent):
+    """For a = 1 Adam's own update without its mean; other groups are AdamW's."""
+    torch.manual_seed(0)
+    p, q, other, control = (
+        torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64)) for _ in range(4)
+    )
+    with torch.no_grad():
+        q.copy_(p)
+        control.copy_(other)
+    options = {"lr": 1e-2, "betas": (0.8, 0.9)}
+    group = {"params": [p], "exponent": exponent, "weight_decay": 0.0}
+    ours = ZeroSumAdamW([group, {"params": [other]}], **options)
+    torchs = torch.optim.AdamW([control], **options)
+    m, v = torch.zeros(5, 3, dtype=torch.float64), torch.zeros(5, 3, dtype=torch.float64)
+    for t in range(1, 6):
+        g, control.grad = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3).double()
+
+        def backward(g=g):
+            ours.zero_grad()  # as Lightning, within the step
+            p.grad = g if p.grad is None else p.grad + g
+            other.grad = control.grad.clone()
+            return 1.25
+
+        assert ours.step(backward) == 1.25
+        torchs.step()
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+        v_hat = v / (1 - 0.9**t)
+        denominator = v_hat.mean(0) ** ((1 - exponent) / 2) * v_hat ** (exponent / 2) + 1e-8
+        update = m / (1 - 0.8**t) / denominator
+        with torch.no_grad():
+            q -= 1e-2 * (update - update.mean(0))
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    assert torch.equal(other, control)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -207,16 +245,27 @@ def test_alternatives_are_what_their_papers_say(base, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, capped(input_ids=ids).logits)
 
 
-def test_muon_has_the_hidden_matrices(base):
-    model = build_model(base)
-    hidden, others = muon.optimizers(model, base, "adamw")
-    names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)] for g in hidden.param_groups for p in g["params"]} == {
+@pytest.mark.parametrize(("arm", "coupled"), [("adamw", False), ("coupled_adam", True)])
+def test_muon_has_the_hidden_matrices(base, arm, coupled):
+    recipe = override(base, {"arms": {arm: {"optimizer": arm}}, "model.tied": False})
+    model = build_model(recipe)
+    optimizer = muon.with_rates("some", 4, 0.25).build_optimizer(model, recipe, arm)
+    names = [set(group["param_names"]) for group in optimizer.param_groups]
+    assert names[0] == {
         f"transformer.h.0.{name}.weight"
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     }
-    both = [id(p) for o in (hidden, others) for g in o.param_groups for p in g["params"]]
-    assert sorted(both) == sorted(names)
+    assert set.union(*names) == set(dict(model.named_parameters()))
+    factors = {
+        name: group["lr"] / recipe.training.lr
+        for group in optimizer.param_groups
+        for name in group["param_names"]
+    }
+    assert factors.pop("lm_head.weight") == 0.25
+    assert factors.pop("transformer.wte.weight") == factors.pop("transformer.wpe.weight") == 4
+    assert set(factors.values()) == {1}
+    flags = [group.get("coupled", False) for group in optimizer.param_groups]
+    assert any(flags) == coupled
 
 
 def test_coupled_router_keeps_its_mean(base):
@@ -280,7 +329,15 @@ def test_pages_are_made_from_the_results():
         assert tables.filled(page) == page
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param(question, marks=pytest.mark.xfail(reason="not run yet", strict=True))
+        if question == "muon_rates"
+        else question
+        for question in QUESTIONS
+    ],
+)
 def test_results_are_of_the_questions_as_they_are(question):
     """All runs were made, each with the recipe that its question would be run with now.
 
@@ -317,28 +374,98 @@ def test_pictures_show_the_results(draw):
     assert (figures.IMAGES / f"{draw.__name__}.png").exists()
 
 
-def test_a_table(monkeypatch):
-    """Bold by the t-test, with the first of a group; a run that diverged is no number."""
-    seeds = {
-        "one": [2.0, 2.1, 2.2],
-        "two": [1.0, 1.1, 1.2],
-        "three": [1.0, None, 1.2],
-    }
+def table_of(monkeypatch, runs, groups, measures, **options):
+    """The lines of a table of made-up runs: by name, a dict of results for each seed from 1."""
+    committed = {"environment": {"git_commit": "abc"}}
     found = {
-        name: {
-            "seeds": {
-                str(seed): {"diverged_at": 7} if loss is None else {"test_loss": loss}
-                for seed, loss in enumerate(losses)
-            }
-        }
-        for name, losses in seeds.items()
+        name: {"seeds": {str(seed): {**committed, **run} for seed, run in enumerate(seeds, 1)}}
+        for name, seeds in runs.items()
     }
     monkeypatch.setattr(tables, "results", lambda question: found)
-    lines = [tables.Line(name.upper(), "", name) for name in seeds]
-    assert tables.markdown([lines[:2], lines], ["test_loss"]).splitlines()[2:] == [
-        "| ONE | 2.1 (1) |  | 3 |",
-        "| TWO | **1.1 (1)** | < 0.001 | 3 |",
-        "| ONE | 2.1 (1) |  | 3 |",
-        "| TWO | **1.1 (1)** | < 0.001 | 3 |",
-        "| THREE | 1 of 3 diverged |  | 3 |",
+    named = [[tables.Line(name.upper(), "", name) for name in group] for group in groups]
+    return tables.markdown(named, measures, **options).splitlines()
+
+
+def test_a_table(monkeypatch):
+    """Bold by the t-test, with the first of a group; a run that diverged is no number."""
+    seeds = {"one": [2.0, 2.1, 2.2], "two": [1.0, 1.2, 1.1], "three": [1.0, None, 1.2]}
+    runs = {
+        name: [{"diverged_at": 7} if loss is None else {"test_loss": loss} for loss in losses]
+        for name, losses in seeds.items()
+    }
+    groups = [["one", "two"], ["one", "two", "three"]]
+    paired = stats.ttest_rel(seeds["two"], seeds["one"], alternative="less").pvalue
+    assert table_of(monkeypatch, runs, groups, ["test_loss"])[2:] == [
+        "| ONE | 2.1 (1) |  |  | 3 |",
+        f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
+        "| ONE | 2.1 (1) |  |  | 3 |",
+        f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
+        "| THREE | 1 of 3 diverged |  |  | 3 |",
     ]
+
+
+def test_bold_as_in_table_7(monkeypatch):
+    """Better than each other row, not only than the first."""
+    seeds = {"one": [2.0, 2.1, 2.2], "two": [1.0, 1.2, 1.1], "three": [1.05, 1.15, 1.1]}
+    runs = {name: [{"test_loss": loss} for loss in losses] for name, losses in seeds.items()}
+    groups = [[*runs]]
+
+    def bold(rule):
+        lines = table_of(monkeypatch, runs, groups, ["test_loss"], bold=rule)[2:]
+        return [line.split(" | ")[1].startswith("**") for line in lines]
+
+    assert bold("first") == [False, True, True]
+    assert bold("all") == [False, False, False]
+    runs["three"] = [{"test_loss": loss - 0.5} for loss in seeds["three"]]
+    assert bold("all") == [False, False, True]
+
+
+def test_columns_that_only_newer_runs_have(monkeypatch):
+    """They stay away from tables of older runs, which show a dash beside newer ones."""
+    old = [{"test_loss": 2.0}]
+    new = [{"test_loss": 1.0, "isotropy_unit": 0.5, "effective_rank": 30.0}]
+    measures = ["test_loss", *tables.NEWER]
+    runs = {"old": old, "new": new}
+    only_old = table_of(monkeypatch, runs, [["old"]], measures)
+    assert only_old[0] == "|  | L ↓ | p | p, paired | seeds |"
+    both = table_of(monkeypatch, runs, [["old", "new"]], measures)
+    assert both[0] == "|  | L ↓ | Iso at unit norm ↑ | effective rank ↑ | p | p, paired | seeds |"
+    assert both[2:] == [
+        "| OLD | 2.000 | – | – |  |  | 1 |",
+        "| NEW | 1.000 | 0.50 | 30.0 |  |  | 1 |",
+    ]
+
+
+def test_runs_of_uncommitted_code_are_marked(monkeypatch):
+    """By their seeds; a rerun removes the mark."""
+    dirty = {"test_loss": 1.0, "environment": {"git_commit": "abc-dirty"}}
+    unknown = {"test_loss": 1.0, "environment": {"git_commit": None}}
+    clean = {"test_loss": 1.0}
+    runs = {"a": [dirty, unknown], "b": [clean, dirty], "c": [clean, clean]}
+    lines = table_of(monkeypatch, runs, [["a", "b", "c"]], ["test_loss"])
+    assert [line.split(" | ")[-1] for line in lines[2:5]] == ["1 †, 2 † |", "1, 2 † |", "2 |"]
+    assert lines[5:] == ["", tables.UNCOMMITTED]
+    rerun = {**runs, "a": [clean, clean], "b": [clean, clean]}
+    assert "†" not in "".join(table_of(monkeypatch, rerun, [["a", "b"]], ["test_loss"]))
+
+
+def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):
+    expected = {
+        json.dumps(run)
+        for question in QUESTIONS
+        for entry in results(question).values()
+        for run in entry["seeds"].values()
+        if "-dirty" in run["environment"]["git_commit"]
+    }
+    marked = set()
+    is_committed = tables.is_committed
+
+    def seen(run):
+        if not is_committed(run):
+            marked.add(json.dumps(run))
+        return is_committed(run)
+
+    monkeypatch.setattr(tables, "is_committed", seen)
+    for path in tables.DOCS.glob("*.md"):
+        tables.filled(path.read_text(encoding="utf-8"))
+    assert marked == expected

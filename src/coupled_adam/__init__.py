@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
+    from coupled_adam.optim.muon import MuonWithCoupledAdam
     from coupled_adam.optim.param_groups import param_groups
     from coupled_adam.optim.state import to_adam_state_dict
     from coupled_adam.optim.token_embeddings import embedding_parameters
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CoupledAdam",
     "CoupledAdamW",
+    "MuonWithCoupledAdam",
     "embedding_parameters",
     "param_groups",
     "to_adam_state_dict",
@@ -28,6 +30,7 @@ __all__ = [
 _MODULES = {
     "CoupledAdam": "coupled_adam",
     "CoupledAdamW": "coupled_adam",
+    "MuonWithCoupledAdam": "muon",
     "embedding_parameters": "token_embeddings",
     "param_groups": "param_groups",
     "to_adam_state_dict": "state",

@@ -1,5 +1,10 @@
 """Errors that the user can fix, and how error messages are printed."""
 
+import importlib.metadata
+import json
+import shlex
+from urllib.parse import unquote, urlparse
+
 
 class UsageError(Exception):
     """Raised if the user's input cannot be used; the message says what to do instead."""
@@ -20,3 +25,19 @@ def one_line(error: object, longest: int | None = 600) -> str:
     if longest is None or len(text) <= longest:
         return text
     return f"{text[: longest // 2]} ... {text[-(longest // 2) :]}"
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of this package, from where the package came from.
+
+    That is the folder that was given to pip, which may be a clone, or otherwise a package index.
+    """
+    name = "coupled-adam"
+    try:
+        origin = importlib.metadata.distribution(name).read_text("direct_url.json")
+        url = json.loads(origin)["url"] if origin else ""
+    except importlib.metadata.PackageNotFoundError:  # the folder src is on the path, no more
+        return f"pip install '.[{extra}]' (in the folder that holds its pyproject.toml)"
+    if url.startswith("file:"):
+        return f"pip install {shlex.quote(f'{unquote(urlparse(url).path)}[{extra}]')}"
+    return f"pip install '{name}[{extra}]'"

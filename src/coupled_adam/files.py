@@ -1,49 +1,374 @@
-"""Files that are written completely or not at all, and folders that one process writes to."""
+"""Files and folders that are complete or absent, and locks that end with their process.
 
+What is being written has a name that nothing else has, ``.coupled-adam-`` and a random number, and
+is locked while its process lives. So what a killed process has left can be told from everything
+else, and only that is ever cleared.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import hashlib
 import os
-from collections.abc import Iterator
+import re
+import secrets
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from coupled_adam.errors import UsageError
+
+LOCK = ".lock"
+"""The file by which a folder is locked."""
+_TEMPORARY = re.compile(r"\.coupled-adam-[0-9a-f]{16}\.tmp")
+_ASIDE = re.compile(r"\.(.+)\.coupled-adam-old")
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
+_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
+_CHUNK = 2**22
+_SAYS_AFTER = 5.0  # seconds of waiting
+
+
+def temporary_path(path: Path) -> Path:
+    """A name in the same folder for what will become ``path``; only this package gives it."""
+    return path.with_name(f".coupled-adam-{secrets.token_hex(8)}.tmp")
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a path has a name from :func:`temporary_path`."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file under a temporary name in the same folder, then rename it.
 
+    The content is on the disk before the file has its name, and the name when this returns.
+
     Raises:
         OSError: if the disk is full or the folder is not writable; an existing file is kept.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     data = content.encode() if isinstance(content, str) else content
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with _made(path, lambda temporary: temporary.touch(exist_ok=False)) as temporary:
+            with temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # a full disk names no file, and the temporary one is gone
+        raise
+
+
+@contextmanager
+def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> Iterator[Path]:
+    """Yield an empty folder to fill, which becomes ``path`` if the block ends without an error.
+
+    Its files are on the disk before it has its name, and the name when this returns. If there is a
+    folder ``path`` already, the two change places in one step where the file system can do that
+    (Linux's and macOS's own can). Otherwise, if the process is killed between two renames, the
+    old folder lies beside, and :func:`clear_leftovers` puts it back.
+
+    Args:
+        is_own: whether a file of the old folder, named by its path in it, is to be removed with
+            it. All others are moved to the new folder.
+
+    Raises:
+        OSError: if the disk is full or the place is not writable; the old folder is kept.
+    """
+    with _made(path, Path.mkdir) as temporary:
+        yield temporary
+        for folder, _, names in os.walk(temporary):
+            for name in names:
+                sync(Path(folder, name))
+            sync_folder(Path(folder))
+        if not os.path.lexists(path):
+            temporary.rename(path)
+            sync_folder(path.parent)
+            return
+        try:
+            _exchange(temporary, path)
+            old = temporary
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+            old = path.with_name(f".{path.name}.coupled-adam-old")
+            with _alive(path):
+                path.rename(old)
+                temporary.rename(path)
+        sync_folder(path.parent)
+        _dissolve(old, path, is_own)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what killed processes of this package have left in a folder, and nothing else."""
+    for entry in sorted(folder.iterdir()):
+        if entry.is_symlink():
+            continue
+        aside = _ASIDE.fullmatch(entry.name)
+        if not aside and not is_temporary(entry):
+            continue
+        with contextlib.suppress(OSError), _dead(entry) as is_dead:
+            if not is_dead:
+                continue
+            if aside and not os.path.lexists(folder / aside[1]):
+                entry.rename(folder / aside[1])
+            else:
+                _remove(entry)
+
+
+def make_folder(path: Path) -> list[Path]:
+    """Create a folder with those above it, and return the new ones, the innermost first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        sync_folder(folder.parent)
+    return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders, the innermost first, up to the first that holds anything."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content to the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, where the file system can do that for folders."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
     finally:
-        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def file_digest(
+    path: Path,
+    start: int = 0,
+    length: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> str:
+    """The SHA-256 digest of a file's content, as hexadecimal digits.
+
+    Args:
+        start: the offset of the first byte.
+        length: the number of bytes; None goes on to the end of the file.
+        progress: called with the number of bytes of each piece that has been read.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while piece := file.read(_CHUNK if length is None else min(_CHUNK, length)):
+            digest.update(piece)
+            length = None if length is None else length - len(piece)
+            if progress is not None:
+                progress(len(piece))
+    return digest.hexdigest()
 
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
     """Lock a folder against other writing processes; the lock is released even on SIGKILL.
 
+    The file of the lock may be removed by the process that holds it.
+
     Raises:
         UsageError: if another process has locked it.
-        OSError: if the folder does not exist or is not writable.
+        OSError: if the folder does not exist, is not writable or cannot be locked.
     """
-    lock = FileLock(folder / ".lock", 0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UsageError(
-            f"{folder} is in use by another process: wait for it, or choose another --out"
-        ) from None
+    refusal = f"{folder} is in use by another process: wait for it, or choose another --out"
+    with lock(folder / LOCK, refusal):
+        yield
+
+
+@contextmanager
+def lock(path: Path, refusal: str, wait: float = 0, waits_for: str = "") -> Iterator[None]:
+    """Hold the lock of a file; the system releases it when the process ends, however it does.
+
+    Args:
+        refusal: the message if another process holds it.
+        wait: for how many seconds to try again until then.
+        waits_for: what is said on standard error meanwhile.
+
+    Raises:
+        UsageError: if another process holds the lock.
+        OSError: if the file cannot be created or locked.
+    """
+    go_on = waiting(waits_for, wait)
+    while (descriptor := _locked(path)) is None:
+        if not go_on():
+            raise UsageError(refusal)
     try:
         yield
     finally:
-        lock.release()
+        os.close(descriptor)
+
+
+def waiting(what: str, limit: float) -> Callable[[], bool]:
+    """A function that sleeps a moment, and returns False if it has been so for ``limit`` seconds.
+
+    After some seconds it says once, on standard error, what this process is waiting for.
+    """
+    began = time.monotonic()
+    said = False
+
+    def go_on() -> bool:
+        nonlocal said
+        waited = time.monotonic() - began
+        if waited >= _SAYS_AFTER and not said and limit > 0:
+            said = True
+            print(f"waiting for {what}, {duration(limit)} at most", file=sys.stderr, flush=True)
+        if waited >= limit:
+            return False
+        time.sleep(min(0.1, limit - waited))
+        return True
+
+    return go_on
+
+
+def duration(seconds: float) -> str:
+    """A number of seconds in words."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:g} {unit}"
+    return f"{seconds:g} seconds"
+
+
+def _locked(path: Path) -> int | None:
+    """The descriptor of a file that is now locked; None if another process has locked it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
+            warnings.warn(
+                f"{path.parent} is on a file system without locks: nothing keeps another process "
+                "from writing to it at the same time",
+                stacklevel=2,
+            )
+            return descriptor
+        if _is_still(path, descriptor):
+            return descriptor
+        os.close(descriptor)  # it was removed by the one that held it
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Something under a temporary name beside ``path``, which goes if it does not become that."""
+    while True:
+        temporary = temporary_path(path)
+        make(temporary)
+        with _alive(temporary) as descriptor:
+            if not _is_still(temporary, descriptor):
+                continue  # it was taken for a leftover before it was locked
+            try:
+                yield temporary
+            except BaseException:
+                if _is_still(temporary, descriptor):  # and not yet what it was to become
+                    _remove(temporary)
+                raise
+            return
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alive(path: Path) -> Iterator[int]:
+    """Lock what this process is working on, as far as the file system has locks."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _dead(path: Path) -> Iterator[bool]:
+    """Whether no process is working on it, nor will be inside the block."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:  # another user's, or gone by now
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield _is_still(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two folders change places, in one step.
+
+    Raises:
+        OSError: with an errno in _NO_EXCHANGE, if the system or the file system cannot do that.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    here, swap = -100, 2  # AT_FDCWD; RENAME_EXCHANGE, which is also the value of RENAME_SWAP
+    try:
+        if sys.platform == "darwin":
+            failed = libc.renamex_np(*names, swap)
+        else:
+            failed = libc.renameat2(here, names[0], here, names[1], swap)
+    except AttributeError:
+        raise OSError(errno.ENOSYS, "the C library has no exchange") from None
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
+
+
+def _dissolve(old: Path, new: Path, is_own: Callable[[str], bool]) -> None:
+    """Remove a folder that has been replaced, and move what is not its own to the new one."""
+    for folder, folders, names in os.walk(old, topdown=False):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for path in [Path(folder, name) for name in (*names, *links)]:
+            place = path.relative_to(old)
+            if is_own(place.as_posix()):
+                path.unlink()
+            elif not os.path.lexists(new / place):
+                (new / place).parent.mkdir(parents=True, exist_ok=True)
+                path.rename(new / place)
+                sync_folder((new / place).parent)
+        with contextlib.suppress(OSError):
+            Path(folder).rmdir()

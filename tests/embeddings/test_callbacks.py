@@ -20,6 +20,7 @@ from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
 from coupled_adam.embeddings.monitor import LOGGED, Monitor, model_embeddings
+from coupled_adam.embeddings.report import number
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
 from processes import run_on_ranks
 
@@ -80,8 +81,10 @@ def test_lightning(tmp_path):
             ("input_embeddings", model.transformer.wte),
         ):
             report = analyze(layer.weight, counts)
-            for name in LOGGED:
-                assert float(row[f"{prefix}/{name}"]) == pytest.approx(getattr(report, name))
+            for name, path in LOGGED.items():
+                assert float(row[f"{prefix}/{name}"]) == pytest.approx(number(report, path))
+    assert not lines[0]["embeddings/largest_logit"]  # before the first step there are no logits
+    assert all(float(row["embeddings/largest_logit"]) > 0 for row in lines[1:])
 
 
 class Texts(torch.utils.data.Dataset):
@@ -100,6 +103,7 @@ def test_trainer(tmp_path):
         TrainingArguments(
             str(tmp_path),
             max_steps=6,
+            logging_steps=3,
             per_device_train_batch_size=2,
             learning_rate=1e-2,
             report_to="none",
@@ -113,9 +117,49 @@ def test_trainer(tmp_path):
     trainer.train()
     lines = [line for line in trainer.state.log_history if "embeddings/isotropy" in line]
     assert [line["step"] for line in lines] == [0, 2, 4, 6]
+    losses = [line["step"] for line in trainer.state.log_history if "loss" in line]
+    assert losses == [3, 6]  # the trainer's own log is not lost where both fall on one step
     report = analyze(trainer.model.lm_head.weight)
     assert lines[-1]["embeddings/mean_norm"] == report.mean_norm
     assert not any("input_embeddings" in name or "frequency" in name for name in lines[-1])
+
+
+def test_the_largest_logit():
+    """Of all forward passes of a step that is measured, and of no others."""
+    model, monitor = gpt2(), Monitor(2)
+    first, second, other = batches(3)
+    monitor.watch(model, 1)
+    model(other)
+    assert "embeddings/largest_logit" not in monitor.measure(model, True)
+    monitor.watch(model, 2)
+    largest = max(model(ids).logits.abs().max().item() for ids in (first, second))
+    assert monitor.measure(model, True)["embeddings/largest_logit"] == pytest.approx(largest)
+    model(other)
+    assert "embeddings/largest_logit" not in monitor.measure(model, True)
+
+
+def test_warnings_beyond_the_limits():
+    """Once when a limit is crossed, and again only after the value has been below."""
+    model = nn.Linear(4, V)
+    monitor = Monitor(1, find=lambda model: {"output": model.weight})
+    monitor.measure(model, True)
+    with torch.no_grad():
+        model.weight += 50
+    with pytest.warns(
+        UserWarning, match=r"embeddings/mean_norm_ratio is .*, above the limit of 0.9"
+    ):
+        monitor.measure(model, True)
+    monitor.measure(model, True)  # a second warning would be an error here
+    with torch.no_grad():
+        model.weight -= 50
+    monitor.measure(model, True)
+    with torch.no_grad():
+        model.weight += 50
+    with pytest.warns(UserWarning, match="mean_norm_ratio"):
+        monitor.measure(model, True)
+    Monitor(1, find=monitor.find, limits={}).measure(model, True)
+    with pytest.raises(ValueError, match="limits has the name 'loss'; known: mean_norm_ratio"):
+        Monitor(1, limits={"loss": 3})
 
 
 def test_models_of_ones_own():

@@ -1,6 +1,7 @@
 """The measures, against their definitions written out in numpy on small matrices."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from coupled_adam import embeddings as measures
 from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.report import PASSES
 
 
 def cloud(rows=50, columns=6, shift=0.3, seed=0):
@@ -207,15 +211,11 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
     assert in_float32 == pytest.approx(measures.isotropy(long), rel=1e-12)
 
 
-def test_progress_and_a_matrix_that_is_not_changed():
+def test_the_matrix_is_not_changed():
     matrix = torch.from_numpy(cloud())
-    before, calls = matrix.clone(), []
-    measures.analyze(matrix, progress=lambda what, share: calls.append((what, share)))
+    before = matrix.clone()
+    measures.analyze(matrix)
     assert torch.equal(matrix, before)
-    passes, shares = zip(*calls)
-    assert list(dict.fromkeys(passes)) == ["norms", "spectrum", "eigenvectors", "isotropy"]
-    assert list(shares) == sorted(shares)
-    assert (shares[0], shares[-1]) == (0, pytest.approx(1))
 
 
 BAD = [
@@ -472,8 +472,62 @@ assert peak() - before < matrix.nbytes, (peak() - before) / matrix.nbytes
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize("wrong", [[[1.0, 2.0]], torch.nn.Linear(2, 3)])
+@pytest.mark.parametrize("wrong", [[[1.0, 2.0]], {"weight": torch.ones(2, 3)}])
 def test_neither_tensor_nor_array(wrong):
     for measure in (measures.analyze, measures.isotropy, measures.mean_norm):
         with pytest.raises(TypeError, match=f"embeddings must be .*{type(wrong).__name__}"):
             measure(wrong)
+
+
+def test_iso_score_is_the_published_one():
+    """By the steps of its definition: arXiv 2108.07344, algorithm 1."""
+    rows = np.random.default_rng(0).normal(size=(80, 6)) * np.linspace(0.1, 2, 6) + 3
+    variances = np.linalg.eigvalsh(np.cov(rows.T))
+    n = len(variances)
+    normalized = np.sqrt(n) * variances / np.linalg.norm(variances)
+    defect = np.linalg.norm(normalized - 1) / np.sqrt(2 * (n - np.sqrt(n)))
+    dimensions = (n - defect**2 * (n - np.sqrt(n))) ** 2 / n
+    expected = (dimensions - 1) / (n - 1)
+    assert measures.iso_score(rows) == pytest.approx(expected, rel=1e-10)
+    assert measures.iso_score(5 * rows + 2) == pytest.approx(expected, rel=1e-10)
+    assert measures.analyze(rows).iso_score == pytest.approx(expected, rel=1e-10)
+    with pytest.raises(ValueError, match="IsoScore is not defined"):
+        measures.iso_score(np.ones((4, 3)))
+
+
+def test_modules():
+    """A layer's matrix, a model's output embeddings, or its only table; otherwise which to pass."""
+    layer = nn.Embedding(20, 4)
+    expected = measures.analyze(layer.weight)
+    assert measures.analyze(layer) == expected
+    assert measures.analyze(nn.Sequential(layer, nn.Linear(4, 2))) == expected
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=20, n_embd=4, n_layer=1, n_head=1, tie_word_embeddings=False)
+    )
+    assert measures.analyze(model) == measures.analyze(model.lm_head.weight)
+    assert measures.analyze(model.transformer) == measures.analyze(model.transformer.wte.weight)
+    for module, message in (
+        (nn.ModuleList([layer, nn.Embedding(5, 4)]), "it has several: 0, 1. Pass the matrix"),
+        (nn.ReLU(), "which matrix of ReLU is meant is not clear, as it has none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measures.analyze(module)
+
+
+def test_a_report_in_a_notebook():
+    """All numbers of the printed table, the healthy ranges, and a picture; nothing unescaped."""
+    report = measures.analyze(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)) + 1)
+    shown = report._repr_html_()
+    numbers = re.findall(r" -?\d+\.\d+", str(report))
+    assert len(numbers) > 20
+    assert all(f">{number.strip()}" in shown for number in numbers)
+    assert "<td>≥ 0.8</td>" in shown
+    assert "(!)" in shown  # the mean is far from the origin
+    assert 'src="data:image/png;base64,' in shown
+
+
+def test_rows_are_counted_in_each_pass():
+    counted = []
+    keep = np.arange(30) < 20
+    measures.analyze(torch.randn(30, 4), keep=keep, on_rows=counted.append)
+    assert sum(counted) == PASSES * 20

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import analyze, single_tokens, unigram_counts
+from coupled_adam.embeddings.report import Healthy
 from coupled_adam.text.tokenizers import text_tokens
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
@@ -143,6 +144,41 @@ def test_runs_and_their_checkpoints(trained, tmp_path, capsys):
         assert other["norm_frequency_correlation"] == one["norm_frequency_correlation"]
 
 
+def test_healthy_ranges(tmp_path, capsys, monkeypatch):
+    """Beside each measure, with sources; values outside are marked; it fits 80 columns."""
+    generator = np.random.default_rng(0)
+    centred = generator.normal(size=(500, 8)) / 100
+    np.save(tmp_path / "healthy.npy", centred - centred.mean(0))
+    np.save(tmp_path / "drifted.npy", centred + 1)
+    page = tmp_path / "page.html"
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = run(capsys, tmp_path / "drifted.npy", "--html", page)
+    assert max(map(len, shown.splitlines())) <= 80
+    (isotropy, *_) = (line for line in shown.splitlines() if "Iso" in line)
+    assert isotropy.split()[-3:] == ["≥", "0.8", "[1]"]
+    assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
+    assert "[8]" not in shown  # of a measure that needs counts
+    assert "<em>0.9" in page.read_text()  # the relative mean norm
+    run(capsys, tmp_path / "healthy.npy", "--html", page)
+    assert "<em>" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("healthy", "text", "inside", "outside"),
+    [
+        (Healthy("", low=0.8), "≥ 0.8", [0.8, 1.0], [0.79, -1.0]),
+        (Healthy("", high=0.05), "≤ 0.05", [0.0, 0.05], [0.051]),
+        (Healthy("", -0.5, 0.5), "0 ± 0.5", [-0.5, 0.0, 0.5], [-0.6, 0.6]),
+        (Healthy("", 1.0, 2.0), "1 to 2", [1.0, 2.0], [0.9, 2.1]),
+        (Healthy(""), "higher", [-1e9, 1e9], []),
+    ],
+)
+def test_a_healthy_range(healthy, text, inside, outside):
+    assert str(healthy) == text
+    assert all(value in healthy for value in inside)
+    assert not any(value in healthy for value in outside)
+
+
 @pytest.mark.pixels
 def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     """In the terminal, in CSV, and in a page that escapes the names it is given."""
@@ -156,7 +192,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "with the mean and the top principal direction removed" in shown
+    assert "principal direction removed" in shown  # the end of a title, which wraps
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
     found = as_json(capsys, *models, "--word-similarity", sets)
@@ -240,14 +276,24 @@ def test_unusable_input(gpt2, tmp_path, capsys):
     T5EncoderModel(
         T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=8, num_layers=1)
     ).save_pretrained(tmp_path / "t5")
-    assert as_json(capsys, tmp_path / "t5")["role"] == "input"
+    found = as_json(capsys, tmp_path / "t5")
+    assert (found["role"], found["padding_rows"]) == ("input", None)  # it has no tokenizer
     np.save(tmp_path / "nan.npy", np.array([[1.0, 2.0], [np.nan, 0.0]]))
     np.save(tmp_path / "zero.npy", np.zeros((3, 2)))
+    np.save(tmp_path / "one.npy", np.eye(3))
+    np.save(tmp_path / "large.npy", 1e200 * np.eye(3))
+    np.save(tmp_path / "small.npy", 1e-300 * np.eye(3))
+    np.save(tmp_path / "two.npy", np.ones(2))
     for arguments, message in {
         ("missing/model/here",): "there is no such file, folder or model",
         (gpt2, "--tensor", "wpe"): "has no matrix 'wpe'; it contains transformer.wte.weight",
         (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
-        (gpt2, "--top", 17): "directions=17 must be from 0 to H = 16",
+        (tmp_path / "large.npy",): "too large for float64",
+        (tmp_path / "small.npy",): "too small for float64",
+        (tmp_path / "one.npy", "--counts", tmp_path / "two.npy"): "one number for each of the 3",
+        (tmp_path / "one.npy", "--tensor", "x"): "--tensor x: ",
+        (gpt2, "--tokenizer", tmp_path): f"--tokenizer {tmp_path} has no tokenizer",
+        (gpt2, "--top", 17): "--top 17: the embeddings of",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "nan.npy",): "nan.npy: embeddings: row 1 is not finite",
         (tmp_path / "zero.npy",): "every row of embeddings is zero",

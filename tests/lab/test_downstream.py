@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.evaluate import evaluate_model
+from coupled_adam.lab.evaluation.tables import evaluation_table
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
@@ -150,6 +151,21 @@ def test_accuracies_by_hand(model, tasks):
     assert {"choose", "continue", "lm_eval"} == set(result["versions"])
     # As JSON it is the same.
     assert json.loads(json.dumps(result, allow_nan=False)) == result
+
+
+def test_the_first_examples(model, tasks, capsys):
+    """With a limit; each task is reported as soon as it is done, and all are in the table."""
+    chosen, _ = by_hand(model)
+    downstream = Downstream(["choose", "continue"], tasks, limit=2)
+    result = evaluate_model(model, downstream=downstream)
+    scores = result["lm_eval"]
+    assert scores["limit"] == 2
+    assert scores["tasks"]["choose"]["accuracy"] == np.mean(chosen[:2])
+    said = capsys.readouterr().err
+    assert f"choose: acc {np.mean(chosen[:2]):.3f}" in said
+    assert "(2 of 2)" in said
+    table = evaluation_table(result, "model")
+    assert "examples of each task" in "".join(map(str, table.columns[0].cells))
 
 
 def test_a_tag_is_its_tasks_and_a_group_is_one(model, tasks):

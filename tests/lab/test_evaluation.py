@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from coupled_adam.cli import main
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
 from coupled_adam.embeddings.analysis import word_similarity_sets
 from coupled_adam.errors import UsageError
@@ -246,6 +247,49 @@ def test_what_does_not_fit_the_model(gpt2, gpt2_options, text_file, tmp_path):
         evaluate_model(small, text=text_file)
     with pytest.raises(UsageError, match=r"must be between 0 and 99: does the tokenizer belong"):
         evaluate_model(small, sets=SETS)
+
+
+def test_the_command_prints_a_table_or_json(run, gpt2, capsys, monkeypatch):
+    """Of an untied run, which shows both matrices, and of a model; within 80 columns."""
+    folder, corpus = run
+    evaluate_run(folder, corpus)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["evaluate", str(folder), "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    numbers = json.loads((folder / "evaluation.json").read_text())
+    assert f"{numbers['test_loss']:.4f}" in shown
+    isotropy = [numbers[side]["isotropy"] for side in ("embeddings", "input_embeddings")]
+    (line,) = (line for line in shown.splitlines() if " Iso " in line)
+    assert line.split()[2:4] == [f"{value:.4f}" for value in isotropy]
+    assert line.split()[-1] == "[1]"
+    assert max(map(len, shown.splitlines()[:-1])) <= 80  # the last one is a path
+    assert main(["evaluate", str(gpt2), "--device", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == evaluate_model(gpt2)
+    assert main(["evaluate", str(gpt2), "--limit", "3"]) == 2
+    assert "--limit needs --lm-eval" in capsys.readouterr().err
+
+
+def test_a_model_on_the_hub(gpt2, capsys, monkeypatch):
+    """Its id and revision are what transformers are asked for; no pickle is read."""
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append((name, options))
+        return GPT2LMHeadModel.from_pretrained(
+            gpt2, dtype=options["dtype"], output_loading_info=options["output_loading_info"]
+        )
+
+    monkeypatch.setattr(
+        "coupled_adam.lab.evaluation.loading.AutoModelForCausalLM.from_pretrained", from_pretrained
+    )
+    assert evaluate_model("some/model", revision="v2")["parameters"] > 0
+    ((name, options),) = asked
+    assert (name, options["revision"]) == ("some/model", "v2")
+    assert options["use_safetensors"]
+    assert not options["local_files_only"]
+    assert not options["trust_remote_code"]
+    assert main(["evaluate", "no/such/model"]) == 2  # no id has two slashes
+    assert "is neither a run (config.yaml) nor a model" in capsys.readouterr().err
 
 
 def test_what_is_no_finished_run(run):

@@ -1,25 +1,38 @@
 """Faults, each on real processes and files: what is promised in docs/reliability.md."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import pickle
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from pydoc_data.topics import topics
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
+from coupled_adam import files
 from coupled_adam.errors import UsageError
-from coupled_adam.files import sole_writer
+from coupled_adam.files import file_digest, sole_writer, temporary_path
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.recipe import load_recipe
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training import distributed
+from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.errors import TrainingError
+from coupled_adam.lab.training.folder import claim
 from coupled_adam.lab.training.run import train
 from laboratory import EXACT, LONG, SHORT, close
 
@@ -110,13 +123,15 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     path = run / "checkpoints" / "step-40"
     DAMAGES[damage](path, finished[0] / "2" / "checkpoints" / "step-40")
     files = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    way = "--skip-damaged removes it, and continues from step-30"
+    way = "--skip-damaged sets it aside, and continues from step-30"
     with pytest.raises(UsageError, match=f"{re.escape(str(path))} .*: {way}"):
         go_on()
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == files
+    damaged = path.read_bytes()
     continued = go_on(skip_damaged=True)
     expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
+    assert path.with_name("step-40.damaged").read_bytes() == damaged
     assert not (tmp_path / "executed").exists()
 
 
@@ -131,18 +146,138 @@ def test_no_whole_checkpoint(unfinished):
 
 
 def test_remains_of_a_killed_process(unfinished, finished):
-    """What was unfinished, and digests of what has not got its name, go; another's file stays."""
+    """Ours go: what was unfinished, and digests of what has not got its name; others' stay."""
     run, go_on = unfinished
     folder = run / "checkpoints"
-    (folder / "step-50.tmp").write_bytes(b"half")
-    (folder / "step-60.tmp").mkdir()
+    temporary_path(folder / "step-50").write_bytes(b"half")
+    temporary_path(folder / "step-60").mkdir()
+    temporary_path(run / "model").mkdir()
     shutil.copy(folder / "step-40.json", folder / "step-50.json")
-    (folder / "step-of-my-own").write_text("kept")
+    others = ["step-7.tmp", "best.json", "step-9.json", "notes.tmp", "step-of-my-own", "step-8"]
+    for name in others[:4]:
+        (folder / name).write_text("{}")
+    for name in others[4:]:
+        (folder / name).mkdir()
+        (folder / name / "weights").write_text("kept")
     continued = go_on()
     expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
-    names = {"step-30", "step-30.json", "step-40", "step-40.json", "step-of-my-own"}
+    names = {"step-30", "step-30.json", "step-40", "step-40.json", *others}
     assert {path.name for path in folder.iterdir()} == names
+    assert (folder / "step-8" / "weights").read_text() == "kept"
+    assert not [*run.glob(".coupled-adam-*")]
+
+
+def test_of_a_checkpoint_only_own_files_are_removed(unfinished):
+    """A sharded one is a folder, where others may have put something."""
+    run, _ = unfinished
+    checkpoints = Checkpoints(run, 10)
+    path = run / "checkpoints" / "step-5"
+    (path / "sub").mkdir(parents=True)
+    for name in ("a", "sub/b", "foreign"):
+        (path / name).write_text(name)
+    secret = run / "secret"
+    secret.write_text("")
+    names = dict.fromkeys(("a", "sub/b", "../../secret", str(secret)), "")
+    content = {"config": file_digest(run / "config.yaml"), "files": names}
+    path.with_name("step-5.json").write_text(json.dumps(content))
+    checkpoints._remove(path)
+    assert [p.name for p in path.rglob("*")] == ["foreign"]
+    assert secret.exists()
+    (path / "foreign").unlink()
+    checkpoints._remove(path)
+    assert not [*path.parent.glob("step-5*")]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "second_moments"])
+def test_a_link_to_a_shared_folder_is_refused(unfinished, tmp_path, name):
+    run, go_on = unfinished
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "thesis.tmp").write_text("")
+    if (run / name).exists():
+        shutil.move(run / name, shared / name)
+    (run / name).symlink_to(shared)
+    with pytest.raises(UsageError, match=rf"{name} is a symbolic link"):
+        go_on()
+    assert (shared / "thesis.tmp").exists()
+
+
+def test_on_the_disk_before_it_has_its_name(unfinished, disk):
+    """Model, arrays, checkpoints and all else, so that power may fail at any moment."""
+    run, go_on = unfinished
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    go_on()
+    names = {event[1].name for event in disk.events if event[0] == "rename"}
+    assert {"step-10", "step-10.json", "model"} <= names
+    assert disk.check(run) > 8
+    (run / "config.yaml").unlink()
+    go_on()
+    assert {"config.yaml", "unigram_counts.npy", "environment.json"} <= {
+        event[1].name for event in disk.events if event[0] == "rename"
+    }
+    assert disk.check(run) > 11
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda lines: [*lines[:3], *lines[4:]], "1 are missing, first train_loss of step 20"),
+        (lambda lines: [*lines[:4], *lines[2:]], "2 are there twice, first valid_loss of step 10"),
+        (lambda lines: [], "9 are missing, first isotropy of step 0"),
+    ],
+)
+def test_lines_of_the_log_are_missing_or_doubled(unfinished, finished, change, said):
+    run, go_on = unfinished
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 9  # at step 0, and two of each ten steps
+    path.write_text("".join(change(lines)))
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError, match=rf"metrics.jsonl is damaged: .* {said}"):
+        go_on()
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    with pytest.warns(UserWarning, match=said):
+        continued = go_on(skip_damaged=True)
+    assert path.read_text() == "".join(dict.fromkeys(change(lines)))
+    expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
+    assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
+
+
+# --- folders with what others have made ---
+
+
+def test_a_comparison_that_fails_removes_only_its_own(finished, tmp_path, monkeypatch):
+    """What came into the new folders meanwhile stays, and otherwise the folders go again."""
+    _, recipe, _ = finished
+    out = tmp_path / "runs" / "new" / "out"
+    came = tmp_path / "runs" / "finished" / "config.yaml"
+
+    def fail(*_):
+        if came.parent.parent.exists() and puts:
+            came.parent.mkdir()
+            came.write_text("")
+        raise UsageError("no text")
+
+    monkeypatch.setattr(comparison, "prepare_corpus", fail)
+    for puts in (False, True):
+        with pytest.raises(UsageError, match="no text"):
+            comparison.compare(recipe, out, execution=Execution(log=()), cache=tmp_path / "cache")
+        assert (tmp_path / "runs").exists() == came.exists() == puts
+    assert [*(tmp_path / "runs").iterdir()] == [came.parent]
+
+
+def test_a_resumed_comparison_that_fails_changes_nothing(finished, tmp_path, monkeypatch):
+    _, recipe, _ = finished
+    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    before = (tmp_path / "comparison.yaml").read_bytes()
+    monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=UsageError("no text")))
+    more = dataclasses.replace(recipe, seeds=[1, 2])
+    options = {"execution": Execution(log=()), "cache": tmp_path / "cache", "resume": True}
+    with pytest.raises(UsageError, match="no text"):
+        comparison.compare(more, tmp_path, **options)
+    assert (tmp_path / "comparison.yaml").read_bytes() == before
 
 
 # --- what is not as it was when the run began ---
@@ -196,6 +331,27 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
     assert not (run / "model").exists()
     flip_a_bit(counts, 1)
     go_on()
+
+
+def test_token_files_that_were_replaced_are_refused(finished, tmp_path):
+    """Though they have the same size and time, as after ``cp -p``."""
+    _, recipe, _ = finished
+    ids = np.random.default_rng(0).integers(0, 300, 3000).astype("<u2")
+    for name in ("train", "val"):
+        ids.tofile(tmp_path / f"{name}.bin")
+    recipe = override(recipe, {"data.text": None, "data.tokens": str(tmp_path)})
+    run = TrainingRun(recipe, "coupled_adam", 1, tmp_path / "run")
+    with contextlib.ExitStack() as held:
+        claim(run, prepare_corpus(recipe, tmp_path / "cache"), held)
+    time = (tmp_path / "train.bin").stat().st_mtime_ns
+    ids[::-1].tofile(tmp_path / "train.bin")
+    os.utime(tmp_path / "train.bin", ns=(time, time))
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    with (
+        contextlib.ExitStack() as held,
+        pytest.raises(UsageError, match="was begun with another text"),
+    ):
+        claim(run, corpus, held)
 
 
 # --- several processes want the same ---
@@ -295,6 +451,119 @@ def test_not_finite_on_one_rank(lab, strategy):
     assert "the norm of the gradient is nan at step" in error(said[0])
     assert "the last checkpoint is kept" in error(said[0])
     assert not (lab.folder / "run" / "model").exists()
+
+
+DIFFERENT = [
+    ({"training.lr": 0.5}, "training.lr=0.01 in process 0, 0.5 in process 1"),
+    ({"training.batch_size": 8}, "training.batch_size=4 in process 0, 8"),
+    ({"training.steps": 20}, "training.steps=40 in process 0, 20"),
+    ({"training.evaluate_every": 20}, "training.evaluate_every=10 in process 0, 20"),
+    ({"arm": "adamw"}, "arm='coupled_adam' in process 0, 'adamw'"),
+    ({"seed": 2}, "seed=1 in process 0, 2"),
+    ({"strategy": "fsdp2"}, "strategy='ddp' in process 0, 'fsdp2'"),
+    ({"device": "cuda"}, "device='cpu' in process 0, 'cuda'"),
+    ({"micro_batch_size": 1}, "micro_batch_size=None in process 0, 1"),
+    ({"folder": Path("elsewhere")}, "out='.*1' in process 0, '.*elsewhere'"),
+]
+
+
+def settings_of(finished, change):
+    """What a process compares with the others when it trains a run."""
+    folder, recipe, _ = finished
+    run = TrainingRun(recipe, "coupled_adam", 1, folder / "1")
+    execution = Execution()
+    for name in change:
+        if "." in name:
+            run = dataclasses.replace(run, recipe=override(recipe, change))
+        elif name in {field.name for field in dataclasses.fields(Execution)}:
+            execution = dataclasses.replace(execution, **change)
+        else:
+            run = dataclasses.replace(run, **change)
+    return comparison.run_settings(run, execution, resume=False)
+
+
+def meeting(ranks, *settings):
+    """What becomes of processes that meet with some settings: their errors, or None."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def meet(rank, settings):
+        environment = Mock(main_address="127.0.0.1", main_port=port)
+        environment.global_rank.return_value = rank
+        environment.world_size.return_value = 2
+        try:
+            return None, distributed._agreed(environment, settings)
+        except (UsageError, TrainingError) as error:
+            return f"{type(error).__name__} {error}", None
+
+    with ThreadPoolExecutor(2) as pool:
+        return [said for said, _ in [*pool.map(meet, ranks, settings)]]
+
+
+@pytest.mark.parametrize(("change", "said"), DIFFERENT)
+def test_ranks_with_different_settings(finished, change, said):
+    """All of them say what differs, before any of them has done anything."""
+    ours, theirs = settings_of(finished, {}), settings_of(finished, change)
+    assert meeting([0, 1], ours, ours) == [None, None]
+    first, second = meeting([0, 1], ours, theirs)
+    assert first == second
+    assert re.match(rf"UsageError the processes .* started differently \({said}", first)
+
+
+@pytest.mark.parametrize(
+    ("rank", "said"),
+    [
+        (0, r"of the 2 processes of this run, 1 did not come within 0\.5 seconds"),
+        (1, r"the first process of this run could not be reached at 127\.0\.0\.1:\d+ within 0\.5"),
+    ],
+)
+def test_a_rank_that_never_comes(finished, monkeypatch, capfd, rank, said):
+    monkeypatch.setattr(distributed, "PATIENCE", 0.5)
+    monkeypatch.setattr(files, "_SAYS_AFTER", 0.0)
+    (error,) = meeting([rank], settings_of(finished, {}))
+    assert re.match(f"TrainingError {said}", error)
+    assert "waiting for the other process of this run, at 127.0.0.1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--steps", 20], "training.steps=40 in process 0, 20 in process 1"),
+        (["--text", "other.txt"], "the processes of this run have different texts"),
+    ],
+)
+def test_ranks_that_are_started_differently(lab, options, said):
+    (lab.folder / "other.txt").write_text("\n\n".join(sorted(topics.values(), key=len)[-4:]))
+    options = [str(lab.folder / o) if o == "other.txt" else o for o in options]
+    processes = lab.srun("cut", *ARM, *EXACT, others=options)
+    stderr = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], stderr
+    assert said in error(stderr[0])
+    assert not (lab.folder / "cut").exists()
+
+
+def test_a_rank_that_dies_before_the_others_know_it(lab):
+    """Without torchrun, which would end them, the others wait for a limited time."""
+    processes = lab.srun("cut", *ARM, *EXACT, fault="absence 1")
+    stderr = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, -signal.SIGKILL], stderr
+    assert "of the 2 processes of this run, 1 did not come within" in error(stderr[0])
+
+
+@pytest.mark.parametrize("fault", ["exchange 1", "dissolve 1"])
+def test_killed_while_it_replaces_a_report(lab, fault):
+    """Before the two change places, and after: there is a whole report, and no leftovers later."""
+    lab.run("run", *ARM)
+    out = lab.folder / "report"
+    arguments = ["report", str(lab.folder / "run"), "--out", str(out)]
+    lab.command_line(*arguments, fault="page 2")
+    names = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
+    lab.command_line(*arguments, fault=fault, code=-signal.SIGKILL)
+    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == names
+    assert [*lab.folder.glob(".coupled-adam-*")]
+    lab.command_line(*arguments, fault="page 2")
+    assert not [*lab.folder.glob(".coupled-adam-*")]
 
 
 def test_killed_while_it_makes_a_report(lab):

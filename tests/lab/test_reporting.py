@@ -4,8 +4,11 @@ import csv
 import html.parser
 import io
 import json
+import math
+import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,9 +22,10 @@ from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.reporting import report as reporting
+from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
-from coupled_adam.lab.reporting.runs import read_runs, short
+from coupled_adam.lab.reporting.runs import Run, read_runs, short
 from coupled_adam.lab.reporting.tables import table_rows
 from coupled_adam.lab.reporting.toy_example import TOY_EMBEDDINGS, toy_updates
 
@@ -73,10 +77,118 @@ def comparison(tmp_path, recipe):
     return tmp_path / "runs"
 
 
-def printed(table):
-    console = Console(width=200, file=io.StringIO())
+def printed(table, width=200):
+    console = Console(width=width, file=io.StringIO())
     console.print(table)
     return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        (
+            {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.61, 2.69]},
+            "The test loss of Coupled Adam is lower than that of AdamW by 0.500 (95 % confidence "
+            "interval 0.475 to 0.525; paired t-test over 3 seeds, p < 0.001).",
+        ),
+        (
+            {"adamw": [2.5, 2.6, 2.6], "coupled_adam": [3.0, 3.1, 3.2]},
+            "The test loss of Coupled Adam is higher than that of AdamW by 0.533 (95 % confidence "
+            "interval 0.390 to 0.677; paired t-test over 3 seeds, p = 0.0039).",
+        ),
+        (
+            {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [3.1, 3.0, 3.0]},
+            "The test losses of Coupled Adam and AdamW cannot be told apart with 3 seeds: the "
+            "first minus the second is -0.067 (95 % confidence interval -0.446 to +0.313; paired "
+            "t-test, p = 0.53).",
+        ),
+        (
+            {"adamw": [3.0], "coupled_adam": [2.5]},
+            "With one seed no test is possible: the test loss is 2.500 with Coupled Adam and 3.000 "
+            "with AdamW.",
+        ),
+        (
+            {"adamw": [3.0, math.nan, 3.2], "coupled_adam": [2.5, 2.6, 2.9]},
+            "AdamW diverged with 1 of 3 seeds (2), which is not compared. The test losses of "
+            "Coupled Adam and AdamW cannot be told apart with 2 seeds",
+        ),
+        ({"adamw": [3.0, 3.1]}, "There are only runs with AdamW"),
+        ({"coupled_adam": [3.0, 3.1]}, "There is no run with AdamW to compare with."),
+    ],
+    ids=["better", "worse", "alike", "one seed", "diverged", "only AdamW", "no AdamW"],
+)
+def test_conclusion(losses, said, recipe, tmp_path):
+    """No more than the tests say."""
+    runs = [
+        fast_run(recipe, arm, seed, loss)
+        for arm, values in losses.items()
+        for seed, loss in enumerate(values, 1)
+    ]
+    (paragraph,) = conclusion(runs, {})
+    assert paragraph.startswith(said)
+    if len(losses) == 2:
+        assert "isotropy is 0.9 against 0.1" in paragraph
+    *_, diverged, unfinished = conclusion(
+        runs, {tmp_path: "diverged at step 3", tmp_path / "a": "not finished"}
+    )
+    assert diverged == "1 run diverged and cannot be compared."
+    assert unfinished.startswith("1 run not finished")
+
+
+def fast_run(recipe, arm, seed, loss):
+    """A run that is on no disk, with other embeddings for each arm, and nothing else."""
+    one = 0.9 if arm == "coupled_adam" else 0.1
+    embeddings = {"isotropy": one + seed / 1000, "mean_norm_ratio": 1 - one}
+    evaluation = {"test_loss": loss, "parameters": 1000, "embeddings": embeddings}
+    return Run(Path(f"{arm}-{seed}"), arm, seed, recipe, [], evaluation, "small")
+
+
+def test_conclusion_of_a_sweep(recipe):
+    """Many arms are one sentence: each is named once, under what its test says."""
+    options = {"optimizer": "coupled_adam"}
+    arms = {f"n{n}": {**options, "second_moment_scale": 2.0**-n} for n in range(1, 5)}
+    sweep = override(recipe, {"arms": {**recipe.arms, **arms}, "seeds": [1, 2]})
+    runs = [
+        fast_run(sweep, arm, seed, 3 + (index - 1) * 0.1 + seed / 100 * (1 + index / 9))
+        for index, arm in enumerate(sweep.arms)
+        for seed in (1, 2)
+    ]
+    (paragraph,) = conclusion(runs, {})
+    assert "Test losses of 5 arms against AdamW" in paragraph
+    assert "not corrected for 5 comparisons" in paragraph
+    assert paragraph.count("n = 3 (p") == 1
+    assert "higher: Coupled Adam (p" in paragraph
+
+
+def test_the_table_fits_the_terminal(comparison):
+    """In parts if it must; every number is there, and the conclusion follows."""
+    made = report([comparison], comparison / "report")
+    wide, narrow = printed(made), printed(made, 60)
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert printed(made, 80).count("Optimizer") == 1
+    assert narrow.count("Optimizer") == 2
+    numbers = re.findall(r"-?\d[\d.]* \(\d\)", wide)
+    assert len(numbers) > 10
+    assert all(number in narrow for number in numbers)
+    assert "The test loss of Coupled Adam is lower than that of AdamW by 0.500" in wide
+    shown = made._repr_html_()
+    assert "The test loss of Coupled Adam is lower" in shown
+    assert "<b>2.6 (1)</b><small>p = 0.0018</small>" in shown
+    assert 'src="data:image/png;base64,' in shown
+
+
+def test_arms_time_and_links(tmp_path, recipe):
+    """The page says how long each arm took, by what it differs, and where its runs are."""
+    run = make_run(tmp_path / "a b?", recipe, "adamw", 1, 3.0)
+    lines = [{"step": step, "tokens_per_second": speed} for step, speed in ((20, 10), (40, 40))]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report([tmp_path], tmp_path / "report")
+    page = Page((tmp_path / "report" / "index.html").read_text())
+    # 2560 tokens, half at 10 a second and half at 40.
+    assert "2:40 min" in page.text
+    assert "optimizer=adamw" in page.text
+    (link,) = (source for source in page.sources if not source.startswith("data:"))
+    assert link == "../a%20b%3F/small-adamw-seed-1"
 
 
 @pytest.mark.pixels
@@ -115,6 +227,17 @@ def test_report(comparison):
     assert float(rows[1]["test_loss_p"]) == pytest.approx(expected)
     assert float(rows[1]["test_loss_mean"]) == pytest.approx(2.6)
     assert (rows[0]["test_loss_p"], rows[0]["test_loss_n"]) == ("", "3")
+    assert float(rows[1]["test_loss_p_paired"]) == 0  # each seed's loss is lower by 0.5
+    page = (out / "index.html").read_text()
+    for name in ("isotropy_unit", "effective_rank", "norm_frequency_correlation_published"):
+        found = [
+            json.loads(path.read_text()) for path in sorted(comparison.glob("*/evaluation.json"))
+        ]
+        mean = np.mean([run["embeddings"][name] for run in found[:3]])
+        assert float(rows[0][f"{name}_mean"]) == pytest.approx(mean)
+    for header in ("Iso at unit norm", "Iso centred, at unit norm", "ρ as published"):
+        assert header in page
+        assert header not in (out / "table.md").read_text()
     with (out / "runs.csv").open() as file:
         losses = [float(row["test_loss"]) for row in csv.DictReader(file)]
     assert losses == [*LOSSES["adamw"], *LOSSES["coupled_adam"]]
@@ -137,6 +260,29 @@ def test_the_baseline_may_be_better(tmp_path, recipe):
     assert not coupled.cells["test_loss"].bold
 
 
+def test_bold_as_in_table_7(comparison, recipe):
+    """Better than each of the others, not only than AdamW."""
+    options = {"optimizer": "sgd", "lr_factor": 2}
+    more = override(recipe, {"arms.sgd": options})
+    for seed, loss in enumerate([2.55, 2.62, 2.7], 1):
+        make_run(comparison, more, "sgd", seed, loss)
+    runs = read_runs([comparison])[0]
+
+    def bold(**options):
+        rows = table_rows(runs, **options)
+        return [row.arm for row in rows if row.cells["test_loss"].bold]
+
+    assert bold() == ["coupled_adam", "sgd"]
+    assert bold(bold="all") == []  # none of the two is better than the other
+    report([comparison], comparison / "report", bold="all")
+    table = (comparison / "report" / "table.md").read_text()
+    assert "Bold: better than each of the others" in table
+    only_two = [run for run in runs if run.arm != "sgd"]
+    rows = table_rows(only_two, bold="all")
+    assert [row.cells["test_loss"].bold for row in rows] == [False, True]
+    assert rows[1].cells["test_loss"].p is not None
+
+
 def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     """One seed, one arm with accuracies, and an unfinished run."""
     lm_eval = {"accuracy": 0.4, "stderr": 0.01}
@@ -156,6 +302,13 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     assert f"{cut}: not finished" in page
 
 
+def test_on_the_disk_before_it_has_its_name(comparison, disk):
+    """The first report, and one that replaces it, with what others have put there meanwhile."""
+    report([comparison], comparison / "report")
+    report([comparison], comparison / "report")
+    assert disk.check(comparison) == 2
+
+
 def test_a_report_replaces_only_a_report(comparison):
     """Not the runs, not what holds them, not a file: all of it would be lost."""
     before = {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()}
@@ -166,10 +319,12 @@ def test_a_report_replaces_only_a_report(comparison):
     assert {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()} == before
     made = comparison / "report"
     report([comparison], made)
-    (made / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match="holds something other than a report"):
-        report([comparison], made)
-    assert (made / "notes.txt").read_text() == "mine"
+    for place in ("notes.txt", "figures/notes.txt"):
+        (made / place).write_text("mine")
+        with pytest.raises(UsageError, match="holds something other than a report"):
+            report([comparison], made)
+        assert (made / place).read_text() == "mine"
+        (made / place).unlink()
 
 
 def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
@@ -181,7 +336,7 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
             make_run(tmp_path / "other", other, arm, seed, loss - seed / 10)
     runs, _ = read_runs([tmp_path])
     rows = table_rows(runs)
-    named = {f"small, training.lr={each.training.lr}" for each in (recipe, other)}
+    named = {f"small (lr={each.training.lr})" for each in (recipe, other)}
     assert {row.experiment for row in rows} == named
     assert sorted(row.cells["test_loss"].text for row in rows) == [
         "1.85 (7)",
@@ -189,8 +344,26 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
         "2.85 (7)",
         "3.15 (7)",
     ]
-    report([tmp_path], tmp_path / "report")
-    assert len(list((tmp_path / "report" / "figures").glob("*/overview.png"))) == 2
+    # Each row says what is different, and nothing that is the same.
+    table = printed(report([tmp_path], tmp_path / "report"))
+    out = tmp_path / "report"
+    assert table.lstrip().startswith("small: D = 2.56k tokens")
+    assert re.search(r"lr +Optimizer +L ↓", table)
+    assert re.search(r"0\.01 +AdamW +", table)
+    assert re.search(r"0\.5 +Coupled Adam +", table)
+    assert "| D | N | lr | Optimizer | L ↓ |" in (out / "table.md").read_text()
+    assert "| 0.5 | AdamW |" in (out / "table.md").read_text()
+    assert "0.01 & Coupled Adam &" in (out / "table.tex").read_text()
+    for file in ("summary.csv", "runs.csv"):
+        with (out / file).open() as lines:
+            rates = {row.get("lr", row.get("training.lr")) for row in csv.DictReader(lines)}
+        assert rates == {"0.01", "0.5"}
+    page = Page((out / "index.html").read_text())
+    assert "Coupled Adam: small\n" in page.text
+    assert "lr=0.5" in page.text
+    settings = [entry["settings"] for entry in json.loads((out / "results.json").read_text())]
+    assert settings[0] == {"training.lr": 0.01}
+    assert len(list((out / "figures").glob("*/overview.png"))) == 2
 
 
 def test_a_sweep_has_the_baseline_of_its_recipe(tmp_path, recipe):
@@ -321,7 +494,8 @@ def test_page_is_self_contained_and_escaped(tmp_path, recipe):
     assert "<script>alert(1)</script>" in page.text
     assert "<img src=x>" in page.text
     assert page.tags.count("img") >= 5
-    assert all(source.startswith("data:image/png;base64,") for source in page.sources)
+    # Nothing is loaded from elsewhere; the links lead to the runs.
+    assert {s for s in page.sources if not s.startswith("data:")} == {"../small-adamw-seed-1"}
 
 
 @pytest.mark.pixels
@@ -336,6 +510,7 @@ def test_page_in_a_browser(comparison, tmp_path):
       document.title = JSON.stringify({
         images: images.length, broken: images.filter(i => !i.naturalWidth).length,
         cells: document.querySelectorAll("#results td").length,
+        links: document.querySelectorAll("#arms a").length,
         wide: document.documentElement.scrollWidth <= innerWidth,
         requests: performance.getEntriesByType("resource").filter(
           e => !e.name.startsWith("data:")).length,
@@ -361,7 +536,7 @@ def test_page_in_a_browser(comparison, tmp_path):
         ).stdout
         found = json.loads(dump.partition("<title>")[2].partition("</title>")[0])
         assert found["images"] == page.count("<img ")
-        assert found == {**found, "broken": 0, "cells": 20, "wide": True, "requests": 0}
+        assert found == {**found, "broken": 0, "cells": 20, "links": 6, "wide": True, "requests": 0}
 
 
 def test_toy_example():

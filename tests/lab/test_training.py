@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import resource
 import signal
 import subprocess
@@ -23,8 +24,9 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
-from coupled_adam.lab.training.callbacks import MetricsFile
+from coupled_adam.lab.training.callbacks import MetricsFile, cut_log
 from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
@@ -121,21 +123,25 @@ def test_schedules(recipe, values, expected):
     assert {step: pytest.approx(rates[step]) for step in expected} == expected
 
 
-def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
+def test_metrics_after_the_checkpoint_are_dropped(recipe, tmp_path):
     """All of them where there is none."""
+    run = TrainingRun(override(recipe, {"training.evaluate_every": 20}), "adamw", 1, tmp_path)
     path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "train_loss": 1.0}) + "\n" for step in (0, 10, 20, 30)]
+    places = [(0, "isotropy"), (10, "train_loss"), (20, "train_loss"), (20, "valid_loss")]
+    places.append((30, "train_loss"))
+    lines = [json.dumps({"step": step, name: 1.0}) + "\n" for step, name in places]
     path.write_text("".join(lines) + '{"step": 40, "tra')  # killed while writing
-    MetricsFile(path, 20).log_metrics({"train_loss": 2.0}, step=30)
+    cut_log(run, 20, skip_damaged=False)
+    MetricsFile(path).log_metrics({"train_loss": 2.0}, step=30)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["step"] for line in kept] == [0, 10, 20, 30]
+    assert [line["step"] for line in kept] == [0, 10, 20, 20, 30]
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
-    MetricsFile(path, -1)
+    cut_log(run, None, skip_damaged=False)
     assert path.read_text() == ""
     for damaged in ("[]\n", '{"step": "x"}\n', "{\n"):
         path.write_text(damaged)
         with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
-            MetricsFile(path, 0)
+            cut_log(run, 0, skip_damaged=False)
         assert path.read_text() == damaged
 
 
@@ -386,3 +392,29 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["variant"] == "noted"
     training.train(run, corpus, Execution(log=()))  # it is finished
     assert len(calls) == 7
+
+
+def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):
+    """Steps of all runs, of which finished ones count as done; whole at 60 columns."""
+    monkeypatch.setenv("COLUMNS", "60")
+    runs = [TrainingRun(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
+    steps = recipe.steps
+    with Progress(runs) as progress:
+        bar = progress._bar
+        capsys.readouterr()
+        bar.ncols, bar.dynamic_ncols = 60, None  # as for a terminal of 60 columns
+        progress.start(runs[0], steps)  # it had finished
+        progress.start(runs[1], 0)
+        for step in range(1, steps + 1):
+            progress.step(runs[1], step, {"train_loss": 5.0, "tokens_per_second": 1e4})
+            assert bar.n == steps + step
+        bar.refresh()
+        shown = str(bar)
+    assert bar.total == bar.n == 2 * steps
+    assert bar.initial == steps  # what took no time says nothing about the speed
+    assert shown.startswith("coupled_adam-seed-1: 80/80 |")
+    assert shown.endswith("left, loss 5.000")
+    assert "tokens/s" not in shown
+    drawn = re.split(r"[\r\n]", capsys.readouterr().err)
+    assert max(map(len, drawn)) <= 60
+    assert not any("Training" in line or "Epoch" in line for line in drawn)

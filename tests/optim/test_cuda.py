@@ -141,17 +141,18 @@ def test_kernels_clipped_to_nothing():
 @pytest.mark.parametrize("noise", [None, Noise(1.0)])
 def test_kernels_skip(noise):
     """Unless it is 0, nothing changes."""
-    update = record(40, 19, torch.bfloat16, amsgrad=True)
-    update.noise = noise
-    before = [getattr(update, name).clone() for name in TENSORS]
-    for skip in (1.0, 2.0):
-        update.skip = torch.tensor(skip, device=DEVICE)
-        update.t = torch.tensor(0.0, device=DEVICE)
-        update.kernel.measure(update, False)
-        update.kernel.apply(update)
-        assert all(torch.equal(getattr(update, x), y) for x, y in zip(TENSORS, before))
-    update.skip, update.noise = torch.tensor(0.0, device=DEVICE), None
-    take_step(update)
+    for options in ({"amsgrad": True}, {"row_exponent": 0.5, "zero_sum": True}):
+        update = record(40, 19, torch.bfloat16, **options)
+        update.noise = noise
+        names = [name for name in TENSORS if getattr(update, name) is not None]
+        before = [getattr(update, name).clone() for name in names]
+        for skip in (1.0, 2.0):
+            again = replace(update, skip=torch.tensor(skip, device=DEVICE))
+            again.t = torch.tensor(0.0, device=DEVICE)
+            again.kernel.measure(again, False)
+            apply_all(again, again.kernel)
+            assert all(torch.equal(getattr(again, x), y) for x, y in zip(names, before))
+        take_step(replace(update, skip=torch.tensor(0.0, device=DEVICE), noise=None))
 
 
 @on_device

@@ -1,5 +1,6 @@
 """Which parameters are found to be token embeddings, and the groups made of all parameters."""
 
+import html
 import types
 import warnings
 
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.models.auto import modeling_auto
 
-from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
+from coupled_adam import CoupledAdam, CoupledAdamW, embedding_parameters, param_groups
 
 V, H = 40, 16
 SMALL = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -777,3 +778,208 @@ def test_table(dtype, saved):
 
     ours = state_bytes(CoupledAdamW(groups))
     assert state_bytes(torch.optim.AdamW(model.parameters())) - ours == saved
+
+
+def layout(optimizer):
+    """The shapes in each group, with what decides how it is updated."""
+    return [
+        (g["coupled"], g["vocab_dim"], g["weight_decay"], [tuple(p.shape) for p in g["params"]])
+        for g in optimizer.param_groups
+    ]
+
+
+NAMED = {"wte": (V, H), "c_fc": (H, 4 * H), "c_proj": (4 * H, H), "ln": (H,), "lm_head": (V, H)}
+UNEMBED = {**NAMED, "lm_head": (H, V)}
+
+
+def named(shapes):
+    return [(name, nn.Parameter(torch.randn(shape))) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+@pytest.mark.parametrize("as_given", [iter, list, dict], ids=["tensors", "names", "groups"])
+def test_from_a_plain_list(cls, as_given):
+    """Matrices with V rows, and with V columns, are coupled; names and options stay with them."""
+    parameters = named(UNEMBED)
+    if as_given is iter:
+        given = (p for _, p in parameters)
+    elif as_given is list:
+        given = parameters
+    else:
+        given = [
+            {"params": [p for _, p in parameters[:3]], "weight_decay": 0.3},
+            {"params": (p for _, p in parameters[3:]), "lr": 5.0},
+        ]
+    optimizer = cls(given, weight_decay=0.1, vocab_size=V)
+    if as_given is not dict:
+        assert layout(optimizer) == [
+            (True, 0, 0.1, [(V, H)]),
+            (True, 1, 0.1, [(H, V)]),
+            (False, 0, 0.1, [(H, 4 * H), (4 * H, H), (H,)]),
+        ]
+    else:
+        assert layout(optimizer) == [
+            (True, 0, 0.3, [(V, H)]),
+            (False, 0, 0.3, [(H, 4 * H), (4 * H, H)]),
+            (True, 1, 0.1, [(H, V)]),
+            (False, 0, 0.1, [(H,)]),
+        ]
+        assert [g["lr"] for g in optimizer.param_groups] == [1e-3, 1e-3, 5.0, 5.0]
+    if as_given is list:
+        names = [g["param_names"] for g in optimizer.param_groups]
+        assert names == [["wte"], ["lm_head"], ["c_fc", "c_proj", "ln"]]
+        assert [n for g in optimizer.state_dict()["param_groups"] for n in g["param_names"]]
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, stablelm, bert, t5])
+def test_a_plain_list_of_a_models_parameters(build):
+    """It couples what param_groups finds, and trains to the same bits."""
+    models = build(), build()
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = (
+        CoupledAdamW(param_groups(models[0], weight_decay=0.0)),
+        CoupledAdamW(models[1].parameters(), weight_decay=0.0, vocab_size=V),
+    )
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers):
+            torch.manual_seed(0)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
+        assert torch.equal(p, q), name
+
+
+def test_several_vocabularies_from_a_plain_list():
+    parameters = named({"src": (V, H), "tgt": (V + 2, H), "out": (3, H)})
+    optimizer = CoupledAdamW(parameters, vocab_size=(V, V + 2))
+    assert [g["param_names"] for g in optimizer.param_groups] == [["src", "tgt"], ["out"]]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (NAMED, {"vocab_size": V + 1}, r"vocab_size=41: none .*matrices: 'c_fc' \[16, 64\]"),
+        ({"ln": (H,)}, {"vocab_size": V}, r"largest matrices: none"),
+        ({**NAMED, "up": (4 * H, H)}, {"vocab_size": 4 * H}, r"size 64: 'c_fc' .*'coupled': True"),
+        (NAMED, {"vocab_size": 0}, r"Invalid vocab_size value: 0"),
+        (NAMED, {"vocab_size": V, "coupled": True}, r"vocab_size=40 decides"),
+        (NAMED, {"vocab_size": V, "vocab_dim": 1}, r"vocab_size=40 decides"),
+    ],
+)
+def test_errors_from_a_plain_list(shapes, options, message):
+    with pytest.raises(ValueError, match=message):
+        CoupledAdamW(named(shapes), **options)
+
+
+def test_groups_that_are_decided_and_a_vocab_size():
+    with pytest.raises(ValueError, match=r"param_groups has a vocab_size= of its own"):
+        CoupledAdamW(param_groups(gpt2()), vocab_size=V)
+
+
+@pytest.mark.parametrize("params", [torch.zeros(V, H), [], [{"params": {1}}], [3.0]])
+def test_torchs_errors_stay(params):
+    """What torch refuses is refused in torch's words."""
+    with pytest.raises((TypeError, ValueError)) as theirs:
+        torch.optim.AdamW(params)
+    with pytest.raises(type(theirs.value)) as ours:
+        CoupledAdamW(params, vocab_size=V)
+    assert str(ours.value) == str(theirs.value)
+
+
+def rates(groups):
+    return {name: group.get("lr") for group in groups for name in group["param_names"]}
+
+
+def test_learning_rates_of_their_own():
+    """For the embeddings (of positions, too), and for a head that is not tied; a schedule scales
+    them all.
+    """
+    model = gpt2(tie_word_embeddings=False)
+    groups = param_groups(model, embedding_lr=0.3, head_lr=0.004)
+    assert {name: lr for name, lr in rates(groups).items() if lr} == {
+        "transformer.wte.weight": 0.3,
+        "transformer.wpe.weight": 0.3,
+        "lm_head.weight": 0.004,
+    }
+    table = str(groups)
+    assert "weight_decay=0, lr=0.004, coupled" in table
+    optimizer = CoupledAdamW(groups, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    schedule.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [
+        pytest.approx(lr / 2) for lr in (0.004, 0.3, 1e-3, 1e-3, 0.3)
+    ]
+    assert [g["coupled"] for g in groups] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("build", "heads"),
+    [
+        (lambda: HandWritten(tied=False), {"head.weight"}),
+        (lambda: Transposed(), {"W_U"}),
+        (llama, {"lm_head.weight"}),
+        (lambda: Bert(heads=2), {"mlm.0.weight", "mlm.1.weight"}),
+    ],
+    ids=["HandWritten", "Transposed", "llama", "Bert"],
+)
+def test_which_matrices_are_heads(build, heads):
+    """Found, and named outright; whichever of them are coupled."""
+    model = build()
+    vocab_size = 100 if isinstance(model, Bert) else V
+    found = embedding_parameters(model, vocab_size=vocab_size)
+    names = {name: found[name].shape[0] < found[name].shape[1] for name in found}
+    for choice in (
+        {},
+        {"couple": "input"},
+        {"embeddings": {n: int(by) for n, by in names.items()}},
+    ):
+        groups = param_groups(model, head_lr=7.0, vocab_size=vocab_size, **choice)
+        assert {name for name, lr in rates(groups).items() if lr} == heads
+
+
+def test_a_rate_for_a_head_that_is_tied():
+    for choice in ({}, {"embeddings": "transformer.wte.weight"}):
+        with pytest.raises(ValueError, match=r"head_lr=0.1, but the head is tied .*wte.weight'"):
+            param_groups(gpt2(), embedding_lr=0.2, head_lr=0.1, **choice)
+        groups = param_groups(gpt2(), embedding_lr=0.2, head_lr=0.2, **choice)
+        assert rates(groups)["transformer.wte.weight"] == 0.2
+
+
+@pytest.mark.parametrize(
+    "exclude",
+    [
+        "transformer.h.*",
+        lambda model: model.transformer.h,
+        lambda model: [*model.transformer.h.parameters()],
+        lambda model: ["transformer.h.0.attn.*", model.transformer.h[0].mlp, "transformer.h.*"],
+    ],
+)
+def test_excluded_parameters(exclude):
+    model = gpt2()
+    groups = param_groups(model, exclude=exclude if isinstance(exclude, str) else exclude(model))
+    expected = {n for n, _ in model.named_parameters() if not n.startswith("transformer.h.")}
+    assert set(rates(groups)) == expected
+
+
+def test_errors_of_what_is_excluded():
+    with pytest.raises(ValueError, match=r"exclude='lm_haed.weight' .*\['lm_head.weight'"):
+        param_groups(llama(), exclude=["lm_haed.weight"])
+    with pytest.raises(ValueError, match=r"exclude contains a Linear that holds no parameter"):
+        param_groups(llama(), exclude=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Invalid head_lr value: -1"):
+        param_groups(llama(), head_lr=-1)
+
+
+def test_groups_in_a_notebook():
+    """The table that is printed, with names escaped."""
+    model = nn.ModuleDict({"<b>": nn.Embedding(10, 4), "out": nn.Linear(4, 2)})
+    groups = param_groups(model)
+    shown = groups._repr_html_()
+    assert "&lt;b&gt;.weight" in shown
+    assert "<b>" not in shown
+    rows = str(groups).splitlines()
+    cells = [cell for row in rows for cell in row.split("  ") if cell.strip("- ")]
+    assert all(html.escape(cell.strip()) in shown for cell in cells)
+    assert shown.count("<tr>") == len(rows) - 2  # without the rules

@@ -72,6 +72,7 @@ def test_signature(ours, theirs):
         "vocab_dim": 0,
         "stochastic_rounding": False,
         "max_grad_norm": None,
+        "vocab_size": None,
     }
 
 

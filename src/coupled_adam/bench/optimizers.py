@@ -72,6 +72,7 @@ def optimizers_here() -> dict[str, Candidate]:
     found = {
         "CoupledAdamW": coupled(),
         "CoupledAdamW fused": coupled(fused=True),
+        "CoupledAdamW a=0.5, zero-sum": coupled(row_exponent=0.5, zero_sum=True),
         "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
         "AdamW foreach": uncoupled(torch.optim.AdamW, foreach=True),
         "AdamW averaged": uncoupled(AveragedAdamW),

@@ -6,20 +6,33 @@ Each file defines ``Options``, ``add_arguments`` and ``run``. It imports large l
 
 import argparse
 import difflib
+import io
 import os
 import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 try:
-    import jsonargparse
-
-    from coupled_adam.cli import analyze, bench, compare, evaluate, recipes, report, theory, train
-    from coupled_adam.cli.options import plain
+    from coupled_adam.cli import (
+        analyze,
+        bench,
+        compare,
+        evaluate,
+        recipes,
+        repair,
+        report,
+        sample,
+        sweep,
+        theory,
+        train,
+    )
     from coupled_adam.cli.terminal import is_other_rank
 except ModuleNotFoundError as error:
-    sys.exit(f"coupled-adam: {error}; install the command with: pip install 'coupled-adam[lab]'")
+    from coupled_adam.errors import install
+
+    sys.exit(f"coupled-adam: {error}; install the command with: {install('lab')}")
 
 from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
@@ -30,9 +43,12 @@ PREEMPTED = 75
 _COMMANDS = {
     "compare": compare,
     "train": train,
+    "sweep": sweep,
     "evaluate": evaluate,
+    "sample": sample,
     "report": report,
     "analyze": analyze,
+    "repair": repair,
     "theory": theory,
     "bench": bench,
     "recipes": recipes,
@@ -47,35 +63,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     same command with ``--resume`` continues.
     """
     arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
+    if isinstance(sys.stdout, io.TextIOWrapper):  # rather ? than an error, where there is no ‖
+        sys.stdout.reconfigure(errors="replace")
+    given: dict[str, Any] = {}
     try:
-        chosen = _parser().parse_args(arguments)
-        command = _COMMANDS[chosen.command]
-        given = chosen[chosen.command].as_dict()
-        command.run(command.Options(**{name: plain(value) for name, value in given.items()}))
-    except (jsonargparse.ArgumentError, UsageError) as error:
+        name = _command_name(arguments)
+        given = vars(_command_parser(name).parse_args(arguments[1:]))
+        _COMMANDS[name].run(_COMMANDS[name].Options(**given))
+        sys.stdout.flush()
+    except UsageError as error:
         message = one_line(error, longest=None)
         return _fail(2, f"error: {message}{_hint(arguments, message)}")
     except TrainingError as error:
         return _fail(1, f"error: {one_line(error, longest=None)}")
+    except BrokenPipeError:  # what reads standard output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno is None:
             raise
         where = f": {printable(str(error.filename))}" if error.filename else ""
-        what = f"error: {os.strerror(error.errno)}{where}"
-        return _fail(1, f"{what}; what was finished is kept, continue with --resume")
+        kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
+        return _fail(1, f"error: {os.strerror(error.errno)}{where}{kept}")
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         what = one_line(error) if str(error) else "no more can be allocated"
-        return _fail(
-            1, f"error: out of memory: {what}. What was finished is kept, continue with --resume"
-        )
+        kept = ". What was finished is kept, continue with --resume" if "resume" in given else ""
+        return _fail(1, f"error: out of memory: {what}{kept}")
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
         return _fail(PREEMPTED, f"{one_line(error, longest=None)}; continue with --resume")
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
-        return _fail(130, "interrupted; add --resume to the command to continue")
+        more = "; add --resume to the command to continue" if "resume" in given else ""
+        return _fail(130, f"interrupted{more}")
     return 0
 
 
@@ -87,34 +109,62 @@ def _is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _parser() -> jsonargparse.ArgumentParser:
+def _command_name(arguments: list[str]) -> str:
+    """The command that is called; ``--help`` and ``--version`` end here."""
+    name = arguments[0] if arguments else ""
+    if name in _COMMANDS:
+        return name
+    if name.startswith("-"):
+        _overview().parse_args(arguments)
+    listed = f"there are {', '.join(_COMMANDS)}"
+    if not name or name.startswith("-"):
+        raise UsageError(f"name a command first: {listed}")
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    hint = f"did you mean {near[0]}?" if near else listed
+    raise UsageError(f"there is no command {one_line(name, 50)!r}: {hint}")
+
+
+def _overview() -> argparse.ArgumentParser:
+    """The parser of ``coupled-adam`` alone, which lists the commands."""
     from coupled_adam import __version__
 
-    parser = jsonargparse.ArgumentParser(
-        prog="coupled-adam",
-        exit_on_error=False,
-        version=__version__,
-        formatter_class=_HelpFormatter,
+    parser = _Parser("coupled-adam", "Compare optimizers for embeddings, and measure embeddings.")
+    parser.add_argument("--version", action="version", version=f"coupled-adam {__version__}")
+    commands = parser.add_subparsers(
+        metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser
     )
-    subcommands = parser.add_subcommands(dest="command")
     for name, command in _COMMANDS.items():
-        summary, _, _ = (command.__doc__ or "").partition("\n")
-        subcommands.add_subcommand(name, _command_parser(name), help=summary)
+        commands.add_parser(name, help=(command.__doc__ or "").partition("\n")[0])
+    parser.epilog = "coupled-adam COMMAND --help explains a command."
     return parser
 
 
-def _command_parser(name: str) -> jsonargparse.ArgumentParser:
+def _command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of a command; its file's docstring is the description."""
     command = _COMMANDS[name]
-    parser = jsonargparse.ArgumentParser(
-        exit_on_error=False, description=command.__doc__, formatter_class=_HelpFormatter
-    )
+    parser = _Parser(f"coupled-adam {name}", command.__doc__)
     command.add_arguments(parser)
     return parser
 
 
-class _HelpFormatter(jsonargparse.DefaultHelpFormatter):
-    """Help without the types of Python, and with no default that says nothing."""
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors, with the options as the user types them."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UsageError instead of printing the usage and leaving."""
+        raise UsageError(re.sub(r"^argument (\S+): ", r"\1: ", message))
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Help with the defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -136,10 +186,10 @@ def _overrides_first(arguments: list[str]) -> list[str]:
 
 def _hint(arguments: list[str], message: str) -> str:
     """Suggest the most similar option for an unknown one, or where to find the list."""
-    if "nrecognized arguments" not in message:
+    if not message.startswith("unrecognized arguments"):
         return ""
-    command = arguments[0] if arguments and arguments[0] in _COMMANDS else ""
-    parser = _command_parser(command) if command else _parser()
+    command = arguments[0] if arguments[0] in _COMMANDS else None
+    parser = _command_parser(command) if command else _overview()
     known = re.findall(r"--[a-z][a-z-]+", parser.format_help())
     near = [
         match
@@ -147,4 +197,4 @@ def _hint(arguments: list[str], message: str) -> str:
         if argument.startswith("-") and argument not in known
         for match in difflib.get_close_matches(argument.partition("=")[0], known, n=1)
     ]
-    return f"; did you mean {near[0]}?" if near else "; see coupled-adam --help"
+    return f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"

@@ -1,27 +1,29 @@
 """Measure the token embeddings of any model.
 
 Shows the measures of one or several models side by side, for the embeddings as they are, with their
-mean removed, and with their mean and their top principal directions removed.
+mean removed, and with their mean and their top principal directions removed. On request, names the
+tokens that were hardly trained, neighbours and hubs, and what changed from one model to another.
 """
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
-
-import jsonargparse
-from jsonargparse.typing import NonNegativeInt
 
 from coupled_adam.cli.options import (
     Device,
     add_device,
     add_json,
-    check_folders,
+    check_files,
     device,
     optional_path,
+    positive_int,
+    whole_number,
+    write_file,
 )
-from coupled_adam.cli.terminal import print_table, quiet_libraries
+from coupled_adam.cli.terminal import print_table, progress_bar, quiet_libraries
 from coupled_adam.errors import UsageError
 
 
@@ -37,15 +39,22 @@ class Options:
     tokens: list[str] | None
     tokenizer: str | None
     word_similarity: str | None
-    exclude: list[Literal["padding", "unseen"]]
+    exclude: list[Literal["padding", "unseen", "dead"]]
     top: int | None
+    undertrained: bool
+    neighbours: list[str] | None
+    compare: bool
+    show: int
     json: bool
     csv: str | None
     html: str | None
+    explore: str | None
+    parquet: str | None
+    layout: Literal["pca", "umap"]
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument(
         "models",
@@ -69,34 +78,75 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--exclude",
-        type=Literal["padding", "unseen"],
+        choices=("padding", "unseen", "dead"),
         nargs="+",
         default=[],
-        help="leave out padding (rows that belong to no token of the tokenizer), or unseen tokens "
-        "(with a count of zero)",
+        help="leave out padding (rows that belong to no token of the tokenizer), unseen tokens "
+        "(with a count of zero), or dead rows (zero or not finite)",
     )
     parser.add_argument(
         "--top",
-        type=NonNegativeInt,
+        type=whole_number,
         metavar="N",
         help="how many top principal directions to remove (default: H / 100, rounded up)",
+    )
+    parser.add_argument(
+        "--undertrained", action="store_true", help="name the tokens that were hardly trained"
+    )
+    parser.add_argument(
+        "--neighbours",
+        nargs="*",
+        metavar="TOKEN",
+        help="the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
+        "frequent ones), and the hubs",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="show what changed from the first MODEL to the second",
+    )
+    parser.add_argument(
+        "--show",
+        type=positive_int,
+        default=20,
+        metavar="N",
+        help="how many tokens a table in the terminal names; --json has all",
     )
     add_json(parser)
     parser.add_argument("--csv", metavar="FILE", help="write all numbers as a table")
     parser.add_argument("--html", metavar="FILE", help="write a page with the table and pictures")
+    parser.add_argument(
+        "--explore", metavar="FILE", help="write a page with a map of the tokens to explore"
+    )
+    parser.add_argument(
+        "--parquet", metavar="FILE", help="write the map of all tokens as a Parquet file"
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("pca", "umap"),
+        default="pca",
+        help="the map's layout; umap needs the package umap-learn",
+    )
     add_device(parser)
 
 
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
-    from coupled_adam.embeddings import analysis, tables
-    from coupled_adam.files import write_atomically
+    from coupled_adam.embeddings import analysis, tables, tokens
 
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
     given = [name for name, value in counted.items() if value is not None]
     if len(given) > 1:
         raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
-    check_folders(csv=options.csv, html=options.html)
+    if options.revision is not None:
+        here = [model for model in options.models if Path(model).exists()]
+        if here:
+            raise UsageError(f"--revision is for models on the hub, and {here[0]} is a path here")
+    if options.compare and len(options.models) != 2:
+        raise UsageError(f"--compare needs two models, not {len(options.models)}")
+    check_files(
+        csv=options.csv, html=options.html, explore=options.explore, parquet=options.parquet
+    )
     target = device(options.device)
     quiet_libraries()
     sets = None
@@ -110,10 +160,8 @@ def run(options: Options) -> None:
         text=optional_path(options.text),
         tokens=[Path(path) for path in options.tokens or ()],
     )
-    analyses = [
-        found
-        for model in options.models
-        for found in analysis.analyze_model(
+    by_model = [
+        analysis.analyze_model(
             model,
             source,
             sets=sets,
@@ -121,14 +169,44 @@ def run(options: Options) -> None:
             directions=options.top,
             device=target,
         )
+        for model in options.models
     ]
-    if options.csv is not None:
-        write_atomically(Path(options.csv), tables.analyses_csv(analyses))
-    if options.html is not None:
-        from coupled_adam.embeddings.page import analyses_page
+    analyses = [entry for found in by_model for entry in found]
+    undertrained, neighbours, comparisons = [], [], []
+    if options.undertrained or options.explore or options.parquet:
+        undertrained = [tokens.find_undertrained(entry) for entry in analyses]
+    if options.neighbours is not None:
+        for entry in analyses:
+            with progress_bar(f"neighbours, {entry.label}") as progress:
+                neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
+    if options.compare:
+        comparisons = tokens.compare_analyses(*by_model)
+    try:
+        if options.csv is not None:
+            write_file("--csv", options.csv, tables.analyses_csv(analyses))
+        if options.html is not None:
+            from coupled_adam.embeddings.page import analyses_page
 
-        write_atomically(Path(options.html), analyses_page(analyses))
-    if options.json:
-        print(tables.analyses_json(analyses))
-    else:
-        print_table(tables.analyses_table(analyses))
+            write_file("--html", options.html, analyses_page(analyses))
+        if options.parquet is not None:
+            from coupled_adam.embeddings.maps import parquet, token_maps
+
+            maps = token_maps(undertrained, options.layout)
+            write_file("--parquet", options.parquet, parquet(maps))
+        if options.explore is not None:
+            from coupled_adam.embeddings.explorer import explorer_page
+
+            with progress_bar("neighbours for the map") as progress:
+                page = explorer_page(undertrained, comparisons, options.layout, progress)
+            write_file("--explore", options.explore, page)
+    finally:  # the numbers are shown even if a file cannot be written after all
+        listed = undertrained if options.undertrained else []
+        if options.json:
+            print(tables.analyses_json(analyses, listed, neighbours, comparisons))
+        else:
+            shown = [tables.analyses_table(analyses)]
+            shown += [named.table(options.show) for named in listed]
+            shown += [table for near in neighbours for table in near.tables()]
+            shown += [t for changes in comparisons for t in changes.tables(options.show)]
+            for table in shown:
+                print_table(table)

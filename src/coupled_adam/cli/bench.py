@@ -6,6 +6,7 @@ with torch's fused AdamW. With --recipe, whole training steps are timed instead.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Mapping
@@ -13,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import jsonargparse
-from jsonargparse.typing import PositiveFloat, PositiveInt
-
 from coupled_adam.cli.options import (
     Device,
     add_device,
     add_json,
     add_overrides,
-    check_folders,
+    check_files,
     device,
+    positive_int,
+    positive_number,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -37,19 +37,19 @@ class Options:
 
     overrides: list[str]
     shapes: list[str] | None
-    dtype: Literal["float32", "bfloat16", "float16", "float64"]
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None
     clip: bool
     growth: bool
     recipe: str | None
-    steps: int
+    steps: int | None
     optimizers: list[str] | None
-    seconds: float
+    seconds: float | None
     json: bool
     picture: str | None
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     add_overrides(parser)
     parser.add_argument(
@@ -57,9 +57,8 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtype",
-        type=Literal["float32", "bfloat16", "float16", "float64"],
-        default="float32",
-        help="the dtype of parameters and gradients",
+        choices=("float32", "bfloat16", "float16", "float64"),
+        help="the dtype of parameters and gradients (default: float32)",
     )
     parser.add_argument("--clip", action="store_true", help="also clip the norm of the gradients")
     parser.add_argument(
@@ -70,16 +69,17 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
     parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
     parser.add_argument(
-        "--steps", type=PositiveInt, default=20, help="training steps of each optimizer"
+        "--steps",
+        type=positive_int,
+        help="training steps of each optimizer, with --recipe (default: 20)",
     )
     parser.add_argument(
         "--optimizers", nargs="+", metavar="NAME", help="time only these optimizers of the table"
     )
     parser.add_argument(
         "--seconds",
-        type=PositiveFloat,
-        default=4.0,
-        help="about how long each optimizer is timed for",
+        type=positive_number,
+        help="about how long each optimizer is timed for (default: 4)",
     )
     add_json(parser, "samples")
     parser.add_argument("--picture", metavar="FILE", help="write a picture: .png, .svg or .pdf")
@@ -93,7 +93,7 @@ def run(options: Options) -> None:
     from coupled_adam import bench
     from coupled_adam.lab.training.environment import environment
 
-    check_folders(picture=options.picture)
+    check_files(picture=options.picture)
     if options.picture is not None:
         bench.check_format(Path(options.picture))
     target = device(options.device)
@@ -103,15 +103,19 @@ def run(options: Options) -> None:
     if options.recipe is not None:
         _time_training(options, options.recipe, machine, found)
         return
+    if options.steps is not None:
+        raise UsageError("--steps are those of a recipe: name it with --recipe")
     if options.overrides:
         raise UsageError(f"{options.overrides[0]} changes a recipe: name the recipe with --recipe")
     if options.growth:
-        if options.shapes or options.clip:
-            raise UsageError("--growth has its own shapes; leave out --shapes and --clip")
+        if options.shapes or options.clip or options.dtype:
+            raise UsageError("--growth has its own shapes; leave out --shapes, --clip and --dtype")
         cases = list(itertools.chain(*bench.GROWTH.values()))
     else:
         shapes = options.shapes or bench.SHAPES["cuda" if target == "cuda" else "cpu"]
-        cases = [bench.parse_case(shape, options.dtype, options.clip) for shape in shapes]
+        cases = [
+            bench.parse_case(shape, options.dtype or "float32", options.clip) for shape in shapes
+        ]
     bench.check_memory(cases, target)
     here = bench.optimizers_here()
     names = options.optimizers or (bench.GROWING if options.growth else list(here))
@@ -120,15 +124,17 @@ def run(options: Options) -> None:
             raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(here)}")
     if not options.json:
         print("\n".join(machine.notes))
-    timed = bench.bench(cases, names, device=target, seconds=options.seconds)
+    timed = bench.bench(cases, names, device=target, seconds=options.seconds or 4.0)
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
-    if options.picture is not None:
-        draw = bench.growth_picture if options.growth else bench.bench_picture
-        bench.save_figure(draw(results), Path(options.picture))
-    if options.json:
-        print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
-    else:
-        print_table(bench.bench_table(results))
+    try:
+        if options.picture is not None:
+            draw = bench.growth_picture if options.growth else bench.bench_picture
+            bench.save_figure(draw(results), Path(options.picture))
+    finally:
+        if options.json:
+            print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
+        else:
+            print_table(bench.bench_table(results))
 
 
 def _time_training(
@@ -141,6 +147,8 @@ def _time_training(
     quiet_libraries()
     alone = {
         "shapes": options.shapes,
+        "dtype": options.dtype,
+        "seconds": options.seconds,
         "clip": options.clip,
         "growth": options.growth,
         "optimizers": options.optimizers,
@@ -152,7 +160,7 @@ def _time_training(
     recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))
     if not options.json:
         print("\n".join(machine.notes))
-    speed = training_speed(recipe, device=device(options.device), steps=options.steps)
+    speed = training_speed(recipe, device=device(options.device), steps=options.steps or 20)
     if options.json:
         print(json.dumps({**found, **speed.to_dict()}, indent=1))
     else:

@@ -7,19 +7,20 @@ on Python's built-in documentation, in a few minutes on two cores.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 
-import jsonargparse
-from jsonargparse.typing import PositiveInt
-
 from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
     RunOptions,
     add_run_arguments,
+    add_selection,
     cache_folder,
+    check_folder,
     execution,
-    known_arm,
     overridden,
+    selected,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
 
@@ -32,21 +33,12 @@ class Options(RunOptions):
     seeds: list[int] | None
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     add_run_arguments(
         parser, "a new folder for the results (default: runs/NAME, with the recipe's name)"
     )
-    parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="run only these arms of the recipe"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=PositiveInt,
-        nargs="+",
-        metavar="N",
-        help="one number N: the seeds 1 to N; several numbers: these seeds",
-    )
+    add_selection(parser)
 
 
 def run(options: Options) -> None:
@@ -54,27 +46,38 @@ def run(options: Options) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.recipe import load_recipe
 
-    recipe = load_recipe(options.recipe)
-    out = Path(options.out or Path("runs") / recipe.name)
-    recipe = overridden(
-        (comparison.stored_recipe(out) if options.resume else None) or recipe, options
-    )
-    if options.seeds is not None:
-        count, *more = options.seeds
-        seeds = sorted({count, *more}) if more else list(range(1, count + 1))
-        recipe = dataclasses.replace(recipe, seeds=seeds)
-    if options.arms is not None:
-        arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
-        recipe = dataclasses.replace(recipe, arms=arms)
-    how = execution(options)
+    named = None if options.recipe is None else load_recipe(options.recipe)
+    out = Path(options.out or Path("runs") / (named.name if named else DEFAULT_RECIPE))
+    check_folder("--out", out)
+    stored = comparison.stored_recipe(out) if options.resume else None
+    recipe = overridden(named or stored or load_recipe(DEFAULT_RECIPE), options)
+    if named and stored:  # as the one in OUT, which has more arms and seeds if it was extended
+        recipe = dataclasses.replace(
+            recipe,
+            arms={**stored.arms, **recipe.arms},
+            seeds=sorted({*stored.seeds, *recipe.seeds}),
+        )
+    recipe = selected(recipe, options.arms, options.seeds)
+    how = execution(options, recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
         f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
         highlight=False,
     )
-    print_path("results in", out)
-    cache = cache_folder(options.cache)
-    table = comparison.compare(recipe, out, execution=how, cache=cache, resume=options.resume)
-    if table is not None:
-        print_table(table)
-        print_path("the whole report:", out / "report" / "index.html")
+
+    def on_start() -> None:
+        print_path("results in", out)
+        if "tensorboard" in options.log:
+            print_path("to watch the runs: tensorboard --logdir", out)
+
+    report = comparison.compare(
+        recipe,
+        out,
+        execution=how,
+        cache=cache_folder(options.cache),
+        resume=options.resume,
+        on_start=on_start,
+    )
+    if report is not None:
+        print_table(report)
+        print_path("the whole report:", report.page)

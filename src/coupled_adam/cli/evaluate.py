@@ -2,28 +2,31 @@
 
 Computes the test loss, measures of the embeddings, word similarity and downstream tasks, and prints
 them. The results of a finished run are also written to its evaluation.json; those of any other
-causal language model, in a folder in Hugging Face format, to the file --out, if it is given.
+causal language model, in a folder in Hugging Face format or on the hub, to the file --out, if it is
+given.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
     add_cache,
     add_device,
+    add_json,
     cache_folder,
+    check_files,
+    check_folder,
     device,
     optional_path,
+    positive_int,
+    write_file,
 )
-from coupled_adam.cli.terminal import console, print_path, quiet_libraries
+from coupled_adam.cli.terminal import print_path, print_table, quiet_libraries
 from coupled_adam.errors import UsageError
 
 
@@ -36,18 +39,21 @@ class Options:
     word_similarity: str | None
     lm_eval: list[str] | None
     lm_eval_path: str | None
+    limit: int | None
     text: str | None
+    revision: str | None
     out: str | None
+    json: bool
     cache: str | None
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
-    parser.add_argument("model", help="the folder of a run, or of a model")
+    parser.add_argument("model", help="the folder of a run or of a model, or its id on the hub")
     parser.add_argument(
         "--batches",
-        type=PositiveInt,
+        type=positive_int,
         help="how many batches of held-out text to use (default: the recipe's number, or all)",
     )
     parser.add_argument(
@@ -67,25 +73,32 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
         help="a folder with tasks of your own; Python that they name with !function is executed",
     )
     parser.add_argument(
+        "--limit",
+        type=positive_int,
+        metavar="N",
+        help="use only the first N examples of each task, to try things out",
+    )
+    parser.add_argument(
         "--text", help="held-out text for a model: a file, or a folder of text files"
     )
+    parser.add_argument("--revision", help="the branch, tag or commit, for a model on the hub")
     parser.add_argument("--out", help="write a model's results to this JSON file")
+    add_json(parser)
     add_cache(parser)
     add_device(parser)
 
 
 def run(options: Options) -> None:
     """Evaluate, and print the numbers."""
-    from rich.pretty import pprint
-
     from coupled_adam.embeddings.analysis import word_similarity_sets
-    from coupled_adam.files import write_atomically
     from coupled_adam.lab.data.corpus import prepare_corpus
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
     from coupled_adam.lab.evaluation.loading import is_run
+    from coupled_adam.lab.evaluation.tables import evaluation_table
     from coupled_adam.lab.recipe import load_recipe
 
+    check_files(out=options.out)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)
@@ -95,14 +108,16 @@ def run(options: Options) -> None:
     tasks_folder = optional_path(options.lm_eval_path)
     downstream = None
     if options.lm_eval is not None:
-        downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder)
-    elif tasks_folder is not None:
-        raise UsageError("--lm-eval-path needs --lm-eval, with the names of the tasks")
+        downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder, options.limit)
+    elif tasks_folder is not None or options.limit is not None:
+        given = "--limit" if tasks_folder is None else "--lm-eval-path"
+        raise UsageError(f"{given} needs --lm-eval, with the names of the tasks")
     if is_run(folder):
-        if options.text is not None or options.out is not None:
+        check_folder("MODEL", folder)
+        if options.text is not None or options.out is not None or options.revision is not None:
             raise UsageError(
-                f"--text and --out are for models; {folder} is a run, which has its own text and "
-                "output file"
+                f"--text, --out and --revision are for models; {folder} is a run, which has its "
+                "own text and output file"
             )
         recipe = load_recipe(str(folder / "config.yaml"))
         result = evaluate_run(
@@ -116,7 +131,8 @@ def run(options: Options) -> None:
         written: Path | None = folder / "evaluation.json"
     else:
         result = evaluate_model(
-            folder,
+            options.model,
+            revision=options.revision,
             text=optional_path(options.text),
             batches=options.batches,
             sets=sets,
@@ -124,17 +140,15 @@ def run(options: Options) -> None:
             device=target,
         )
         written = optional_path(options.out)
-        if written is not None:
-            write_atomically(written, json.dumps(result, indent=2))
-    pprint(_without_spectra(result), console=console(), expand_all=True)
+    try:
+        if options.out is not None:
+            write_file("--out", options.out, json.dumps(result, indent=2))
+    finally:
+        if options.json:
+            print(json.dumps(result, indent=2))
+        else:
+            print_table(evaluation_table(result, folder.name or options.model))
+    if options.json:
+        return
     if written is not None:
         print_path("all numbers:", written)
-
-
-def _without_spectra(result: dict[str, Any]) -> dict[str, Any]:
-    """The same nested dict, without the long lists of singular values."""
-    return {
-        name: _without_spectra(value) if isinstance(value, dict) else value
-        for name, value in result.items()
-        if name != "singular_values"
-    }

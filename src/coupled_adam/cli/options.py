@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import difflib
 import importlib.util
-from dataclasses import dataclass
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from coupled_adam.cli.terminal import quiet_libraries
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.training.errors import TrainingError
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
     from coupled_adam.lab.training.config import Execution
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
+N = TypeVar("N", int, float)
+
+DEFAULT_RECIPE = "tiny"
+
+_MOST_SEEDS = 1000  # of one number, which is how many there are
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunOptions:
     """What ``compare`` and ``train`` have in common: a recipe, and how its runs are executed."""
 
     overrides: list[str]
-    recipe: str
+    recipe: str | None
     text: str | None
     steps: int | None
     out: str | None
@@ -40,7 +50,37 @@ class RunOptions:
     log: list[Literal["tensorboard", "wandb"]]
 
 
-def add_overrides(parser: jsonargparse.ArgumentParser) -> None:
+def positive_int(text: str) -> int:
+    """The type of options that count: a whole number from 1 on."""
+    return _number(text, int, lambda number: number >= 1, "a whole number, 1 or more")
+
+
+def whole_number(text: str) -> int:
+    """The type of options that may be 0: a whole number from 0 on."""
+    return _number(text, int, lambda number: number >= 0, "a whole number, 0 or more")
+
+
+def number_from_0(text: str) -> float:
+    """The type of strengths: a finite number from 0 on."""
+    return _number(text, float, lambda number: 0 <= number < math.inf, "a number, 0 or more")
+
+
+def positive_number(text: str) -> float:
+    """The type of durations: a finite number above 0."""
+    return _number(text, float, lambda number: 0 < number < math.inf, "a number above 0")
+
+
+def _number(text: str, kind: type[N], fits: Callable[[N], bool], what: str) -> N:
+    try:
+        number = kind(text)
+    except ValueError:
+        number = kind(-1)
+    if not fits(number):
+        raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {what}")
+    return number
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Values of the recipe as positional arguments."""
     parser.add_argument(
         "overrides",
@@ -50,42 +90,42 @@ def add_overrides(parser: jsonargparse.ArgumentParser) -> None:
     )
 
 
-def add_cache(parser: jsonargparse.ArgumentParser) -> None:
+def add_cache(parser: argparse.ArgumentParser) -> None:
     """``--cache``."""
     parser.add_argument(
         "--cache", help="the folder that keeps prepared corpora (default: in the user's cache)"
     )
 
 
-def add_device(parser: jsonargparse.ArgumentParser) -> None:
+def add_device(parser: argparse.ArgumentParser) -> None:
     """``--device``."""
     parser.add_argument(
         "--device",
-        type=Device,
+        choices=get_args(Device),
         default="auto",
         help="where to compute; auto takes cuda, mps or cpu, the first that is available",
     )
 
 
-def add_json(parser: jsonargparse.ArgumentParser, what: str = "numbers") -> None:
+def add_json(parser: argparse.ArgumentParser, what: str = "numbers") -> None:
     """``--json``."""
     parser.add_argument(
         "--json", action="store_true", help=f"print all {what} as JSON, and nothing else"
     )
 
 
-def add_run_arguments(parser: jsonargparse.ArgumentParser, out: str) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """The arguments of :class:`RunOptions`; ``out`` is the help of ``--out``."""
     add_overrides(parser)
     parser.add_argument(
         "--recipe",
-        default="tiny",
-        help="the name of a recipe (coupled-adam recipes lists them), or a YAML file",
+        help="the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: "
+        "tiny; with --resume, the recipe in OUT)",
     )
     parser.add_argument(
         "--text", help="train on this file, or on all text files in this folder (data.text)"
     )
-    parser.add_argument("--steps", type=PositiveInt, help="training steps (training.steps)")
+    parser.add_argument("--steps", type=positive_int, help="training steps (training.steps)")
     parser.add_argument("--out", help=out)
     add_cache(parser)
     parser.add_argument(
@@ -101,30 +141,88 @@ def add_run_arguments(parser: jsonargparse.ArgumentParser, out: str) -> None:
     add_device(parser)
     parser.add_argument(
         "--strategy",
-        type=Literal["ddp", "fsdp2"],
+        choices=("ddp", "fsdp2"),
         default="ddp",
         help="how several processes (torchrun, srun) share a run; fsdp2 shards the model",
     )
     parser.add_argument(
         "--micro-batch-size",
-        type=PositiveInt,
+        type=positive_int,
         help="sequences that a process takes at a time (default: its whole share of the batch)",
     )
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument(
         "--log",
-        type=Literal["tensorboard", "wandb"],
+        choices=("tensorboard", "wandb"),
         nargs="*",
         default=["tensorboard"],
         help="loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
     )
 
 
+def add_selection(parser: argparse.ArgumentParser) -> None:
+    """``--arms`` and ``--seeds``."""
+    parser.add_argument(
+        "--arms", nargs="+", metavar="ARM", help="run only these arms of the recipe"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=whole_number,
+        nargs="+",
+        metavar="N",
+        help="one number N: the seeds 1 to N; several numbers: these seeds",
+    )
+
+
+def selected(recipe: Recipe, arms: list[str] | None, seeds: list[int] | None) -> Recipe:
+    """The recipe with the arms and seeds that ``--arms`` and ``--seeds`` give.
+
+    Raises:
+        UsageError: an arm is not known, or an arm or a seed is given twice.
+    """
+    if seeds is not None:
+        recipe = dataclasses.replace(recipe, seeds=_seeds(seeds))
+    if arms is not None:
+        if len({*arms}) < len(arms):
+            raise UsageError(f"--arms {' '.join(arms)} names an arm twice")
+        chosen = {arm: recipe.arms[known_arm(arm, recipe)] for arm in arms}
+        recipe = dataclasses.replace(recipe, arms=chosen)
+    return recipe
+
+
+def _seeds(given: list[int]) -> list[int]:
+    """The seeds that ``--seeds`` means: one number counts them, several name them."""
+    shown = f"--seeds {' '.join(map(str, given))}"
+    if len(given) == 1:
+        if not 1 <= given[0] <= _MOST_SEEDS:
+            raise UsageError(
+                f"{shown}: one number is how many seeds there are, and must be from 1 to "
+                f"{_MOST_SEEDS}; several numbers are the seeds"
+            )
+        return list(range(1, given[0] + 1))
+    if len({*given}) < len(given):
+        raise UsageError(f"{shown} names a seed twice: each is run once")
+    return sorted(given)
+
+
 def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe with the values that the command line gives."""
+    """The recipe with the values that the command line gives.
+
+    Raises:
+        UsageError: a value is not valid, or is given twice in different ways.
+    """
     from coupled_adam.lab.recipe import override, parse_overrides
 
     values = parse_overrides(options.overrides)
+    for option, given, others in (
+        ("--steps", options.steps, ("training.steps", "training.tokens")),
+        ("--text", options.text, ("data.text", "data.hub", "data.tokens")),
+    ):
+        for key in others:
+            if given is not None and values.get(key) is not None:
+                raise UsageError(
+                    f"{option} {given} and {key}={values[key]} exclude each other: give only one"
+                )
     if options.steps is not None:
         values |= {"training.steps": options.steps, "training.tokens": None}
     if options.text is not None:
@@ -146,26 +244,49 @@ def known_arm(name: str, recipe: Recipe) -> str:
     return name
 
 
-def execution(options: RunOptions) -> Execution:
-    """How the runs are executed.
+def execution(options: RunOptions, recipe: Recipe) -> Execution:
+    """How the runs of a recipe are executed.
 
     Raises:
-        UsageError: a device or a logger that is not available here.
+        UsageError: a device or a logger is not available here, or the model is too large for it.
     """
     from coupled_adam.lab.training.config import Execution
 
     quiet_libraries()  # after their imports, which set the levels they like
+    if options.skip_damaged and not options.resume:
+        raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
     for name in options.log:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--log {name} needs a package: pip install {name}")
+    target = device(options.device)
+    if options.strategy != "fsdp2":  # which shares a model among machines
+        _check_memory(recipe, target)
     return Execution(
-        device=device(options.device),
+        device=target,
         strategy=options.strategy,
         micro_batch_size=options.micro_batch_size,
         compile=options.compile,
         log=tuple(options.log),
         skip_damaged=options.skip_damaged,
     )
+
+
+def _check_memory(recipe: Recipe, target: str) -> None:
+    """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
+    import torch
+
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if target == "cuda":
+        available = torch.cuda.get_device_properties(0).total_memory
+    needed = 3 * 4 * recipe.parameters  # float32
+    if needed > available:
+        raise UsageError(
+            f"a model of {recipe.parameters / 1e9:,.1f} billion parameters (model.n_embd="
+            f"{recipe.model.n_embd}, model.n_layer={recipe.model.n_layer}, model.vocab_size="
+            f"{recipe.model.vocab_size}) needs at least {needed / 1e9:,.0f} GB for its training, "
+            f"and {target} has {available / 1e9:,.0f} GB: make it smaller, or share it with "
+            "--strategy fsdp2"
+        )
 
 
 def device(name: Device) -> str:
@@ -201,18 +322,57 @@ def optional_path(path: str | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-def check_folders(**files: str | None) -> None:
-    """Raise UsageError where a file is to be written into a folder that does not exist."""
-    for option, path in files.items():
-        if path is not None and not Path(path).parent.is_dir():
-            raise UsageError(f"--{option}: there is no folder {Path(path).parent}: create it first")
+def check_files(**files: str | None) -> None:
+    """Check, before any work is done for them, that files can be written.
+
+    Args:
+        files: paths, by the names of their options.
+
+    Raises:
+        UsageError: a file cannot be written; nothing has been changed.
+    """
+    for option, name in files.items():
+        if name is None:
+            continue
+        path = Path(name).resolve()  # a link stays one
+        with _explaining(f"--{option} {name}", "name another file"):
+            if not path.parent.exists():
+                raise UsageError(f"--{option}: there is no folder {path.parent}: create it first")
+            if path.exists() and not path.is_file():
+                raise UsageError(f"--{option} {name} exists and is not a file: name another one")
+            with tempfile.TemporaryFile(dir=path.parent):
+                pass
 
 
-def plain(value: Any) -> Any:
-    """The same number or list as Python's own type: jsonargparse's subclasses are no YAML."""
-    if isinstance(value, list):
-        return [plain(element) for element in value]
-    for kind in (bool, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    return value
+def check_folder(option: str, folder: Path) -> None:
+    """Check, before any work is done for it, that a folder can be created or written to.
+
+    Raises:
+        UsageError: it cannot be; nothing has been changed.
+    """
+    with _explaining(f"{option} {folder}", "choose another folder"):
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{option} {folder} exists and is not a folder: choose another one")
+        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+
+
+def write_file(option: str, name: str, content: str | bytes) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        TrainingError: it cannot be written, such as when the disk is full.
+    """
+    try:
+        write_atomically(Path(name).resolve(), content)  # a link stays one
+    except OSError as error:
+        raise TrainingError(f"{option} {name} cannot be written ({error.strerror})") from None
+
+
+@contextmanager
+def _explaining(what: str, instead: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{what} cannot be written ({error.strerror}): {instead}") from None

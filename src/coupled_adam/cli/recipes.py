@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
-
-import jsonargparse
 
 from coupled_adam.cli.terminal import print_table
 
@@ -16,7 +15,7 @@ class Options:
     name: str | None
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     parser.add_argument("name", nargs="?", help="the recipe to print (default: list all of them)")
 

@@ -5,11 +5,12 @@ Tables, pictures, and a page that holds all of them.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import jsonargparse
-
+from coupled_adam.cli.options import check_folder
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
@@ -20,12 +21,20 @@ class Options:
 
     folders: list[str]
     out: str | None
+    bold: Literal["adamw", "all"]
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     parser.add_argument("folders", nargs="+", metavar="DIR", help="folders with runs in them")
     parser.add_argument("--out", help="the report's folder (default: report in the first DIR)")
+    parser.add_argument(
+        "--bold",
+        choices=("adamw", "all"),
+        default="adamw",
+        help="make values bold that are better than AdamW's (default), or than those of all other "
+        "arms, as in the paper's Table 7",
+    )
 
 
 def run(options: Options) -> None:
@@ -37,5 +46,7 @@ def run(options: Options) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = Path(options.out) if options.out else folders[0] / "report"
-    print_table(report(folders, out))
-    print_path("the whole report:", out / "index.html")
+    check_folder("--out", out)
+    written = report(folders, out, options.bold)
+    print_table(written)
+    print_path("the whole report:", written.page)

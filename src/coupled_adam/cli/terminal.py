@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coupled_adam.errors import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.console import Console, RenderableType
 
 
 def console() -> Console:
@@ -29,12 +30,26 @@ def print_path(what: str, path: Path) -> None:
     console().print(Text(printable(f"{what} {path}")), soft_wrap=True)
 
 
-def print_table(table: Table) -> None:
-    """Print a complete table: lines that are too long for the terminal are not cut off."""
+def print_table(table: RenderableType) -> None:
+    """Print a complete table, or a report: lines too long for the terminal are not cut off."""
     terminal = console()
     wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
     terminal.width = max(terminal.width, wide)
     terminal.print(table)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal, after some seconds; yields a function of what is done and to do."""
+    from tqdm import tqdm
+
+    with tqdm(desc=what, delay=3, disable=None, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def is_other_rank() -> bool:

@@ -6,12 +6,10 @@ SGD and of Coupled Adam, but not those of AdamW.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-import jsonargparse
-from jsonargparse.typing import PositiveInt
 
 from coupled_adam.cli.options import (
     Device,
@@ -19,9 +17,11 @@ from coupled_adam.cli.options import (
     add_device,
     add_json,
     cache_folder,
-    check_folders,
+    check_files,
     device,
     optional_path,
+    positive_int,
+    write_file,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 
@@ -40,12 +40,12 @@ class Options:
     device: Device
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     parser.add_argument("model", help="the folder of a run, or of a causal language model")
     parser.add_argument("--text", help="text for a model: a file, or a folder of text files")
-    parser.add_argument("--batches", type=PositiveInt, default=50, help="gradients to take")
-    parser.add_argument("--batch-size", type=PositiveInt, default=8, help="sequences in a batch")
+    parser.add_argument("--batches", type=positive_int, default=50, help="gradients to take")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="sequences in a batch")
     add_json(parser)
     parser.add_argument("--html", metavar="FILE", help="write a page with the table and a picture")
     add_cache(parser)
@@ -54,11 +54,10 @@ def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
 
 def run(options: Options) -> None:
     """Measure the sums, and print or write them."""
-    from coupled_adam.files import write_atomically
     from coupled_adam.lab.evaluation.theory import measure_folder
     from coupled_adam.lab.reporting.theory import theory_page, theory_table
 
-    check_folders(html=options.html)
+    check_files(html=options.html)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)
@@ -70,9 +69,11 @@ def run(options: Options) -> None:
         cache=cache_folder(options.cache),
         device=target,
     )
-    if options.html is not None:
-        write_atomically(Path(options.html), theory_page(measured, folder.name))
-    if options.json:
-        print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
-    else:
-        print_table(theory_table(measured, folder.name))
+    try:
+        if options.html is not None:
+            write_file("--html", options.html, theory_page(measured, folder.name))
+    finally:
+        if options.json:
+            print(json.dumps(measured.to_dict(), indent=2, allow_nan=False))
+        else:
+            print_table(theory_table(measured, folder.name))

@@ -6,19 +6,20 @@ by coupled-adam report.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-import jsonargparse
-from jsonargparse.typing import NonNegativeInt
-
 from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
     RunOptions,
     add_run_arguments,
     cache_folder,
+    check_folder,
     execution,
     known_arm,
     overridden,
+    whole_number,
 )
 from coupled_adam.cli.terminal import print_path
 
@@ -31,11 +32,11 @@ class Options(RunOptions):
     seed: int
 
 
-def add_arguments(parser: jsonargparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to a parser."""
     add_run_arguments(parser, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
     parser.add_argument("--arm", required=True, help="an arm of the recipe")
-    parser.add_argument("--seed", type=NonNegativeInt, default=1, help="the seed of the run")
+    parser.add_argument("--seed", type=whole_number, default=1, help="the seed of the run")
 
 
 def run(options: Options) -> None:
@@ -44,12 +45,17 @@ def run(options: Options) -> None:
     from coupled_adam.lab.recipe import load_recipe
     from coupled_adam.lab.training.config import TrainingRun
 
-    recipe = overridden(load_recipe(options.recipe), options)
+    named = options.recipe or DEFAULT_RECIPE
+    if options.recipe is None and options.resume and options.out is not None:
+        config = Path(options.out) / "config.yaml"
+        named = str(config) if config.is_file() else named
+    recipe = overridden(load_recipe(named), options)
     arm, seed = known_arm(options.arm, recipe), options.seed
     folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
+    check_folder("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
-        execution=execution(options),
+        execution=execution(options, recipe),
         cache=cache_folder(options.cache),
         resume=options.resume,
     )

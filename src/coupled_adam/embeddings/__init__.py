@@ -5,36 +5,44 @@ floating-point dtype) or as a NumPy array. It computes in float64 on the tensor'
 extra memory only for a few H x H matrices and for blocks of rows, not for a copy of the matrix.
 """
 
-from coupled_adam.embeddings.centering import all_but_the_top, subtract_mean
-from coupled_adam.embeddings.frequency import (
-    mean_frequency_correlation,
-    norm_frequency_correlation,
-    unigram_counts,
-)
-from coupled_adam.embeddings.geometry import (
-    condition,
-    effective_rank,
-    isotropy,
-    isotropy_unit,
-    mean_cosine_similarity,
-    mean_embedding,
-    mean_norm,
-    mean_norm_ratio,
-    participation_ratio,
-    row_norms,
-    singular_values,
-)
-from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
-from coupled_adam.embeddings.report import EmbeddingReport, Measures, analyze
-from coupled_adam.embeddings.similarity import (
-    SetScore,
-    WordSimilarityReport,
-    WordSimilaritySet,
-    download_word_similarity,
-    read_word_similarity,
-    single_tokens,
-    word_similarity,
-)
+try:
+    from coupled_adam.embeddings.centering import all_but_the_top, subtract_mean
+    from coupled_adam.embeddings.frequency import (
+        mean_frequency_correlation,
+        norm_frequency_correlation,
+        unigram_counts,
+    )
+    from coupled_adam.embeddings.geometry import (
+        condition,
+        effective_rank,
+        iso_score,
+        isotropy,
+        isotropy_unit,
+        mean_cosine_similarity,
+        mean_embedding,
+        mean_norm,
+        mean_norm_ratio,
+        participation_ratio,
+        row_norms,
+        singular_values,
+    )
+    from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
+    from coupled_adam.embeddings.report import EmbeddingReport, Measures, analyze
+    from coupled_adam.embeddings.similarity import (
+        SetScore,
+        WordSimilarityReport,
+        WordSimilaritySet,
+        download_word_similarity,
+        read_word_similarity,
+        single_tokens,
+        word_similarity,
+    )
+except ModuleNotFoundError as error:
+    from coupled_adam.errors import install
+
+    raise ModuleNotFoundError(
+        f"{error}: coupled_adam.embeddings needs an extra, {install('embeddings')}", name=error.name
+    ) from None
 
 __all__ = [
     "EmbeddingMatrix",
@@ -48,6 +56,7 @@ __all__ = [
     "condition",
     "download_word_similarity",
     "effective_rank",
+    "iso_score",
     "isotropy",
     "isotropy_unit",
     "load_embeddings",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +23,9 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.report import PASSES
+from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.text.token_files import Tokens, token_file
@@ -31,7 +34,7 @@ from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Excluded = Literal["padding", "unseen"]
+Excluded = Literal["padding", "unseen", "dead"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Analysis:
             tokenizer.
         counts: unigram counts [V], or None.
         keep: which rows were measured, [V] booleans; None if all were.
+        tokenizer: the model's tokenizer; None if it has none.
     """
 
     model: str
@@ -75,6 +79,15 @@ class Analysis:
     padding_rows: int | None
     counts: NDArray[Any] | None
     keep: NDArray[np.bool_] | None
+    tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
+
+    @functools.cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What the rows stand for; ids alone if the model has no tokenizer."""
+        rows = len(self.embeddings.matrix)
+        if self.tokenizer is None:
+            return Vocabulary.of_ids(rows)
+        return read_vocabulary(self.tokenizer, rows)
 
     @property
     def label(self) -> str:
@@ -110,7 +123,8 @@ def analyze_model(
         source: where to find the tokenizer, the counts and the like.
         sets: word-similarity sets, by name.
         exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
-            tokenizer, ``"unseen"`` for tokens whose count is zero.
+            tokenizer, ``"unseen"`` for tokens whose count is zero, ``"dead"`` for rows that are
+            zero or not finite.
         directions: the number of top principal directions to remove; see :func:`analyze`.
         device: where to compute the measures.
 
@@ -118,21 +132,41 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings in it; if counts, a tokenizer or a
             text do not fit the embeddings, or are needed but were not given.
     """
+    needed = bool(sets) or "padding" in exclude
+    # One that is named is loaded before the work, since it may be misspelt.
+    tokenizer = None
+    if source.tokenizer is not None:
+        tokenizer = find_tokenizer(model, source, needed)
     try:
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
     except (ValueError, OSError) as error:
-        raise UsageError(str(error)) from None
-    tokenizer = _tokenizer(model, source, bool(sets) or "padding" in exclude)
+        option = "" if source.tensor is None else f"--tensor {source.tensor}: "
+        raise UsageError(f"{option}{error}") from None
+    for entry in matrices:
+        width = entry.matrix.shape[1]
+        if directions is not None and directions > width:
+            raise UsageError(
+                f"--top {directions}: the embeddings of {model} have only {width} directions"
+            )
+    tokenizer = tokenizer or find_tokenizer(model, source, needed)
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
         try:
-            counts = _counts(model, source, tokenizer, rows)
             is_token = None
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
-            keep = _kept_rows(exclude, rows, is_token, counts)
-            with _progress_bar(model) as progress:
+            counts = _counts(model, source, tokenizer, rows, is_token)
+            keep = _kept_rows(exclude, entry, is_token, counts)
+            measured = rows if keep is None else int(keep.sum())
+            with tqdm(
+                total=PASSES * measured,
+                desc=f"measuring {printable(Path(model).name)}",
+                unit=" rows",
+                unit_scale=True,
+                disable=None,
+                leave=False,
+            ) as bar:
                 report = analyze(
                     entry.matrix.to(device),
                     counts,
@@ -140,26 +174,16 @@ def analyze_model(
                     token_ids=None if tokenizer is None else single_tokens(tokenizer),
                     keep=keep,
                     directions=directions,
-                    progress=progress,
+                    on_rows=bar.update,
                 )
         except ValueError as error:
-            raise UsageError(f"{model}: {error}") from None
+            hint = ""
+            if "is not finite" in str(error):
+                hint = ": leave such rows out with --exclude dead, or see coupled-adam repair"
+            raise UsageError(f"{model}: {error}{hint}") from None
         padding = None if is_token is None else int((~is_token).sum())
-        analyses.append(Analysis(model, entry, report, padding, counts, keep))
+        analyses.append(Analysis(model, entry, report, padding, counts, keep, tokenizer))
     return analyses
-
-
-@contextmanager
-def _progress_bar(model: str) -> Iterator[Callable[[str, float], None]]:
-    """A bar on a terminal, with an estimate of the time left; only if it takes some seconds."""
-    layout = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
-    with tqdm(total=1, bar_format=layout, delay=3, disable=None, leave=False) as bar:
-
-        def progress(what: str, share: float) -> None:
-            bar.set_description_str(f"{printable(Path(model).name)}, {what}", refresh=False)
-            bar.update(share - bar.n)
-
-        yield progress
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
@@ -189,12 +213,15 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
 
 def _kept_rows(
     exclude: Collection[Excluded],
-    rows: int,
+    entry: EmbeddingMatrix,
     is_token: NDArray[np.bool_] | None,
     counts: NDArray[Any] | None,
 ) -> NDArray[np.bool_] | None:
     """Which rows to measure, [rows] booleans; None if all."""
-    keep = np.ones(rows, dtype=np.bool_)
+    keep = np.ones(len(entry.matrix), dtype=np.bool_)
+    if "dead" in exclude:
+        finite, norms = finite_rows(entry.matrix)
+        keep &= finite & (norms > 0)
     if "padding" in exclude and is_token is not None:
         keep &= is_token
     if "unseen" in exclude:
@@ -204,8 +231,12 @@ def _kept_rows(
     return None if keep.all() else keep
 
 
-def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none and none is needed."""
+def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer; None if it has none and none is needed.
+
+    Raises:
+        UsageError: if one is needed or named, and cannot be read.
+    """
     needed = needed or source.text is not None
     name = source.tokenizer or model
     if source.tokenizer is None and Path(model).is_file():
@@ -217,8 +248,10 @@ def _tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerB
     try:
         return load_tokenizer(name)
     except UsageError as error:
-        if needed or source.tokenizer is not None:
-            raise UsageError(f"{error}, or pass a tokenizer with --tokenizer") from None
+        if source.tokenizer is not None:
+            raise UsageError(f"--tokenizer {error}") from None
+        if needed:
+            raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
         return None
 
 
@@ -236,9 +269,13 @@ def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> ND
 
 
 def _counts(
-    model: str, source: Source, tokenizer: PreTrainedTokenizerBase | None, rows: int
+    model: str,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase | None,
+    rows: int,
+    is_token: NDArray[np.bool_] | None,
 ) -> NDArray[Any] | None:
-    """How often each token occurs, [rows]; 0 for rows beyond the counted vocabulary."""
+    """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
     own = Path(model) / "unigram_counts.npy"
     if source.text is not None and tokenizer is not None:
         return unigram_counts(text_tokens(source.text, tokenizer), rows)
@@ -246,19 +283,24 @@ def _counts(
         files = [token_file(path, rows) for path in source.tokens]
         tokens = Tokens([file.open(Path()) for file in files])
         counted = np.zeros(rows, dtype=np.int64)
-        for start in range(0, len(tokens), 2**24):
+        starts = range(0, len(tokens), 2**24)
+        for start in tqdm(starts, "counting tokens", disable=None, leave=False):
             counted += unigram_counts(tokens[start : start + 2**24], rows)
         return counted
     path = source.counts or (own if own.exists() else None)
     if path is None:
         return None
+    shown = path if source.counts is None else f"--counts {path}"
     try:
         counts = read_array(path)
     except ValueError as error:
-        raise UsageError(f"--counts {error}") from None
-    if counts.ndim != 1 or len(counts) > rows:
+        raise UsageError(str(error) if source.counts is None else f"--counts {error}") from None
+    missing_are_padding = is_token is not None and not is_token[counts.size :].any()
+    fits = len(counts) == rows or (len(counts) < rows and missing_are_padding)
+    if counts.ndim != 1 or not fits:
         raise UsageError(
-            f"--counts {path} has the shape {list(counts.shape)}, but must hold one number for "
-            f"each of the {rows} rows of the embeddings"
+            f"{shown} has the shape {list(counts.shape)}, but must hold one number for each of "
+            f"the {rows} rows of the embeddings; only padding at their end may be left out, where "
+            "a tokenizer tells which rows are padding"
         )
     return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])

@@ -23,6 +23,11 @@ Embeddings = Tensor | NDArray[Any]
 
 _BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
 _LARGE = 2**38  # multiplications, about ten seconds of a processor core in float64
+_LARGEST = 1e140  # the square is still a float64, and so is that of its inverse
+_OUT_OF_RANGE = (
+    "embeddings are too {} for float64, which must hold the squares of their numbers (up to {}): "
+    "scale the matrix first"
+)
 
 
 def isotropy(
@@ -141,6 +146,22 @@ def participation_ratio(embeddings: Embeddings) -> float:
     return participation_ratio_of(_checked_singular_values(embeddings))
 
 
+def iso_score(embeddings: Embeddings) -> float:
+    """IsoScore (Rudman et al. 2022, arXiv 2108.07344), from 0 to 1 (isotropic).
+
+    It is (P - 1) / (H - 1) with the :func:`participation_ratio` P of the centred embeddings, to
+    which the steps of its definition reduce. Neither the mean nor a factor on E changes it.
+
+    Raises:
+        ValueError: also if all rows are equal, or H is 1.
+    """
+    mean, _ = mean_and_norms(embeddings)
+    values = singular_values_of(torch.linalg.eigvalsh(gram(embeddings, mean)), len(embeddings))
+    if embeddings.shape[1] == 1 or values[0] == 0:
+        raise ValueError("IsoScore is not defined for equal rows, or for a single column")
+    return iso_score_of(participation_ratio_of(values), embeddings.shape[1])
+
+
 def mean_embedding(embeddings: Embeddings) -> Array:
     """mu = (1/V) sum_i e_i, [H]."""
     return as_array(mean_and_norms(embeddings)[0])
@@ -154,14 +175,14 @@ def row_norms(embeddings: Embeddings) -> Array:
 def mean_and_norms(
     embeddings: Embeddings,
     keep: NDArray[np.bool_] | None = None,
-    progress: Callable[[int], object] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> tuple[Any, Any]:
-    """The mean [H] and the norms [V] of all rows, or of the rows to keep."""
+    """The mean [H] and the norms [V] of all rows, or of the rows to keep; see :func:`blocks`."""
     check(embeddings)
     total: Tensor | float = 0.0
     norms = torch.empty(len(embeddings) if keep is None else int(keep.sum()), dtype=torch.float64)
     start = 0
-    for block in blocks(embeddings, keep, progress):
+    for block in blocks(embeddings, keep, on_rows):
         total = total + block.sum(0)
         # Not a list of small tensors: allocated between the blocks, they would fragment memory.
         norms[start : start + len(block)] = block.norm(dim=1)
@@ -173,11 +194,11 @@ def gram(
     embeddings: Embeddings,
     mean: Tensor | float = 0.0,
     keep: NDArray[np.bool_] | None = None,
-    progress: Callable[[int], object] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> Tensor:
     """E^T E [H, H] over all rows or the rows to keep, each with ``mean`` [H] subtracted."""
     lower: Tensor | None = None  # the upper triangle is its mirror image
-    for block in blocks(embeddings, keep, progress):
+    for block in blocks(embeddings, keep, on_rows):
         columns = block.shape[1]
         if lower is None:  # column by column, as BLAS has it
             lower = block.new_zeros(columns, columns).T
@@ -297,6 +318,11 @@ def participation_ratio_of(values: Array) -> float:
     return float(shares.sum() ** 2 / (shares**2).sum())
 
 
+def iso_score_of(participation: float, columns: int) -> float:
+    """IsoScore from the participation ratio of the centred embeddings."""
+    return (participation - 1) / (columns - 1)
+
+
 def check_not_zero(number: float) -> None:
     """Raise ValueError if the mean norm is zero."""
     if number == 0:
@@ -325,29 +351,38 @@ def check(embeddings: Embeddings) -> None:
 def blocks(
     embeddings: Embeddings,
     keep: NDArray[np.bool_] | None = None,
-    progress: Callable[[int], object] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> Iterator[Tensor]:
     """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them.
 
-    After each block, ``progress`` is called with its number of rows.
+    ``on_rows`` is called with the number of rows of each block once that has been dealt with.
     """
     check(embeddings)
     rows, columns = embeddings.shape
     size = max(1, _BLOCK_BYTES // (8 * columns))
+    largest = tiny = 0.0
     for start in range(0, rows, size):
         block = as_float64(embeddings[start : start + size])
         if keep is not None:
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
             continue
-        # The sum is quick to check. Finite numbers whose sum overflows are allowed.
-        if not torch.isfinite(block.sum()) and not (finite := block.isfinite().all(1)).all():
+        size_of_block = float(torch.linalg.vector_norm(block))  # quick, and NaN if anything is
+        if not size_of_block < _LARGEST:
+            finite = block.isfinite().all(1)
+            if finite.all():
+                raise ValueError(_OUT_OF_RANGE.format("large", f"{float(block.abs().max()):.0e}"))
             here = np.arange(start, min(start + size, rows))
             row = (here if keep is None else here[keep[here]])[int(finite.int().argmin())]
             raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
+        largest = max(largest, size_of_block)
+        if size_of_block < 1 / _LARGEST:
+            tiny = max(tiny, float(block.abs().max()))
         yield block
-        if progress is not None:
-            progress(len(block))
+        if on_rows is not None:
+            on_rows(len(block))
+    if largest < 1 / _LARGEST and tiny > 0:
+        raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
 
 
 def as_float64(values: Embeddings) -> Tensor:

@@ -1,12 +1,13 @@
 """A callback for Lightning that logs the measures of the embeddings during training."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from coupled_adam.embeddings.monitor import Find, Monitor
+from coupled_adam.embeddings.monitor import LIMITS, Find, Monitor
 
 
 class EmbeddingMeasures(pl.Callback):
@@ -20,10 +21,13 @@ class EmbeddingMeasures(pl.Callback):
             the key ``"output"`` and optionally ``"input"``. By default, the embeddings of the
             transformers model inside the module are used. Sharded matrices (FSDP2, tensor
             parallelism) are gathered.
+        limits: values beyond which a warning is given: ``"mean_norm_ratio"`` (0.9 by default) and
+            ``"largest_logit"`` (100). ``{}`` for none.
 
     Raises:
-        ValueError: if ``every`` is below 1, or if the module contains no transformers model and
-            ``embeddings`` is not given.
+        ValueError: if ``every`` is below 1, a limit has an unknown name, or the
+            module contains no transformers model and ``embeddings`` is not
+            given.
     """
 
     def __init__(
@@ -31,12 +35,19 @@ class EmbeddingMeasures(pl.Callback):
         every: int = 1000,
         counts: Tensor | NDArray[Any] | None = None,
         embeddings: Find | None = None,
+        limits: Mapping[str, float] = LIMITS,
     ) -> None:
-        self.monitor = Monitor(every, counts, embeddings)
+        self.monitor = Monitor(every, counts, embeddings, limits)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure the initial embeddings."""
         self._log(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Watch the logits of a step that will be measured."""
+        self.monitor.watch(pl_module, trainer.global_step + 1)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any

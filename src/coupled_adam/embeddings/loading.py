@@ -23,8 +23,9 @@ from coupled_adam.embeddings.weights import (
     open_file,
     open_hub_file,
 )
+from coupled_adam.text.hub import hub_error, reach_hub
 
-_INPUT = (
+INPUT_NAMES = (
     "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
     "wte.weight",
     "embed_tokens.weight",
@@ -40,7 +41,7 @@ _INPUT = (
     "rwkv.embeddings.weight",
     "emb.weight",
 )
-_OUTPUT = (
+OUTPUT_NAMES = (
     "lm_head.weight",
     "embed_out.weight",
     "cls.predictions.decoder.weight",
@@ -111,9 +112,10 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
     if tensor is not None:
         if tensor not in matrices:
-            raise ValueError(f"{weights.source} has no matrix {tensor!r}; it contains {listed}")
+            what = f"it contains {listed}" if any(matrices) else "its matrix has no name"
+            raise ValueError(f"{weights.source} has no matrix {tensor!r}; {what}")
         return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
-    inputs, output = _named(matrices, _INPUT), _named(matrices, _OUTPUT)
+    inputs, output = _named(matrices, INPUT_NAMES), _named(matrices, OUTPUT_NAMES)
     if inputs is None and output is None:
         if len(matrices) == 1:
             (name,) = matrices
@@ -190,10 +192,18 @@ def _open_folder(folder: Path) -> Weights:
         if whole.exists():
             opened = open_file(whole)
             return dataclasses.replace(opened, source=str(folder), config=config)
+    runs = inner_runs(folder)
+    if runs:
+        raise ValueError(f"{folder} is not a model, but holds runs: name one, such as {runs[0]}")
     raise ValueError(
         f"{folder} has no weights that can be read: no model.safetensors (or its index), no "
         "pytorch_model.bin, no distributed checkpoint"
     )
+
+
+def inner_runs(folder: Path) -> list[Path]:
+    """The runs in a folder, which is that of a comparison if there are any."""
+    return sorted(path.parent for path in folder.glob("*/config.yaml"))
 
 
 def _open_run(folder: Path) -> Weights:
@@ -232,7 +242,10 @@ def _join(
     wanted = {
         name: file
         for name, file in files.items()
-        if any(name == ending or name.endswith(f".{ending}") for ending in (*_INPUT, *_OUTPUT))
+        if any(
+            name == ending or name.endswith(f".{ending}")
+            for ending in (*INPUT_NAMES, *OUTPUT_NAMES)
+        )
     }
     opened = {file: open_file(file) for file in sorted({*(wanted or files).values()})}
     places = {name: shard for shard in opened.values() for name in shard.shapes}
@@ -247,6 +260,8 @@ def _open_hub(name: str, revision: str | None) -> Weights:
     """Open a model on the hub; only the bytes of its embeddings are downloaded."""
     import huggingface_hub
     from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    reach_hub()
 
     def download(filename: str) -> dict[str, Any] | None:
         try:
@@ -269,10 +284,9 @@ def _open_hub(name: str, revision: str | None) -> Weights:
     except ValueError:
         raise
     except Exception as error:  # huggingface_hub and its HTTP client raise many types
-        reason = " ".join(str(error).split())[:300]
         raise FileNotFoundError(
-            f"{name}: no such file or folder here, and the hub did not return such a model "
-            f"({type(error).__name__}: {reason})"
+            f"{name}: there is no such file or folder here, nor a model on the hub that can be "
+            f"read ({hub_error(error)})"
         ) from None
 
 

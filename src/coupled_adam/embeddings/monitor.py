@@ -1,25 +1,34 @@
 """Measure embeddings during training; the part that both training callbacks share."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from coupled_adam.embeddings.report import Measures, analyze
+from coupled_adam.embeddings.report import analyze, number
 
 Find = Callable[[Any], Mapping[str, Tensor]]
 
-LOGGED = (
-    "isotropy",
-    "mean_norm",
-    "mean_norm_ratio",
-    "condition",
-    "mean_cosine_similarity",
-    "effective_rank",
-    "norm_frequency_correlation",
-)
+LOGGED = {
+    "isotropy": ("isotropy",),
+    "isotropy_unit": ("isotropy_unit",),
+    "isotropy_centered": ("centered", "isotropy"),
+    "iso_score": ("iso_score",),
+    "mean_norm": ("mean_norm",),
+    "mean_norm_ratio": ("mean_norm_ratio",),
+    "condition": ("condition",),
+    "mean_cosine_similarity": ("mean_cosine_similarity",),
+    "effective_rank": ("effective_rank",),
+    "norm_frequency_correlation": ("norm_frequency_correlation",),
+}
+"""The measures that are logged, and where they are in a report."""
+
+LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
+"""Values that healthy training does not reach; beyond them, a callback warns."""
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
@@ -62,20 +71,32 @@ class Monitor:
         counts: unigram counts [V], for the correlation of norms with frequency.
         find: a function that returns the model's matrices by role; by default
             :func:`model_embeddings`.
+        limits: numbers by name, of which those in :data:`LIMITS` are known; a warning is given
+            when a logged value exceeds its limit, and again only after it has been below.
 
     Raises:
-        ValueError: if ``every`` is below 1.
+        ValueError: if ``every`` is below 1, or a limit has an unknown name.
     """
 
     def __init__(
-        self, every: int, counts: Tensor | NDArray[Any] | None = None, find: Find | None = None
+        self,
+        every: int,
+        counts: Tensor | NDArray[Any] | None = None,
+        find: Find | None = None,
+        limits: Mapping[str, float] = LIMITS,
     ) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
+        if unknown := sorted(limits.keys() - LIMITS.keys()):
+            raise ValueError(f"limits has the name {unknown[0]!r}; known: {', '.join(LIMITS)}")
         self.every = every
         self.counts = counts
         self.find = find or model_embeddings
+        self.limits = limits
         self._last = -1
+        self._exceeded: set[str] = set()
+        self._largest_logit: Tensor | None = None
+        self._hook: RemovableHandle | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether to measure after this step; True only once for each step."""
@@ -83,6 +104,30 @@ class Monitor:
         if due:
             self._last = step
         return due
+
+    def watch(self, model: Any, step: int) -> None:
+        """Prepare for the step that ends as number ``step``: note its largest logit if it is due.
+
+        This costs one pass over the logits of the steps that are measured, and nothing in others.
+        It needs a transformers model whose head computes logits; a loss that is fused with the
+        head does not.
+        """
+        if self._hook is not None or step % self.every:
+            return
+        for module in model.modules() if isinstance(model, nn.Module) else ():
+            if hasattr(module, "get_output_embeddings"):
+                head = cast(Any, module).get_output_embeddings()
+                if isinstance(head, nn.Module):
+                    self._largest_logit = None
+                    self._hook = head.register_forward_hook(self._note)
+                return
+
+    def _note(self, module: nn.Module, inputs: Any, logits: Any) -> None:
+        local: Tensor = logits.to_local() if hasattr(logits, "to_local") else logits
+        largest = local.detach().abs().amax().float()
+        if self._largest_logit is not None:
+            largest = torch.maximum(largest, self._largest_logit)
+        self._largest_logit = largest
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
         """Measure the model's embeddings; every process must call this.
@@ -92,10 +137,14 @@ class Monitor:
             here: whether this process measures. The others only help to gather the matrices.
 
         Returns:
-            The numbers by name; an empty dict unless ``here``. The names are those of
-            :class:`Measures` with the prefix ``embeddings/`` for the output embeddings, and
-            ``input_embeddings/`` for the input embeddings if these are another matrix.
+            The numbers by name; an empty dict unless ``here``. The names are those in
+            :data:`LOGGED` with the prefix ``embeddings/`` for the output embeddings, and
+            ``input_embeddings/`` for the input embeddings if these are another matrix; and
+            ``embeddings/largest_logit``, the largest absolute logit of this process in the step.
         """
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         _reshard(model)
         matrices = {role: full_tensor(matrix) for role, matrix in self.find(model).items()}
         if not here:
@@ -103,12 +152,30 @@ class Monitor:
         logged = {}
         for role, matrix in matrices.items():
             prefix = "input_embeddings" if role == "input" else "embeddings"
-            report: Measures = analyze(matrix, self.counts)
-            for name in LOGGED:
-                value = getattr(report, name)
+            report = analyze(matrix, self.counts)
+            for name, path in LOGGED.items():
+                value = number(report, path)
                 if value is not None:
                     logged[f"{prefix}/{name}"] = value
+        if self._largest_logit is not None:
+            logged["embeddings/largest_logit"] = float(self._largest_logit)
+            self._largest_logit = None
+        self._warn(logged)
         return logged
+
+    def _warn(self, logged: Mapping[str, float]) -> None:
+        """Warn of values that exceed their limits and did not when they were last measured."""
+        exceeded = {
+            name
+            for name, value in logged.items()
+            if value > self.limits.get(name.rpartition("/")[2], float("inf"))
+        }
+        for name in sorted(exceeded - self._exceeded):
+            limit = self.limits[name.rpartition("/")[2]]
+            warnings.warn(
+                f"{name} is {logged[name]:.4g}, above the limit of {limit:g}", stacklevel=2
+            )
+        self._exceeded = exceeded
 
 
 def _reshard(model: Any) -> None:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.tables import table_rows
+from coupled_adam.embeddings.tables import sources, table_rows
 from coupled_adam.rendering.page import render_table
 from coupled_adam.rendering.pictures import Picture, single
 
@@ -22,13 +23,27 @@ EXPLANATION = (
     "arXiv 2502.08441."
 )
 
+_OUTSIDE = Markup("<em>{}</em>")
+
 
 def analyses_page(analyses: Sequence[Analysis]) -> str:
     """The table and the pictures as one page of HTML."""
     labels = [analysis.label for analysis in analyses]
     title = f"Embeddings: {', '.join(labels)}"
+    sections = table_rows(analyses)
+    rows = [
+        (
+            title,
+            [
+                (row.label, row.symbol, [*row.marked(_OUTSIDE.format, str), row.healthy])
+                for row in part
+            ],
+        )
+        for title, part in sections
+    ]
+    notes = [EXPLANATION, "Healthy ranges; values outside of them are marked:", *sources(sections)]
     drawn = analyses_pictures(analyses)
-    return render_table(title, labels, table_rows(analyses), drawn, EXPLANATION)
+    return render_table(title, [*labels, "healthy"], rows, drawn, notes)
 
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:

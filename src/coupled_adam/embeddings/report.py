@@ -1,15 +1,19 @@
 """All measures of one embedding matrix, as an object, a table, and JSON."""
 
+import base64
+import contextlib
 import dataclasses
+import html
+import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
@@ -40,6 +44,7 @@ class Measures:
         mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
         effective_rank: 1 to min(V, H); higher is better.
         participation_ratio: 1 to min(V, H); higher is better.
+        iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
         norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
         norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
             occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
@@ -60,6 +65,7 @@ class Measures:
     mean_cosine_similarity: float | None
     effective_rank: float | None
     participation_ratio: float | None
+    iso_score: float | None
     norm_mean: float
     norm_std: float
     norm_min: float
@@ -100,16 +106,45 @@ class EmbeddingReport(Measures):
         variants = (self, self.centered, self.all_but_the_top)
         header = f"{self.vocab_size} x {self.hidden_size}"
         lines = [("embeddings", "E", header, "- mean", f"- top {self.top_directions}")]
-        for label, symbol, key, digits in MEASURES:
-            values = [number(variant, key) for variant in variants]
+        for measure in MEASURES:
+            values = [number(variant, measure.path) for variant in variants]
             if values[0] is not None:
-                first, second, third = (shown(value, digits) for value in values)
-                lines.append((label, symbol, first, second, third))
+                first, second, third = (shown(value, measure.digits) for value in values)
+                lines.append((measure.label, measure.symbol, first, second, third))
         if self.unseen_tokens is not None:
             lines.append(("  tokens never seen, left out", "", str(self.unseen_tokens), "", ""))
         if self.excluded_rows:
             lines.append(("rows left out of all measures", "", str(self.excluded_rows), "", ""))
         return "\n".join(f"{a:<34}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
+
+    def _repr_html_(self) -> str:
+        """The table with the healthy ranges, and the spectra if matplotlib is installed."""
+        variants = (self, self.centered, self.all_but_the_top)
+        header = (
+            f"{self.vocab_size} x {self.hidden_size}",
+            "as is",
+            "- mean",
+            f"- top {self.top_directions}",
+            "healthy, as is",
+        )
+        lines = []
+        for measure in MEASURES:
+            values = [number(variant, measure.path) for variant in variants]
+            if values[0] is None:
+                continue
+            texts = [shown(value, measure.digits) for value in values]
+            cells = [f"{measure.label} {measure.symbol}", *texts]
+            note = ""
+            if measure.healthy is not None:
+                cells.append(str(measure.healthy))
+                note = f' title="{html.escape(measure.healthy.source)}"'
+                if values[0] not in measure.healthy:
+                    cells[1] += " (!)"
+            row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+            lines.append(f"<tr{note}>{row}</tr>")
+        head = "".join(f"<th>{html.escape(text)}</th>" for text in header)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+        return table + _spectra(variants)
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
@@ -120,32 +155,173 @@ class EmbeddingReport(Measures):
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
 
+def _spectra(variants: Sequence[Measures]) -> str:
+    """The singular values of the three variants as an image; empty without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:  # it is not needed for anything else here
+        return ""
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    ax = figure.subplots()
+    for variant, label in zip(variants, ("as is", "- mean", "- top directions")):
+        ax.plot(variant.singular_values, label=label)
+    ax.set(xlabel="number", ylabel="singular value", yscale="log")
+    ax.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    data = base64.b64encode(image.getvalue()).decode()
+    return f'<img alt="singular values" src="data:image/png;base64,{data}">'
+
+
+@dataclasses.dataclass(frozen=True)
+class Healthy:
+    """The range of a measure for healthy embeddings, and where the range comes from.
+
+    Attributes:
+        source: what the range is based on, as a sentence fragment.
+        low, high: the ends of the range, which belong to it; None where there is no end. If both
+            are None, more is better, without a limit that would hold for matrices of any size.
+    """
+
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.low is None:
+            return "higher" if self.high is None else f"≤ {self.high:g}"
+        if self.high is None:
+            return f"≥ {self.low:g}"
+        symmetric = self.low == -self.high
+        return f"0 ± {self.high:g}" if symmetric else f"{self.low:g} to {self.high:g}"
+
+
+_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
+_STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A row of a report's tables.
+
+    Attributes:
+        label, symbol: its name, and the letter for it in the paper.
+        path: the path of attributes from a report to the number.
+        digits: how many digits to show.
+        healthy: what is healthy for the matrix as it is; None if that cannot be said.
+        of_the_mean: whether it says nothing once the mean is removed.
+    """
+
+    label: str
+    symbol: str
+    path: tuple[str, ...]
+    digits: int
+    healthy: Healthy | None = None
+    of_the_mean: bool = False
+
+
 MEASURES = (
-    ("isotropy", "Iso", ("isotropy",), 4),
-    ("  as published (signs arbitrary)", "", ("isotropy_published",), 4),
-    ("  at unit mean norm", "", ("isotropy_unit",), 4),
-    ("mean norm", "‖μ‖", ("mean_norm",), 4),
-    ("relative mean norm", "‖μ‖ʳ", ("mean_norm_ratio",), 4),
-    ("condition, 100 σ_min/σ_max", "κ", ("condition",), 2),
-    ("mean cosine similarity", "cos", ("mean_cosine_similarity",), 4),
-    ("effective rank", "", ("effective_rank",), 1),
-    ("participation ratio", "", ("participation_ratio",), 1),
-    ("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
-    ("  standard deviation", "", ("norm_std",), 4),
-    ("norm vs. log frequency", "ρ", ("norm_frequency_correlation",), 4),
-    ("  as published (with unseen ones)", "", ("norm_frequency_correlation_published",), 4),
-    ("along the mean vs. log frequency", "", ("mean_frequency_correlation",), 4),
-    ("word similarity, mean of the sets", "r̄", ("word_similarity", "mean"), 2),
-    ("  by dot product", "", ("word_similarity", "dot_mean"), 2),
+    Measure(
+        "isotropy",
+        "Iso",
+        ("isotropy",),
+        4,
+        Healthy(f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8),
+    ),
+    Measure("  as published (signs arbitrary)", "", ("isotropy_published",), 4, of_the_mean=True),
+    Measure("  at unit mean norm", "", ("isotropy_unit",), 4),
+    Measure("mean norm", "‖μ‖", ("mean_norm",), 4, of_the_mean=True),
+    Measure(
+        "relative mean norm",
+        "‖μ‖ʳ",
+        ("mean_norm_ratio",),
+        4,
+        Healthy(f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05),
+        of_the_mean=True,
+    ),
+    Measure(
+        "condition, 100 σ_min/σ_max",
+        "κ",
+        ("condition",),
+        2,
+        Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
+    ),
+    Measure(
+        "mean cosine similarity",
+        "cos",
+        ("mean_cosine_similarity",),
+        4,
+        Healthy(
+            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); 0.007 with Coupled "
+            "Adam, 0.39 with AdamW (recipe tiny)",
+            -0.05,
+            0.05,
+        ),
+    ),
+    Measure(
+        "effective rank",
+        "",
+        ("effective_rank",),
+        1,
+        Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
+    ),
+    Measure(
+        "participation ratio",
+        "",
+        ("participation_ratio",),
+        1,
+        Healthy("H if all directions are used equally; outliers lower it first"),
+    ),
+    Measure(
+        "IsoScore",
+        "",
+        ("iso_score",),
+        4,
+        Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
+    ),
+    Measure("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
+    Measure("  standard deviation", "", ("norm_std",), 4),
+    Measure(
+        "norm vs. log frequency",
+        "ρ",
+        ("norm_frequency_correlation",),
+        4,
+        Healthy(f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY})", low=0.5),
+    ),
+    Measure("  as published (with unseen ones)", "", ("norm_frequency_correlation_published",), 4),
+    Measure(
+        "along the mean vs. log frequency",
+        "",
+        ("mean_frequency_correlation",),
+        4,
+        Healthy(
+            "0 if rare tokens have not drifted (arXiv 2502.08441); -0.33 with Coupled Adam, -0.91 "
+            "with AdamW (recipe tiny)",
+            -0.5,
+            0.5,
+        ),
+        of_the_mean=True,
+    ),
+    Measure(
+        "word similarity, mean of the sets",
+        "r̄",
+        ("word_similarity", "mean"),
+        2,
+        Healthy("57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"),
+    ),
+    Measure("  by dot product", "", ("word_similarity", "dot_mean"), 2),
 )
-"""The rows of a report's tables: label, symbol, path of attributes, and number of digits."""
+"""The rows of a report's tables."""
 
 
-def number(measures: Measures, path: tuple[str, ...]) -> float | None:
-    """Look up a number of a report by its path of attributes; None if it is missing."""
+def number(measures: Measures | Mapping[str, Any], path: tuple[str, ...]) -> float | None:
+    """Look up a number of a report, or of its dict, by its path; None if it is missing."""
     found: Any = measures
     for key in path:
-        found = getattr(found, key, None)
+        found = found.get(key) if isinstance(found, Mapping) else getattr(found, key, None)
     return found  # type: ignore[no-any-return]
 
 
@@ -154,15 +330,19 @@ def shown(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
+PASSES = 4
+"""How often :func:`analyze` passes over the rows."""
+
+
 def analyze(
-    embeddings: geometry.Embeddings,
+    embeddings: geometry.Embeddings | nn.Module,
     counts: torch.Tensor | NDArray[Any] | None = None,
     *,
     sets: Mapping[str, WordSimilaritySet] | None = None,
     token_ids: Callable[[str], int | None] | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
-    progress: Callable[[str, float], object] | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
@@ -172,7 +352,9 @@ def analyze(
     error of the isotropy is then at most 1e-4 (see :func:`geometry.exponent_dtype`).
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
+            such matrix, such as ``nn.Embedding``, or a model of transformers, whose output
+            embeddings are measured if it has any, and otherwise its input embeddings.
         counts: unigram counts or probabilities [V], for the correlations with frequency.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
         token_ids: a function from a word to its token id, needed with ``sets``; see
@@ -180,14 +362,16 @@ def analyze(
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
         directions: the number of top principal directions to remove; by default H / 100, rounded
             up. See :func:`all_but_the_top`.
-        progress: a function that is called now and then with a description of what is being
-            computed, and the share of all the work that is done, 0 to 1.
+        on_rows: called with the number of rows of each block that a pass is done with, to show
+            the progress: together :data:`PASSES` times the number of rows that are measured.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
             its rows are zero; if ``counts``, token ids or ``keep`` do not fit the matrix; if
             ``directions`` is not between 0 and H.
     """
+    if isinstance(embeddings, nn.Module):
+        embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
@@ -201,23 +385,19 @@ def analyze(
             raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
 
-    used = rows if kept is None else int(kept.sum())
-    work = _Work(used, columns, progress)
-    mean, norms = geometry.mean_and_norms(embeddings, kept, work.of("norms", _NORMS))
+    mean, norms = geometry.mean_and_norms(embeddings, kept, on_rows)
     geometry.check_not_zero(float(norms.max()))
-    centred_gram = geometry.gram(embeddings, mean, kept, work.of("spectrum", _GRAM))
+    used = len(norms)
+    centred_gram = geometry.gram(embeddings, mean, kept, on_rows)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
-    one_done = work.of("eigenvectors", _EIGENVECTORS)
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
-    one_done(columns)
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
-    one_done(columns)
 
     # The norms come first, because the isotropy at unit mean norm needs their means.
     taken = centred_basis[:, columns - top :]
     centred_norms, topless_norms = torch.empty_like(norms), torch.empty_like(norms)
     start = 0
-    for block in geometry.blocks(embeddings, kept, work.of("norms", _NORMS)):
+    for block in geometry.blocks(embeddings, kept, on_rows):
         rows_here = slice(start, start := start + len(block))
         difference = block - mean
         centred_norms[rows_here] = difference.norm(dim=1)
@@ -235,7 +415,7 @@ def analyze(
     largest = max(float(norms.max()) / min(raw.unit, 1), longest / min(*units, 1))
     dtype = geometry.exponent_dtype(embeddings, largest)
     axes, centred_axes = basis.to(dtype), centred_basis.to(dtype)
-    for block in geometry.blocks(embeddings, kept, work.of("isotropy", _PROJECTIONS)):
+    for block in geometry.blocks(embeddings, kept, on_rows):
         along[raw.rows : raw.rows + len(block)] = block @ mean
         raw.add(block, geometry.project(block.to(dtype), axes))
         # In the basis of the principal directions, removing the top ones means dropping columns.
@@ -256,9 +436,11 @@ def analyze(
         for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
     ]
     measures = _measures(raw, squares, p, scores[0])
+    centred_measures = _measures(centred, centred_squares, p, scores[1])
     return EmbeddingReport(
         **{
             **vars(measures),
+            "iso_score": centred_measures.iso_score,  # that of the covariance, by definition
             "mean_norm": float(mean.norm()),
             "mean_norm_ratio": float(mean.norm()) / float(norms.mean()),
             "mean_frequency_correlation": _correlation(as_array(along), p, "seen"),
@@ -267,39 +449,36 @@ def analyze(
         hidden_size=columns,
         excluded_rows=rows - used,
         unseen_tokens=unseen,
-        centered=_measures(centred, centred_squares, p, scores[1]),
+        centered=centred_measures,
         all_but_the_top=_measures(topless, topless_squares, p, scores[2]),
         top_directions=top,
     )
 
 
-# What a row costs, in float64 products of a row with an [H, H] matrix; it need not be exact.
-_NORMS, _GRAM, _EIGENVECTORS, _PROJECTIONS = 0.02, 0.5, 5.0, 1.5
-
-
-class _Work:
-    """Tells a function, if there is one, which share of the work is done."""
-
-    def __init__(
-        self, rows: int, columns: int, progress: Callable[[str, float], object] | None
-    ) -> None:
-        self._progress = progress
-        self._done = 0.0
-        self._total = rows * (2 * _NORMS + _GRAM + _PROJECTIONS) + 2 * columns * _EIGENVECTORS
-
-    def of(self, what: str, cost: float) -> Callable[[int], None]:
-        """Announce a pass; return a function to call after each block of rows, with their number.
-
-        ``cost`` is what a row costs.
-        """
-
-        def done(rows: int) -> None:
-            self._done += rows * cost
-            if self._progress is not None:
-                self._progress(what, self._done / self._total)
-
-        done(0)
-        return done
+def _matrix_of(module: nn.Module) -> Tensor:
+    """The output embeddings of a model, or its input embeddings, or the matrix of a layer."""
+    layers: list[Any] = [module]
+    for name in ("get_output_embeddings", "get_input_embeddings"):
+        getter = getattr(module, name, None)
+        if callable(getter):
+            with contextlib.suppress(NotImplementedError):  # of models without a text
+                layers.append(getter())
+    layers = [layer for layer in layers[1:] if layer is not None] or layers[:1]
+    weight = getattr(layers[0], "weight", None)
+    if isinstance(weight, Tensor):
+        return weight.detach()
+    tables = {
+        name: layer.weight.detach()
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Embedding)
+    }
+    if len(tables) == 1:
+        return next(iter(tables.values()))
+    has = f"has several: {', '.join(tables)}" if tables else "has none"
+    raise ValueError(
+        f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
+        "Pass the matrix itself, such as model.embed_tokens.weight"
+    )
 
 
 class _Cloud:
@@ -335,6 +514,10 @@ def _measures(
     )
     is_point = not norms.any()
     cosine = cloud.angles.mean_cosine()
+    participation = None if is_point else geometry.participation_ratio_of(values)
+    iso_score = None
+    if participation is not None and len(squares) > 1:
+        iso_score = geometry.iso_score_of(participation, len(squares))
     return Measures(
         isotropy=geometry.isotropy_of(log_z),
         isotropy_published=geometry.isotropy_of(log_z[:1]),
@@ -344,7 +527,8 @@ def _measures(
         condition=None if is_point else geometry.condition_of(values),
         mean_cosine_similarity=None if math.isnan(cosine) else cosine,
         effective_rank=None if is_point else geometry.effective_rank_of(values),
-        participation_ratio=None if is_point else geometry.participation_ratio_of(values),
+        participation_ratio=participation,
+        iso_score=iso_score,
         norm_mean=float(norms.mean()),
         norm_std=float(norms.std()),
         norm_min=float(norms.min()),

@@ -1,19 +1,45 @@
 """Reports on the embeddings of several models as a table for the terminal, as CSV and as JSON."""
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rich.table import Table
 from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.report import MEASURES, Measures, number, shown
+from coupled_adam.embeddings.tokens import Comparison, Neighbourhood, Undertrainedness
 from coupled_adam.rendering.tables import csv_text, terminal_table
 
-Row = tuple[str, str, list[str]]
-"""Label, symbol, and a value for each matrix."""
+T = TypeVar("T")
 
-_OF_THE_MEAN = ("mean_norm", "mean_norm_ratio", "mean_frequency_correlation", "isotropy_published")
+_SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES if m.healthy is not None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the table.
+
+    Attributes:
+        label, symbol: what is measured.
+        values: a value for each matrix.
+        healthy: the healthy range with the number of its source, such as ``"≥ 0.8 [1]"``, or empty.
+        outside: for each matrix whether its value is outside the healthy range; empty if there is
+            no range.
+    """
+
+    label: str
+    symbol: str
+    values: list[str]
+    healthy: str = ""
+    outside: list[bool] = dataclasses.field(default_factory=list)
+
+    def marked(self, wrap: Callable[[str], T], plain: Callable[[str], T]) -> list[T]:
+        """The values; those outside of the healthy range go through ``wrap``, others ``plain``."""
+        outside = self.outside or [False] * len(self.values)
+        return [(wrap if out else plain)(text) for text, out in zip(self.values, outside)]
 
 
 def table_rows(analyses: Sequence[Analysis]) -> list[tuple[str, list[Row]]]:
@@ -29,22 +55,54 @@ def table_rows(analyses: Sequence[Analysis]) -> list[tuple[str, list[Row]]]:
         (f"with the mean and the {removed} removed", "all_but_the_top"),
     ):
         parts = [a.report if field is None else getattr(a.report, field) for a in analyses]
-        rows = []
-        for label, symbol, path, digits in MEASURES:
-            values = [number(part, path) for part in parts]
-            # With the mean removed, measures of the mean itself say nothing.
-            if any(values) and (field is None or path[0] not in _OF_THE_MEAN):
-                rows.append((label, symbol, [shown(value, digits) for value in values]))
+        rows = measure_rows(parts, as_is=field is None)
         rows += _word_similarity_rows(parts)
         sections.append((title, rows))
     return sections
 
 
+def measure_rows(parts: Sequence[Measures | Mapping[str, Any]], *, as_is: bool = True) -> list[Row]:
+    """A row for each measure that one of some reports, or of their dicts, has.
+
+    Args:
+        parts: the reports, or one variant of each.
+        as_is: whether they are of the embeddings as they are. Otherwise there are no measures of
+            the mean itself, which say nothing once it is removed, and no healthy ranges.
+    """
+    rows = []
+    for measure in MEASURES:
+        values = [number(part, measure.path) for part in parts]
+        if not any(values) or (measure.of_the_mean and not as_is):
+            continue
+        row = Row(measure.label, measure.symbol, [shown(v, measure.digits) for v in values])
+        if measure.healthy is not None and as_is:
+            source = _SOURCES.index(measure.healthy.source) + 1
+            row = dataclasses.replace(
+                row,
+                healthy=f"{measure.healthy} [{source}]",
+                outside=[value is not None and value not in measure.healthy for value in values],
+            )
+        rows.append(row)
+    return rows
+
+
+def sources(sections: Sequence[tuple[str, Sequence[Row]]]) -> list[str]:
+    """The sources of the healthy ranges that a table shows, each after its number."""
+    shown_ranges = [row.healthy for _, rows in sections for row in rows if row.healthy]
+    numbered = [(f"[{number}]", source) for number, source in enumerate(_SOURCES, 1)]
+    return [
+        f"{tag} {source}."
+        for tag, source in numbered
+        if any(text.endswith(tag) for text in shown_ranges)
+    ]
+
+
 def _facts(analyses: Sequence[Analysis]) -> list[Row]:
     """What was measured, and what was left out."""
-    rows: list[Row] = [
-        ("tensor", "", [a.embeddings.tensor or "–" for a in analyses]),
-        ("embeddings", "E", [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]),
+    sizes = [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]
+    rows = [
+        Row("tensor", "", [a.embeddings.tensor or "–" for a in analyses]),
+        Row("embeddings", "E", sizes),
     ]
     for label, numbers in (
         ("rows that are no token", [a.padding_rows for a in analyses]),
@@ -52,7 +110,8 @@ def _facts(analyses: Sequence[Analysis]) -> list[Row]:
         ("rows left out of all measures", [a.report.excluded_rows or None for a in analyses]),
     ):
         if any(value is not None for value in numbers):
-            rows.append((label, "", ["–" if value is None else str(value) for value in numbers]))
+            texts = ["–" if value is None else str(value) for value in numbers]
+            rows.append(Row(label, "", texts))
     return rows
 
 
@@ -73,7 +132,7 @@ def _word_similarity_rows(parts: Sequence[Measures]) -> list[Row]:
             elif score is not None:
                 text = f"– {score.pairs}/{score.total}"
             texts.append(text)
-        rows.append((f"  {name}", "r", texts))
+        rows.append(Row(f"  {name}", "r", texts))
     return rows
 
 
@@ -81,19 +140,25 @@ def analyses_table(analyses: Sequence[Analysis]) -> Table:
     """The table for the terminal: a column for each matrix, and a row for each measure.
 
     Its three sections show the embeddings as they are, with their mean removed, and with their mean
-    and their top principal directions removed.
+    and their top principal directions removed. Values outside of the healthy range are yellow.
     """
-    table = terminal_table()
-    table.add_column("")
-    table.add_column("")
+    sections = table_rows(analyses)
+    table = terminal_table(caption="\n".join(["Healthy ranges:", *sources(sections)]))
+    table.caption_justify = "left"
+    # Only the titles of sections are longer than the labels; they wrap.
+    longest = max(len(row.label) for _, rows in sections for row in rows)
+    table.add_column("", max_width=longest)
+    table.add_column("", no_wrap=True)
     for analysis in analyses:
         table.add_column(Text(analysis.label), justify="right", no_wrap=True)
-    for title, rows in table_rows(analyses):
+    table.add_column("healthy", no_wrap=True)
+    for title, rows in sections:
         if title:
             table.add_row()
             table.add_row(Text(title, "bold"))
-        for label, symbol, values in rows:
-            table.add_row(*map(Text, (label, symbol, *values)))
+        for row in rows:
+            values = row.marked(lambda text: Text(text, "yellow"), Text)
+            table.add_row(Text(row.label), Text(row.symbol), *values, Text(row.healthy))
     return table
 
 
@@ -124,7 +189,23 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
     return csv_text([names, *([line.get(name) for name in names] for line in lines)])
 
 
-def analyses_json(analyses: Sequence[Analysis]) -> str:
-    """A JSON object for one matrix, or a list of objects for several."""
+def analyses_json(
+    analyses: Sequence[Analysis],
+    undertrained: Sequence[Undertrainedness] = (),
+    neighbours: Sequence[Neighbourhood] = (),
+    comparisons: Sequence[Comparison] = (),
+) -> str:
+    """A JSON object for one matrix, or a list of objects for several.
+
+    What is said of a matrix's tokens is part of its object. With comparisons, the result is an
+    object of ``models``, the list, and ``changes``.
+    """
     entries = [analysis.to_dict() for analysis in analyses]
-    return json.dumps(entries[0] if len(entries) == 1 else entries, indent=2, allow_nan=False)
+    for entry, found in zip(entries, undertrained):
+        entry["undertrained"] = found.to_dict()
+    for entry, near in zip(entries, neighbours):
+        entry |= near.to_dict()
+    content: Any = entries[0] if len(entries) == 1 else entries
+    if comparisons:
+        content = {"models": entries, "changes": [found.to_dict() for found in comparisons]}
+    return json.dumps(content, indent=2, allow_nan=False)

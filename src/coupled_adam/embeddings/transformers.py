@@ -1,12 +1,13 @@
 """A callback for Hugging Face's ``Trainer`` that logs the measures of the embeddings."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from coupled_adam.embeddings.monitor import Find, Monitor
+from coupled_adam.embeddings.monitor import LIMITS, Find, Monitor
 
 
 class EmbeddingMeasures(TrainerCallback):
@@ -23,10 +24,13 @@ class EmbeddingMeasures(TrainerCallback):
         embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
             ``"output"`` and optionally ``"input"``. By default, the embeddings that a transformers
             model returns are used.
+        limits: values beyond which a warning is given: ``"mean_norm_ratio"`` (0.9 by default) and
+            ``"largest_logit"`` (100). ``{}`` for none.
 
     Raises:
-        ValueError: if ``every`` is below 1, or if the model is not a transformers model and
-            ``embeddings`` is not given.
+        ValueError: if ``every`` is below 1, a limit has an unknown name, or the
+            model is not a transformers model and ``embeddings`` is not
+            given.
     """
 
     def __init__(
@@ -35,24 +39,33 @@ class EmbeddingMeasures(TrainerCallback):
         every: int = 1000,
         counts: Tensor | NDArray[Any] | None = None,
         embeddings: Find | None = None,
+        limits: Mapping[str, float] = LIMITS,
     ) -> None:
         self.trainer = trainer
-        self.monitor = Monitor(every, counts, embeddings)
+        self.monitor = Monitor(every, counts, embeddings, limits)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure the initial embeddings."""
-        self._log(state, kwargs["model"])
+        self._log(state, control, kwargs["model"])
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Watch the logits of a step that will be measured."""
+        self.monitor.watch(kwargs["model"], state.global_step + 1)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure if a measurement is due."""
-        self._log(state, kwargs["model"])
+        self._log(state, control, kwargs["model"])
 
-    def _log(self, state: TrainerState, model: Any) -> None:
+    def _log(self, state: TrainerState, control: TrainerControl, model: Any) -> None:
         if self.monitor.is_due(state.global_step):
             measures = self.monitor.measure(model, state.is_world_process_zero)
             if measures:
+                is_due = control.should_log
                 self.trainer.log(measures)
+                control.should_log = is_due  # log withdraws it, but the trainer is yet to log

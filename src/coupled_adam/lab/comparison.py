@@ -7,21 +7,37 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 import contextlib
 import dataclasses
 import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import sole_writer, write_atomically
-from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.files import (
+    LOCK,
+    clear_leftovers,
+    is_temporary,
+    make_folder,
+    remove_empty,
+    sole_writer,
+    write_atomically,
+)
+from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, parse_recipe
-from coupled_adam.lab.reporting.report import report
+from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank, world_size
+from coupled_adam.lab.training.distributed import (
+    all_gather,
+    flat,
+    on_every_rank,
+    on_rank_zero,
+    process_group,
+    rank,
+    world_size,
+)
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
 
 _FILE = "comparison.yaml"
@@ -36,9 +52,34 @@ def stored_recipe(out: Path) -> Recipe | None:
     return parse_recipe(text, str(out / _FILE))
 
 
+def runs_to_sample(name: str) -> list[str]:
+    """The finished runs of a comparison with one seed, a run for each arm; or ``name`` itself.
+
+    The seed is the first one for which most arms have finished.
+
+    Raises:
+        UsageError: it is the folder of a comparison, and none of its runs has finished.
+    """
+    recipe = stored_recipe(Path(name))
+    if recipe is None:
+        return [name]
+    folders = [[Path(name) / f"{arm}-seed-{seed}" for arm in recipe.arms] for seed in recipe.seeds]
+    finished = [[str(run) for run in runs if (run / "model").exists()] for runs in folders]
+    most = max(finished, key=len)
+    if not most:
+        raise UsageError(f"{name}: none of its runs has finished; continue it with --resume")
+    return most
+
+
 def compare(
-    recipe: Recipe, out: Path, *, execution: Execution, cache: Path, resume: bool = False
-) -> Table | None:
+    recipe: Recipe,
+    out: Path,
+    *,
+    execution: Execution,
+    cache: Path,
+    resume: bool = False,
+    on_start: Callable[[], object] = lambda: None,
+) -> Report | None:
     """Train and evaluate all runs into ``out``, and write its report.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
@@ -48,36 +89,35 @@ def compare(
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
             or more of them; finished runs are kept, an interrupted run continues from its last
             checkpoint.
+        on_start: called when the folder and the corpus are there, before the first run starts.
 
     Returns:
-        The table for the terminal, on rank 0; None on the others.
+        The report, on rank 0; None on the others.
 
     Raises:
         UsageError: if the folder is in use or not writable, or the text or the device cannot be
             used. An existing folder is left unchanged.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
+    settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
     with contextlib.ExitStack() as held:
-        with process_group(execution.device):
-            made = on_rank_zero(lambda: _claim(recipe, out, resume, held))
-            try:
-                corpus = prepare_corpus(recipe, cache)
-            except UsageError:
-                held.close()
-                if rank() == 0 and not resume:
-                    (out / _FILE).unlink()
-                if rank() == 0 and made is not None:
-                    shutil.rmtree(made)
-                raise
+        with process_group(execution.device, settings):
+            corpus = claim_and_prepare(
+                out / _FILE, lambda: _content(recipe, out, resume), recipe, cache, held
+            )
             runs = [
                 TrainingRun(recipe, arm, seed, out / f"{arm}-seed-{seed}")
                 for seed in recipe.seeds
                 for arm in recipe.arms
             ]
-            for run in runs:
-                train(run, corpus, execution)
-                if world_size() == 1:
-                    evaluate_run(run.folder, corpus, device=execution.device)
+            on_start()
+            with Progress(runs) as progress:
+                for run in runs:
+                    train(run, corpus, execution, progress)
+                    if world_size() == 1:
+                        progress.say("testing")
+                        evaluate_run(run.folder, corpus, device=execution.device)
+                progress.say("done")
             own_rank = rank()
         if own_rank > 0:
             return None
@@ -90,36 +130,130 @@ def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
-    with process_group(execution.device):
+    with process_group(execution.device, run_settings(run, execution, resume)):
         if not resume:
-            on_rank_zero(lambda: _check_new(run.folder))
-        corpus = prepare_corpus(run.recipe, cache)
+            on_rank_zero(lambda: check_new(run.folder))
+        corpus = _same_corpus(run.recipe, cache)
         train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
         evaluate_run(run.folder, corpus, device=execution.device)
 
 
-def _is_used(folder: Path) -> bool:
-    """Whether the folder holds more than the lock of a process killed before it wrote anything."""
-    if not folder.is_dir():
-        return folder.exists()
-    return any(path.name != ".lock" for path in folder.iterdir())
+def claim_and_prepare(
+    file: Path,
+    content: Callable[[], str],
+    recipe: Recipe,
+    cache: Path,
+    held: contextlib.ExitStack,
+) -> Corpus:
+    """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
+
+    Args:
+        file: the file that describes what the folder holds; written once the corpus is there. If it
+            cannot be prepared, new folders are removed again, unless others have put anything
+            there.
+        content: returns the content of the file, or raises UsageError if the folder must not be
+            used; called on rank 0 only, before anything is written.
+        held: the folder is locked until it closes.
+
+    Raises:
+        UsageError: if the folder is in use or not writable, or the text cannot be used.
+    """
+    out = file.parent
+    text, made = on_rank_zero(lambda: _claim(out, content, held))
+    try:
+        corpus = _same_corpus(recipe, cache)
+    except UsageError:
+        if rank() == 0 and made:
+            (out / LOCK).unlink()
+            remove_empty(made)
+        raise
+    on_rank_zero(lambda: write_atomically(file, text))
+    return corpus
 
 
-def _check_new(folder: Path) -> None:
-    if _is_used(folder):
+def _claim(
+    out: Path, content: Callable[[], str], held: contextlib.ExitStack
+) -> tuple[str, list[Path]]:
+    """Create a folder, or check that it can be continued; hold it as its only writer.
+
+    Returns:
+        What ``content`` returns, and the folders that were created, the innermost first.
+    """
+    text = content()
+    try:
+        made = make_folder(out)
+        held.enter_context(sole_writer(out))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UsageError(
+            f"--out {out} cannot be written ({reason}): choose another folder"
+        ) from None
+    clear_leftovers(out)
+    return text, made
+
+
+def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
+    """What must be the same in all processes that train a single run."""
+    settings = shared_settings(run.recipe, run.folder, execution, resume)
+    return {"command": "train", "arm": run.arm, "seed": run.seed, **settings}
+
+
+def shared_settings(
+    recipe: Recipe, out: Path, execution: Execution, resume: bool
+) -> dict[str, Any]:
+    """What must be the same in all processes; of the text's place only its content must be."""
+    content = recipe.to_dict()
+    content["data"] = {k: v for k, v in content["data"].items() if k not in BY_CONTENT}
+    options = dataclasses.asdict(execution)
+    return {"out": str(out.absolute()), "resume": resume, **options, **content}
+
+
+def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
+    """Prepare the corpus on all ranks.
+
+    Raises:
+        UsageError: on every rank, if one of them cannot, or if they have different texts.
+    """
+    corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
+    first, *others = all_gather((corpus.facts["source"], corpus.identity))
+    for number, (source, identity) in enumerate(others, 1):
+        if identity != first[1]:
+            raise UsageError(
+                f"the processes of this run have different texts: {first[0]} in process 0, "
+                f"{source} in process {number}. Start all of them with the same text"
+            )
+    return corpus
+
+
+def check_new(folder: Path) -> None:
+    """Raise UsageError if a folder that must be new is used."""
+    if is_used(folder):
         raise UsageError(
             f"--out {folder} exists: continue it with --resume, or choose another folder"
         )
 
 
-def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) -> Path | None:
-    """Create the folder, or check that it can be continued; hold it as its only writer.
+def is_used(folder: Path) -> bool:
+    """Whether the folder holds more than the lock of a process killed before it wrote anything."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir())
 
-    Returns:
-        The topmost folder that was created, if any.
-    """
+
+def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, str]:
+    """By dotted key: the values that differ between two nested dicts, as a message says it."""
+    there, here = flat(theirs), flat(ours)
+    return {
+        key: f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    }
+
+
+def _content(recipe: Recipe, out: Path, resume: bool) -> str:
+    """The content of ``comparison.yaml``; raises UsageError if the folder holds something else."""
     found = stored_recipe(out) if resume else None
     if found is not None:
         _check_same(found, recipe, out)
@@ -128,44 +262,23 @@ def _claim(recipe: Recipe, out: Path, resume: bool, held: contextlib.ExitStack) 
             arms={**found.arms, **recipe.arms},
             seeds=sorted({*found.seeds, *recipe.seeds}),
         )
-    elif resume and _is_used(out):
+    elif resume and is_used(out):
         raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
     else:
-        _check_new(out)
-    missing = [path for path in (*reversed(out.parents), out) if not path.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        held.enter_context(sole_writer(out))
-        write_atomically(out / _FILE, yaml.safe_dump(recipe.to_dict(), sort_keys=False))
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(
-            f"--out {out} cannot be written ({reason}): choose another folder"
-        ) from None
-    return missing[0] if missing else None
+        check_new(out)
+    return yaml.safe_dump(recipe.to_dict(), sort_keys=False)
 
 
 def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
     """Raise UsageError unless the runs that both recipes have are the same."""
-    theirs, ours = _flatten(found.to_dict()), _flatten(recipe.to_dict())
     shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
     different = [
-        f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here"
-        for key in {**theirs, **ours}
-        if theirs.get(key) != ours.get(key)
-        and key != "seeds"
-        and (not key.startswith("arms.") or key.rpartition(".")[0] in shared)
+        text
+        for key, text in differences(found.to_dict(), recipe.to_dict()).items()
+        if key != "seeds" and (not key.startswith("arms.") or key.rpartition(".")[0] in shared)
     ]
     if different:
         raise UsageError(
             f"--out {out} holds another comparison ({', '.join(different)}): leave "
             "those options out to continue it, or choose another folder"
         )
-
-
-def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        result.update(nested if nested is not None else {f"{prefix}{key}": value})
-    return result

@@ -18,10 +18,14 @@ class EmbeddingSGD(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step, by AdamW or SGD depending on the param group."""
+        loss = None
+        if closure is not None:  # before the groups change: it may call zero_grad
+            with torch.enable_grad():
+                loss = closure()
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if "sgd" not in group]
-            loss = super().step(closure)
+            super().step()
         finally:
             self.param_groups = groups
         for group in groups:

@@ -7,11 +7,14 @@ inherited arms.
 
 import dataclasses
 import difflib
+import json
+import os
 import re
+import types
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import jsonargparse
 
@@ -123,7 +126,10 @@ class Recipe:
         _check_keys(options, OPTIMIZERS[kind], f"arms.{name}")
         try:
             arm: Arm = _parse(OPTIMIZERS[kind], options)
-        except (jsonargparse.ArgumentError, ValueError, OverflowError) as error:
+        except jsonargparse.ArgumentError as error:
+            explained = _explained(error, OPTIMIZERS[kind], options, f"arms.{name}.")
+            raise UsageError(explained) from None
+        except (ValueError, OverflowError) as error:
             raise UsageError(f"arms.{name}: {one_line(error)}") from None
         return arm
 
@@ -168,7 +174,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse arguments such as ``"model.n_layer=24"`` into a dict; the values are YAML."""
-    values = {}
+    values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key:
@@ -176,6 +182,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 f"{argument!r} is neither an option nor of the form key=value, such as "
                 "training.lr=1e-3"
             )
+        if key in values:
+            raise UsageError(f"{key} is given twice: give it once")
         values[key] = read_yaml(value, repr(argument))
     return values
 
@@ -222,7 +230,7 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
+        near = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
@@ -232,7 +240,11 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     base = values.pop("extends", None)
     if base is None:
         return values
-    inherited = _read_inherited(str(base), [*extended, name])
+    base = str(base)
+    if base not in recipe_names() and path != _FOLDER / f"{name}.yaml":
+        # Beside this file, wherever the command was started; resolved, so that a circle is seen.
+        base = os.path.realpath(Path(name).parent / base.replace("\0", ""))
+    inherited = _read_inherited(base, [*extended, name])
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
             inherited[key] = {**inherited[key], **value}
@@ -268,7 +280,9 @@ def _build(values: dict[str, Any], source: str) -> Recipe:
         raise UsageError(one_line(error)) from None
     try:
         recipe: Recipe = _parse(Recipe, values)
-    except (jsonargparse.ArgumentError, UsageError, ValueError, OverflowError) as error:
+    except jsonargparse.ArgumentError as error:
+        raise UsageError(f"{source}: {_explained(error, Recipe, values)}") from None
+    except (UsageError, ValueError, OverflowError) as error:
         raise UsageError(f"{source}: {one_line(error)}") from None
     return recipe
 
@@ -282,6 +296,52 @@ def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
     return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
 
 
+def _explained(
+    error: jsonargparse.ArgumentError, cls: type[Any], values: Any, prefix: str = ""
+) -> str:
+    """What jsonargparse finds wrong with the values of a dataclass, in words without its types."""
+    if missing := re.search("arguments are required: (.*)", str(error)):
+        keys = ", ".join(f"{prefix}{key}" for key in missing[1].split(", "))
+        return f"{keys} must be given"
+    found = re.search(r'Parser key "([\w.]+)"', str(error))
+    kind: Any = cls
+    for key in found[1].split(".") if found else ():
+        kind = get_type_hints(kind).get(key) if dataclasses.is_dataclass(kind) else None
+        values = values.get(key) if isinstance(values, dict) else None
+    if not found or kind is None or dataclasses.is_dataclass(kind):
+        return one_line(error)
+    shown = values if isinstance(values, str) else json.dumps(values, default=str)
+    return f"{prefix}{found[1]}={one_line(shown, 80)} must be {_in_words(kind)}"
+
+
+def _in_words(kind: Any) -> str:
+    """A type of a recipe's value, as one says it."""
+    if get_origin(kind) in (Union, types.UnionType):
+        *others, last = (_in_words(part) for part in get_args(kind))
+        return f"{', '.join(others)} or {last}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (list, tuple, dict):
+        return {
+            list: "a list of whole numbers, such as [1, 2]",
+            tuple: "two numbers, such as [0.9, 0.95]",
+            dict: "keys and values",
+        }[get_origin(kind)]
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return words.get(kind, "null")
+
+
+def _suggestion(key: str) -> str:
+    """The keys of a recipe that one without its section, or with a wrong one, may stand for."""
+    sections = {"model": Model, "data": Data, "training": Training}
+    full = [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
+    keys = [field.name for field in dataclasses.fields(Recipe)]
+    last = key.rpartition(".")[2]
+    same = [name for name in full if name.rpartition(".")[2] == last]
+    near = same or difflib.get_close_matches(key, [*keys, *full], n=1)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(keys)}"
+
+
 def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
     """Raise UsageError for a key that the dataclass does not have; suggest the nearest one."""
     types = get_type_hints(cls)
@@ -290,6 +350,8 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            if not near and cls in (Recipe, Model, Data, Training):
+                hint = _suggestion(str(key))
             raise UsageError(f"{where} has no key {key!r}: {hint}")
         if value is None and type(None) not in get_args(known[key]):
             raise UsageError(f"{where}: {key}=null must be a value")

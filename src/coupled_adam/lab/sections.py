@@ -112,7 +112,8 @@ class Training:
         require_counts(self, "training", "evaluate_every", "evaluation_batches", "test_batches")
         require(
             (self.steps is None) != (self.tokens is None),
-            "give one of training.steps and training.tokens, the other null",
+            "give one of training.steps and training.tokens, which is the length of a run, and set "
+            f"the other to null: they are {self.steps or 'null'} and {self.tokens or 'null'}",
         )
         require(
             self.tokens is None or self.tokens >= self.batch_size * self.sequence_length,

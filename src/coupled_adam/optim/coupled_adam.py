@@ -1,7 +1,7 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import kernels, reference, sharded
 from coupled_adam.optim import state as coupled_state
+from coupled_adam.optim.param_groups import couple_by_size
 from coupled_adam.optim.update import Update, number
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -78,10 +79,18 @@ class CoupledAdam(torch.optim.Adam):
             costs almost nothing. ``grad_norm`` then holds the norm before clipping. Unlike
             ``clip_grad_norm_``, this leaves the ``.grad`` of coupled parameters unclipped. The
             option belongs to the optimizer and is not saved in its state dict.
+        vocab_size (int or iterable of ints, optional): the number V of rows of the embedding
+            matrices, padding included, for frameworks that pass on parameters but not the model.
+            Every matrix with V rows, or with V columns (``vocab_dim=1``), is moved to a coupled
+            group with the same options. Where the model is at hand, use
+            :func:`coupled_adam.param_groups`, which does not go by the size alone. Groups that
+            are added later have to say ``coupled`` themselves.
 
     Raises:
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
-            floating-point matrix. The message contains the parameter's name if it is known.
+            floating-point matrix. The message contains the parameter's name if it is known. Also
+            if no matrix has the size ``vocab_size``, if some have V rows and others V columns, as
+            hidden layers have, or if ``coupled`` or ``vocab_dim`` is given as well.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
@@ -117,6 +126,7 @@ class CoupledAdam(torch.optim.Adam):
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
+        vocab_size: int | Iterable[int] | None = None,
     ) -> None:
         self._clipping = _Clipping()
         self.max_grad_norm = max_grad_norm
@@ -128,6 +138,15 @@ class CoupledAdam(torch.optim.Adam):
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
         }
+        if vocab_size is not None and not isinstance(params, Tensor):
+            params = list(params)  # type: ignore[assignment]
+            groups = [group for group in params if isinstance(group, dict)]
+            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*g} for g in groups):
+                raise ValueError(
+                    f"vocab_size={vocab_size} decides which matrices are coupled, and by which "
+                    "dimension: leave out coupled and vocab_dim here and in the param groups, or "
+                    "vocab_size (coupled_adam.param_groups has a vocab_size= of its own)"
+                )
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
@@ -144,12 +163,16 @@ class CoupledAdam(torch.optim.Adam):
             fused=fused,
             decoupled_weight_decay=decoupled_weight_decay,
         )
+        if vocab_size is not None:
+            self.param_groups = couple_by_size(self.param_groups, vocab_size)
+            for group in self.param_groups:
+                coupled_state.check_group(group)
         if not any(group["coupled"] for group in self.param_groups):
             warnings.warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
-                "torch's optimizer. Pass coupled_adam.param_groups(model), or set 'coupled': True "
-                "in the group that holds the embedding matrix. Ignore this warning on a pipeline "
-                "rank without embeddings",
+                "torch's optimizer. Pass coupled_adam.param_groups(model), or vocab_size= with the "
+                "number of rows of the embedding matrix, or set 'coupled': True in the group that "
+                "holds it. Ignore this warning on a pipeline rank without embeddings",
                 stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
             )
 
@@ -299,7 +322,7 @@ class CoupledAdam(torch.optim.Adam):
         sharded.all_reduce(penalized)
         stepping = [update for update in coupled if update.advance(factor, found_inf)]
         for update in stepping:
-            if update.exp_avg_sq_row is not None:
+            if update.exp_avg_sq_row is not None and update.weights is None:
                 reference.weigh_rows(update)
         centered = [u for u in stepping if u.group["zero_sum"] and u.moment_sums is None]
         for update in centered:
@@ -455,7 +478,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
             differentiable, fused: as in :class:`torch.optim.AdamW`, with the same defaults.
         coupled, second_moment_scale, row_exponent, zero_sum, vocab_dim, stochastic_rounding,
-            max_grad_norm: as in :class:`CoupledAdam`.
+            max_grad_norm, vocab_size: as in :class:`CoupledAdam`.
     """
 
     def __init__(
@@ -479,6 +502,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
+        vocab_size: int | Iterable[int] | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -500,6 +524,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             vocab_dim=vocab_dim,
             stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
+            vocab_size=vocab_size,
         )
 
 
@@ -511,6 +536,15 @@ class _Moments(NamedTuple):
     max_exp_avg_sq: Tensor | None
     exp_avg_sq_row: Tensor | None
 
+    def to_local(self) -> "_Moments":
+        """This rank's parts."""
+        exp_avg, exp_avg_sq, *others = self
+        return _Moments(
+            sharded.to_local(exp_avg),
+            sharded.to_local(exp_avg_sq),
+            *(x if x is None else sharded.to_local(x) for x in others),
+        )
+
 
 def _update(
     group: dict[str, Any], parameter: Tensor, grad: Tensor, moments: _Moments, step: Tensor
@@ -520,7 +554,7 @@ def _update(
     if type(parameter) not in sharded.PLAIN:
         grad = sharded.placed_as(grad, parameter)
         param, grad = sharded.to_local(parameter), sharded.to_local(grad)
-        moments = _Moments(*(x if x is None else sharded.to_local(x) for x in moments))
+        moments = moments.to_local()
     exp_avg = moments.exp_avg
     if group["vocab_dim"] == 1:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T

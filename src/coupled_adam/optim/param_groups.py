@@ -1,30 +1,29 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
+import dataclasses
+import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.optim.token_embeddings import Couple, Embeddings, coupled_matrices
+from coupled_adam.optim.token_embeddings import (
+    Couple,
+    Embeddings,
+    Matrix,
+    Parameters,
+    coupled_matrices,
+    matrices_of_size,
+    resolve,
+)
 
 
 class ParamGroups(list[dict[str, Any]]):
     """A list of param groups for an optimizer that prints as a table of the parameters."""
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "group", "state saved")]
-        total = 0
-        for group in self:
-            label = f"weight_decay={group['weight_decay']:g}"
-            if group["coupled"]:
-                label += ", coupled" + (" by columns" if group.get("vocab_dim") else "")
-            for name, p in zip(group["param_names"], group["params"]):
-                saved = _state_saved(p, group.get("vocab_dim", 0)) if group["coupled"] else 0
-                total += saved
-                shape = " x ".join(map(str, p.shape))
-                rows.append((name, shape, label, f"{saved:,} B" if saved else ""))
-        rows.append(("total", "", "", f"{total:,} B"))
+        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [
             f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {group:<{widths[2]}}  {saved:>{widths[3]}}"
@@ -33,15 +32,47 @@ class ParamGroups(list[dict[str, Any]]):
         rule = "-" * sum((*widths, 6))
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        import html  # only here, as the optimizer needs nothing beyond torch
+
+        header, *rows = self._rows()
+
+        def line(texts: Iterable[str], tag: str) -> str:
+            return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
+
+        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+        return f"<table><thead><tr>{line(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        """The header, a row for each parameter, and the total."""
+        rows = [("parameter", "shape", "group", "state saved")]
+        total = 0
+        for group in self:
+            label = f"weight_decay={group['weight_decay']:g}"
+            if "lr" in group:
+                label += f", lr={group['lr']:g}"
+            if group["coupled"]:
+                label += ", coupled" + (" by columns" if group.get("vocab_dim") else "")
+            for name, p in zip(group["param_names"], group["params"]):
+                saved = _state_saved(p, group.get("vocab_dim", 0)) if group["coupled"] else 0
+                total += saved
+                shape = " x ".join(map(str, p.shape))
+                rows.append((name, shape, label, f"{saved:,} B" if saved else ""))
+        return [*rows, ("total", "", "", f"{total:,} B")]
+
 
 def param_groups(
     model: nn.Module,
     *,
     weight_decay: float = 0.1,
     embedding_weight_decay: float = 0.0,
+    embedding_lr: float | None = None,
+    head_lr: float | None = None,
     couple: Couple = "both",
     embeddings: Embeddings | None = None,
     vocab_size: int | Iterable[int] | None = None,
+    exclude: Parameters = (),
 ) -> ParamGroups:
     """Build the param groups of a model for :class:`coupled_adam.CoupledAdamW`.
 
@@ -55,21 +86,31 @@ def param_groups(
         model: any module, also on the meta device.
         weight_decay: the weight decay of matrices other than embeddings.
         embedding_weight_decay: the weight decay of embeddings, coupled or not.
+        embedding_lr: the learning rate of embeddings, coupled or not, except for a head that is not
+            tied; by default that of the optimizer. Learning-rate schedulers keep the ratio.
+        head_lr: the learning rate of output embeddings that are not tied to the input embeddings;
+            by default that of the optimizer.
         couple: which embeddings to couple if input and output embeddings are not tied: ``"both"``,
             ``"input"`` or ``"output"``.
         embeddings: the matrices to couple, as in :func:`embedding_parameters`; by default they are
             found automatically.
         vocab_size: the number of rows of the token embeddings, if it cannot be found automatically.
+        exclude: parameters to leave out, for example because another optimizer updates them: one
+            or several modules (with all their parameters), parameters, parameter names, or glob
+            patterns over names such as ``"*.experts.*"``.
 
     Returns:
-        A list of at most four groups to pass to the optimizer, each with ``params``,
-        ``param_names``, ``weight_decay`` and ``coupled``, and with ``vocab_dim`` if its matrices
-        are stored as [H, V]. It prints as a table with each parameter's name, shape and group, and
-        the number of bytes of optimizer state that coupling saves compared with AdamW.
+        A list of groups to pass to the optimizer (at most four if no learning rate is given), each
+        with ``params``, ``param_names``, ``weight_decay`` and ``coupled``, with ``vocab_dim`` if
+        its matrices are stored as [H, V], and with ``lr`` if it has a learning rate of its own. It
+        prints as a table with each parameter's name, shape and group, and the number of bytes of
+        optimizer state that coupling saves compared with AdamW.
 
     Raises:
         TypeError: as in :func:`embedding_parameters`.
-        ValueError: for a negative weight decay, or as in :func:`embedding_parameters`.
+        ValueError: for a negative weight decay or learning rate, for different learning rates of
+            input and output embeddings that are tied, if an entry of ``exclude`` matches no
+            parameter, or as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`.
@@ -79,43 +120,148 @@ def param_groups(
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95))
     """
-    for option, value in (
-        ("weight_decay", weight_decay),
-        ("embedding_weight_decay", embedding_weight_decay),
-    ):
-        if not value >= 0:
-            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
-    matrices, all_embeddings = coupled_matrices(
-        model, couple=couple, embeddings=embeddings, vocab_size=vocab_size
+    found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
+    left_out = resolve(model, exclude, "exclude")
+    return group_members(
+        [m for m in classify(model, *found) if m.parameter not in left_out],
+        weight_decay=weight_decay,
+        embedding_weight_decay=embedding_weight_decay,
+        embedding_lr=embedding_lr,
+        head_lr=head_lr,
     )
-    vocab_dims = {m.parameter: m.vocab_dim for m in matrices}
-    embedded = {m.parameter for m in (*matrices, *all_embeddings)}
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """A trainable parameter of a model, and what decides its group.
+
+    Attributes:
+        name: its name in the model.
+        parameter: the parameter itself.
+        role: ``"embedding"`` (of tokens, positions or anything else), ``"head"`` (an output
+            embedding of tokens that is not tied), ``"matrix"`` (all others with at least two
+            dimensions) or ``"vector"`` (biases and the weights of norms).
+        tied: whether it is input and output embedding.
+        coupled: whether to couple its rows.
+        vocab_dim: the dimension of a token embedding that indexes tokens.
+    """
+
+    name: str
+    parameter: Tensor
+    role: Literal["embedding", "head", "matrix", "vector"]
+    tied: bool = False
+    coupled: bool = False
+    vocab_dim: int = 0
+
+
+def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matrix]) -> list[Member]:
+    """Return the trainable parameters of a model, in order.
+
+    Args:
+        model: the model.
+        coupled, all_embeddings: as :func:`coupled_matrices` returns them.
+    """
+    found = {m.parameter: m for m in (*coupled, *all_embeddings)}
     norms = {  # their weights may be matrices
         p
         for module in model.modules()
         if isinstance(module, nn.LayerNorm | nn.RMSNorm)
         for p in module.parameters(recurse=False)
     }
-
-    groups: dict[tuple[bool, int, float], dict[str, Any]] = {}
+    members = []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if p in embedded:
-            decay = embedding_weight_decay
+        if m := found.get(p):
+            member = Member(name, p, "head" if m.is_head else "embedding", m.is_tied)
+            member.coupled, member.vocab_dim = m in coupled, m.vocab_dim
         elif p.dim() < 2 or p in norms or name.rpartition(".")[2] == "bias":
-            decay = 0.0
+            member = Member(name, p, "vector")
         else:
-            decay = weight_decay
-        coupled, vocab_dim = p in vocab_dims, vocab_dims.get(p, 0)
-        empty = {"params": [], "param_names": [], "weight_decay": decay, "coupled": coupled}
-        if vocab_dim:
-            empty["vocab_dim"] = vocab_dim
-        group = groups.setdefault((not coupled, vocab_dim, -decay), empty)
-        group["params"].append(p)
-        group["param_names"].append(name)
+            member = Member(name, p, "matrix")
+        members.append(member)
+    return members
+
+
+def group_members(
+    members: list[Member],
+    *,
+    weight_decay: float,
+    embedding_weight_decay: float,
+    embedding_lr: float | None,
+    head_lr: float | None,
+) -> ParamGroups:
+    """Build the param groups of these parameters, as :func:`param_groups` documents it."""
+    for option, value in (
+        ("weight_decay", weight_decay),
+        ("embedding_weight_decay", embedding_weight_decay),
+        ("embedding_lr", embedding_lr),
+        ("head_lr", head_lr),
+    ):
+        if value is not None and not value >= 0:
+            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
+    rates = {"embedding": embedding_lr, "head": head_lr}
+    decays = {"embedding": embedding_weight_decay, "head": embedding_weight_decay}
+
+    groups: dict[tuple[bool, int, float, float], dict[str, Any]] = {}
+    for m in members:
+        if m.tied and head_lr not in (None, embedding_lr):
+            raise ValueError(
+                f"head_lr={head_lr}, but the head is tied to the input embedding {m.name!r}: pass "
+                "embedding_lr= only"
+            )
+        decay = decays.get(m.role, weight_decay if m.role == "matrix" else 0.0)
+        lr = rates.get(m.role)
+        empty = {"params": [], "param_names": [], "weight_decay": decay, "coupled": m.coupled}
+        if m.coupled and m.vocab_dim:
+            empty["vocab_dim"] = m.vocab_dim
+        if lr is not None:
+            empty["lr"] = lr
+        key = (not m.coupled, m.coupled and m.vocab_dim, -decay, -1.0 if lr is None else lr)
+        group = groups.setdefault(key, empty)
+        group["params"].append(m.parameter)
+        group["param_names"].append(m.name)
     # Coupled groups first, then by descending weight decay: the same order for every model.
     return ParamGroups(groups[key] for key in sorted(groups))
+
+
+def couple_by_size(
+    groups: Iterable[dict[str, Any]], vocab_size: int | Iterable[int]
+) -> list[dict[str, Any]]:
+    """Move the matrices with V rows or V columns to coupled groups with otherwise equal options.
+
+    Args:
+        groups: an optimizer's param groups.
+        vocab_size: the number V of rows of the token embeddings, including padding; several numbers
+            for several vocabularies.
+
+    Returns:
+        Up to three groups in place of each: with matrices [V, H], with matrices [H, V], the rest.
+
+    Raises:
+        ValueError: if no matrix of the groups has this size, or if some have V rows and others have
+            V columns, as hidden layers have.
+    """
+    groups = list(groups)
+    members = [list(zip(_names(group), group["params"])) for group in groups]
+    vocab_dims = matrices_of_size(itertools.chain(*members), vocab_size)
+    split = []
+    for group, named in zip(groups, members):
+        for dim in (0, 1, None):
+            part = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
+            if not part:
+                continue
+            new = {**group, "params": [p for _, p in part]}
+            if "param_names" in group:
+                new["param_names"] = [name for name, _ in part]
+            split.append(new if dim is None else {**new, "coupled": True, "vocab_dim": dim})
+    return split
+
+
+def _names(group: dict[str, Any]) -> list[str]:
+    numbered = [f"parameter {index}" for index, _ in enumerate(group["params"])]
+    names: list[str] = group.get("param_names", numbered)
+    return names
 
 
 def _state_saved(p: Tensor, vocab_dim: int) -> int:

@@ -96,6 +96,7 @@ def step_size(update: Update) -> Tensor:
     """
     assert update.sums is not None
     beta1, beta2, t = update.beta1, update.beta2, update.t
+    lr = update.lr if update.exp_avg_sq_row is None else update.lr * row_scale(update)
     mean_square = _scaled(update.sums, update.factor) / update.vocab_size
     nu = beta2 * update.exp_avg_sq + (1 - beta2) * mean_square
     _store(nu, update.exp_avg_sq, update.skip)
@@ -104,34 +105,37 @@ def step_size(update: Update) -> Tensor:
         _store(nu, update.max_exp_avg_sq, update.skip)
     denominator = (update.group["second_moment_scale"] * nu / (1 - beta2**t)).sqrt()
     denominator = denominator + update.group["eps"]
-    rates: Tensor = update.row_scale * update.lr / (1 - beta1**t) / denominator
+    rates: Tensor = lr / (1 - beta1**t) / denominator
     return rates.to(update.exp_avg_sq.dtype)
 
 
 def weigh_rows(update: Update) -> None:
-    """Update r; set ``weights`` to r_i^(-a/2), [rows], and ``row_scale`` to (mean_k r_k)^(a/2).
+    """Update r from ``update.row_sums``, and set ``update.weights`` to r_i^(-a/2), [rows].
 
-    Their product is w_i. All kernels use this, except that the one in C may have updated r and
-    computed the weights in ``measure``.
+    All kernels use this, except that the one in C may have done the same in ``measure``.
     """
-    state, exponent, beta2 = update.exp_avg_sq_row, update.group["row_exponent"] / 2, update.beta2
+    state, exponent = update.exp_avg_sq_row, update.group["row_exponent"] / 2
     assert state is not None
+    assert update.row_sums is not None
+    mean_square = _scaled(update.row_sums, update.factor) / update.hidden_size
+    rows = update.beta2 * state + (1 - update.beta2) * mean_square.to(state.dtype)
+    _store(rows, state, update.skip)
+    # The inner `where` keeps the gradient of a differentiable step finite.
+    nonzero = torch.where(rows == 0, 1.0, rows)
+    update.weights = torch.where(rows == 0, 0.0, nonzero**-exponent)
+
+
+def row_scale(update: Update) -> Tensor:
+    """(mean_k r_k)^(a/2) after this step, 0-dim: with a row's weight it makes w_i.
+
+    The mean over the rows of r is the mean over the columns of nu, which must not be updated yet.
+    """
     assert update.sums is not None
-    if update.weights is None:
-        assert update.row_sums is not None
-        mean_square = _scaled(update.row_sums, update.factor) / update.hidden_size
-        rows = beta2 * state + (1 - beta2) * mean_square.to(state.dtype)
-        _store(rows, state, update.skip)
-        # The inner `where` keeps the gradient of a differentiable step finite.
-        nonzero = torch.where(rows == 0, 1.0, rows)
-        update.weights = torch.where(rows == 0, 0.0, nonzero**-exponent)
-    if update.totals is None:
-        new, old = update.sums.sum(), update.exp_avg_sq.sum()
-    else:
-        new, old = update.totals
+    new, old = update.totals or (update.sums.sum(), update.exp_avg_sq.sum())
     mean_square = _scaled(new, update.factor) / update.vocab_size
-    mean = (beta2 * old + (1 - beta2) * mean_square) / update.hidden_size
-    update.row_scale = (mean**exponent).to(state.dtype)
+    total = update.beta2 * old + (1 - update.beta2) * mean_square
+    scale: Tensor = (total / update.hidden_size) ** (update.group["row_exponent"] / 2)
+    return scale.to(update.exp_avg_sq.dtype)
 
 
 def _scaled(sums: Tensor, factor: float | Tensor) -> Tensor:

@@ -60,9 +60,10 @@ def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
 def _moments(group: Group) -> dict[str, int]:
     """The second moments of a coupled matrix, and the dimension over which each is averaged."""
     names = SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]
-    moments: dict[str, int] = dict.fromkeys(names, group["vocab_dim"])
+    vocab_dim: int = group["vocab_dim"]
+    moments = dict.fromkeys(names, vocab_dim)
     if group["row_exponent"] != 0:
-        moments[ROW_MOMENT] = 1 - group["vocab_dim"]
+        moments[ROW_MOMENT] = 1 - vocab_dim
     return moments
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 Couple = Literal["both", "input", "output"]
-Embeddings = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str] | Mapping[str, int]
+Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
+Embeddings = Parameters | Mapping[str, int]
 
 _GETTERS = {
     "get_input_embeddings": "input",
@@ -33,7 +34,8 @@ class Matrix:
     Attributes:
         name: its name in the model.
         parameter: the parameter itself.
-        modules: the modules that hold it; two or more for a tied matrix.
+        modules: the modules that hold it; two or more for a tied matrix, none if only the
+            parameter is known.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
         vocab_dim: the dimension that indexes tokens.
     """
@@ -57,8 +59,22 @@ class Matrix:
         """The kinds of its modules.
 
         They are "embedding", "linear", "own" (hand-written) or "layer" (any other layer of torch).
+        A parameter without modules counts as "linear": only its size can tell what it is.
         """
-        return {_kind(module) for module in self.modules}
+        return {_kind(module) for module in self.modules} or {"linear"}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether modules of several kinds share it, as input and output embedding do."""
+        return len(self.kinds - {"layer"}) > 1
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is an output embedding of tokens, and not tied to an input embedding."""
+        if self.sides:
+            return self.sides == {"output"}
+        # It was named outright: what hand-written code stores as [H, V] follows the hidden states.
+        return "embedding" not in self.kinds and ("linear" in self.kinds or self.vocab_dim == 1)
 
     @property
     def tokens(self) -> int:
@@ -164,6 +180,31 @@ def coupled_matrices(
     for m in coupled:
         check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))
     return coupled, [m for m in matrices if m.sides or "embedding" in m.kinds]
+
+
+def matrices_of_size(
+    parameters: Iterable[tuple[str, Tensor]], vocab_size: int | Iterable[int]
+) -> dict[Tensor, int]:
+    """Find the token embeddings among named parameters of an unknown model by their size alone.
+
+    Returns:
+        A dict from each matrix with V rows or V columns to the dimension that indexes tokens.
+
+    Raises:
+        ValueError: if no matrix has the size ``vocab_size``, or if some have V rows and others have
+            V columns, as hidden layers have.
+    """
+    matrices = [Matrix(name, p) for name, p in parameters if p.dim() == 2]
+    for n in sorted(_given_sizes(vocab_size)):
+        if not any(m.fits(n) for m in matrices):
+            largest = sorted(matrices, key=lambda m: -max(m.shape))
+            raise ValueError(
+                f"vocab_size={n}: none of the parameters that were passed is a matrix with {n} "
+                f"rows or columns. The largest matrices: {_listed(largest) or 'none'}. Pass the "
+                "number of rows of the embedding matrix, padding included"
+            )
+        _choose(matrices, n)
+    return {m.parameter: m.vocab_dim for m in matrices if m.sides}
 
 
 def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
@@ -359,7 +400,7 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     """
     fitting = [m for m in matrices if m.fits(n)]
     for m in fitting:
-        if len(m.kinds - {"layer"}) > 1:  # tied
+        if m.is_tied:
             m.sides = {"input", "output"}
     known = [m for m in fitting if m.sides]
     tables = [m for m in fitting if not m.sides and "embedding" in m.kinds]
@@ -386,8 +427,13 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     if unclear and not known:
         raise ValueError(
             f"cannot tell which of these matrices embed tokens, as all have the vocabulary's size "
-            f"{n}: {_listed(unclear)}. Name all that do, e.g. "
-            f"embeddings=[{unclear[0].name!r}, ...]"
+            f"{n}: {_listed(unclear)}. "
+            + (
+                f"Name all that do, e.g. embeddings=[{unclear[0].name!r}, ...]"
+                if unclear[0].modules
+                else "Put all that do into a param group with 'coupled': True, or pass "
+                "coupled_adam.param_groups(model)"
+            )
         )
     return unclear + [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
 
@@ -488,24 +534,12 @@ def _vocab_dim(m: Matrix, sizes: set[int]) -> int:
 
 def _resolve(model: nn.Module, entry: nn.Module | Tensor | str) -> list[Tensor]:
     """The matrices that one entry of ``embeddings`` refers to."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if isinstance(entry, str):
-        found = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
-        if not found:
-            near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
-            hint = f"did you mean {near}?" if near else "see model.named_parameters()"
-            raise ValueError(f"embeddings={entry!r} matches no parameter of the model: {hint}")
-    else:
-        own = [entry] if isinstance(entry, Tensor) else list(_own_parameters(entry))
-        found = {n: p for n, p in parameters.items() if any(p is o for o in own)}
-        if isinstance(entry, nn.Module):
-            found = {n: p for n, p in found.items() if p.dim() == 2}  # without a head's bias
-        if not found:
-            what = type(entry).__name__
-            raise ValueError(
-                f"embeddings contains a {what} that holds no matrix of this model: pass the "
-                "embedding module itself, or a parameter's name"
-            )
+    found = _matching(model, entry, "embeddings")
+    if isinstance(entry, nn.Module):
+        own = set(_own_parameters(entry))  # without a head's bias
+        found = {n: p for n, p in found.items() if p in own and p.dim() == 2}
+    if not found:
+        raise _not_of_the_model(entry, "embeddings", "matrix")
     for name, p in found.items():
         if p.dim() != 2:
             raise ValueError(
@@ -513,3 +547,41 @@ def _resolve(model: nn.Module, entry: nn.Module | Tensor | str) -> list[Tensor]:
                 "which is not a matrix [V, H]: use a more specific name"
             )
     return list(found.values())
+
+
+def resolve(model: nn.Module, entries: Parameters, argument: str) -> set[Tensor]:
+    """The parameters that modules, parameters, names and patterns refer to.
+
+    Raises:
+        ValueError: if an entry of the argument refers to no parameter of the model.
+    """
+    found: set[Tensor] = set()
+    for entry in [entries] if isinstance(entries, nn.Module | Tensor | str) else entries:
+        matching = _matching(model, entry, argument)
+        if not matching:
+            raise _not_of_the_model(entry, argument, "parameter")
+        found.update(matching.values())
+    return found
+
+
+def _matching(
+    model: nn.Module, entry: nn.Module | Tensor | str, argument: str
+) -> dict[str, Tensor]:
+    """All parameters of a model that an entry of an argument refers to, by their names."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if not isinstance(entry, str):
+        own = {entry} if isinstance(entry, Tensor) else set(entry.parameters())
+        return {n: p for n, p in parameters.items() if p in own}
+    found = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
+    if not found:
+        near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
+        hint = f"did you mean {near}?" if near else "see model.named_parameters()"
+        raise ValueError(f"{argument}={entry!r} matches no parameter of the model: {hint}")
+    return found
+
+
+def _not_of_the_model(entry: object, argument: str, what: str) -> ValueError:
+    return ValueError(
+        f"{argument} contains a {type(entry).__name__} that holds no {what} of this model: pass "
+        "the module itself, or a parameter's name"
+    )

@@ -81,7 +81,6 @@ class Update:
         totals: the totals of ``sums`` and ``exp_avg_sq`` over the columns of all ranks; None if
             columns are not sharded, or without ``row_exponent``.
         weights: the factor of each row's update, r^(-a/2), [rows]; None without ``row_exponent``.
-        row_scale: the factor of all rows' updates, (mean r)^(a/2); 1 without ``row_exponent``.
         moment_sums: the sums over the rows of ``weights * exp_avg``, [columns], in float32 or
             wider, first of this rank and then of all ranks; None without ``zero_sum``.
         moment_updated: whether ``measure`` or ``center`` has already updated ``exp_avg``.
@@ -111,7 +110,6 @@ class Update:
     row_sums: Tensor | None = None
     totals: tuple[Tensor, Tensor] | None = None
     weights: Tensor | None = None
-    row_scale: float | Tensor = 1.0
     moment_sums: Tensor | None = None
     moment_updated: bool = False
     memo: Any = None

@@ -43,10 +43,10 @@ def render_table(
     columns: Sequence[str],
     sections: Sequence[Section],
     pictures: Sequence[Picture],
-    note: str,
+    notes: Sequence[str],
 ) -> str:
-    """Render a page with one table, a note below it, and pictures."""
-    values = {"title": title, "columns": columns, "sections": sections, "note": note}
+    """Render a page with one table, notes below it, and pictures."""
+    values = {"title": title, "columns": columns, "sections": sections, "notes": notes}
     return render("table.html", values, pictures)
 
 

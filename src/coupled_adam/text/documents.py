@@ -20,9 +20,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-import fsspec
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import file_digest
+from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
@@ -49,11 +52,83 @@ class Documents:
     fingerprint: a string that changes when the documents change.
     readers: for each split, a function that iterates over its documents. A held-out split without
         a reader is taken from the training documents.
+    check: raises UsageError if what has been read is not what the fingerprint is of.
     """
 
     source: str
     fingerprint: str
     readers: Mapping[str, Callable[[], Iterator[str]]]
+    check: Callable[[], None]
+
+
+class _Files:
+    """Files that have a digest when they are listed, and must still have it when they are read.
+
+    What is read from the start to the end is digested while it is read.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self.digests = {path: _digest(path) for path in files}
+        self._read: dict[Path, Callable[[], str]] = {}
+
+    @property
+    def identity(self) -> str:
+        """A hash of the names and contents of the files, in order."""
+        return _combined(self.digests)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[BinaryIO]:
+        """Open one of the files, to be read once in order."""
+        with path.open("rb", buffering=0) as file:
+            stream = _Digesting(file)
+            self._read[path] = stream.digest
+            try:
+                yield io.BufferedReader(stream, _CHUNK)
+            finally:
+                stream.digest()
+
+    def read_elsewhere(self, path: Path) -> None:
+        """Note that a library reads one of the files."""
+        self._read[path] = functools.partial(_digest, path)
+
+    def check(self) -> None:
+        """Raise UsageError if files have changed that were read since the last check."""
+        for path, digest in self._read.items():
+            if digest() != self.digests[path]:
+                raise UsageError(f"{path} changed while it was read: start again once it is whole")
+        self._read = {}
+
+    def check_all(self) -> None:
+        """Raise UsageError if any of the files has changed."""
+        for path in self.digests:
+            self.read_elsewhere(path)
+        self.check()
+
+
+class _Digesting(io.RawIOBase):
+    """A file that digests what is read of it."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__()
+        self._file = file
+        self._sha256 = hashlib.sha256()
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes."""
+        count = self._file.readinto(buffer)
+        self._sha256.update(memoryview(buffer)[:count])
+        return count
+
+    def digest(self) -> str:
+        """The digest of the whole file, of which the rest is read now."""
+        if not self._file.closed:
+            while piece := self._file.read(_CHUNK):
+                self._sha256.update(piece)
+        return self._sha256.hexdigest()
 
 
 def open_documents(data: Data) -> Documents:
@@ -66,7 +141,7 @@ def open_documents(data: Data) -> Documents:
     """
     readers: dict[str, Callable[[], Iterator[str]]]
     if data.hub is not None:
-        source, identity, revision = f"data.hub={data.hub}", *_hub_state(data)
+        source, (identity, revision, check) = f"data.hub={data.hub}", _hub_state(data)
         splits = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
         readers = {
             split: functools.partial(_hub, data, name, revision)
@@ -74,34 +149,44 @@ def open_documents(data: Data) -> Documents:
             if name
         }
     elif data.text is not None:
-        files = text_files(Path(data.text))
-        source, identity = f"data.text={data.text}", content_digest(files)
-        readers = {"train": lambda: itertools.chain.from_iterable(_read(f, data) for f in files)}
+        files = _Files(text_files(Path(data.text)))
+        source, identity, check = f"data.text={data.text}", files.identity, files.check
+        readers = {
+            "train": lambda: itertools.chain.from_iterable(
+                _read(path, data, files) for path in files.digests
+            )
+        }
     else:
-        source = "the documentation inside Python"
-        identity = f"{sys.version} {content_digest(_library())}"
+        library = _Files(_library())
+        source, check = "the documentation inside Python", library.check_all
+        identity = f"{sys.version} {library.identity}"
         held = functools.cache(lambda: list(python_documentation()))  # small, and slow to parse
         readers = {"train": lambda: iter(held())}
     return Documents(
         source,
         hashlib.sha256(identity.encode()).hexdigest(),
         {split: functools.partial(_with_text, reader, source) for split, reader in readers.items()},
+        check,
     )
 
 
 def content_digest(files: Iterable[Path]) -> str:
     """Compute a hash of the names and contents of files, which depends on their order."""
-    digest = hashlib.sha256()
-    for path in files:
-        content = hashlib.sha256()
-        try:
-            with path.open("rb") as file:
-                while block := file.read(_CHUNK):
-                    content.update(block)
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}") from None
-        digest.update(path.name.encode(errors="replace") + b"\0" + content.digest())
-    return digest.hexdigest()
+    return _combined({path: _digest(path) for path in files})
+
+
+def _combined(digests: Mapping[Path, str]) -> str:
+    combined = hashlib.sha256()
+    for path, digest in digests.items():
+        combined.update(path.name.encode(errors="replace") + b"\0" + bytes.fromhex(digest))
+    return combined.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
 
 
 def text_files(path: Path) -> list[Path]:
@@ -216,17 +301,18 @@ def _format(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _read(path: Path, data: Data) -> Iterator[str]:
+def _read(path: Path, data: Data, files: _Files) -> Iterator[str]:
     """Yield the documents of a file; with an unknown extension it is read as plain text."""
     kind = _format(path)
     if kind == ".parquet":
+        files.read_elsewhere(path)
         yield from _parquet(path, data.column)
     elif kind in _TABLES:
-        with _opened(path) as stream:
+        with _opened(path, files) as stream:
             for number, row in enumerate(_json_rows(stream, path), 1):
                 yield _cell(row, data.column, f"data.text={path}, row {number}")
     else:
-        with _opened(path) as stream:
+        with _opened(path, files) as stream:
             if data.separator is None:
                 # Only very long lines are read in pieces.
                 yield from passages(iter(functools.partial(stream.readline, _CHUNK), ""))
@@ -237,15 +323,17 @@ def _read(path: Path, data: Data) -> Iterator[str]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
+def _opened(path: Path, files: _Files) -> Iterator[TextIO]:
     """Open a file as decompressed UTF-8 text; errors while it is read become UsageErrors."""
     try:
-        # The local file system, since fsspec.open takes some names for URLs.
-        local = fsspec.filesystem("file")
-        with local.open(path.absolute(), "rb", compression="infer") as file:
-            yield io.TextIOWrapper(
-                io.BufferedReader(_Limited(file, path), _CHUNK), encoding="utf-8-sig"
-            )
+        compression = infer_compression(path.name)
+        with files.open(path) as file:
+            content = file
+            if compression is not None:
+                unpacked = compr[compression](file, mode="rb")
+                content = io.BufferedReader(_Limited(unpacked, path), _CHUNK)
+            with io.TextIOWrapper(content, encoding="utf-8-sig") as stream:
+                yield stream
     except UnicodeDecodeError as error:
         raise UsageError(
             f"data.text={path}: not UTF-8 text (byte 0x{error.object[error.start]:02x} in "
@@ -388,9 +476,11 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 
     where = f"data.text={path}"
     try:
+        metadata = parquet.read_metadata(path)
+        _check_column(metadata.schema.to_arrow_schema().names, column, where)
+        paths = {metadata.schema.column(i).path for i in range(metadata.num_columns)}
         # As dictionaries, since a short file may repeat a long text any number of times.
-        with parquet.ParquetFile(path, read_dictionary=[column]) as table:
-            _check_column(table.schema_arrow.names, column, where)
+        with parquet.ParquetFile(path, read_dictionary=[*({column} & paths)]) as table:
             groups = (table.metadata.row_group(i) for i in range(table.num_row_groups))
             if sum(group.total_byte_size for group in groups) > _largest_expansion(path):
                 raise _expands_too_far(path)
@@ -424,16 +514,18 @@ def _check_column(names: Collection[str], column: str, where: str) -> None:
         )
 
 
-def _hub_state(data: Data) -> tuple[str, str | None]:
-    """A string that identifies a data set's content, and its full commit (None for a folder).
+def _hub_state(data: Data) -> tuple[str, str | None, Callable[[], None]]:
+    """What identifies a data set's content, its full commit (None for a folder), and its check.
 
     The hub's own cache remembers the commit, in case the hub cannot be reached later.
     """
     folder = Path(str(data.hub))
     if folder.exists():
-        return content_digest(_files(folder) if folder.is_dir() else [folder]), None
+        files = _Files(_files(folder) if folder.is_dir() else [folder])
+        return files.identity, None, files.check_all
     from huggingface_hub import snapshot_download
 
+    reach_hub()
     with _hub_errors(data):
         snapshot = snapshot_download(
             str(data.hub),
@@ -442,7 +534,7 @@ def _hub_state(data: Data) -> tuple[str, str | None]:
             allow_patterns="README.md",
         )
     commit = Path(snapshot).name
-    return f"{data.hub} {commit}", commit
+    return f"{data.hub} {commit}", commit, lambda: None
 
 
 def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
@@ -467,6 +559,6 @@ def _hub_errors(data: Data) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(
-            f"data.hub={data.hub} cannot be read ({type(error).__name__}: {one_line(error)}): "
+            f"data.hub={data.hub} cannot be read ({hub_error(error)}): "
             "check its name, config, revision and splits, and that the hub can be reached"
         ) from None

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class TokenIds:
     """
 
     def __init__(self, path: Path, range_: TokenFile) -> None:
-        self._path, self._range = path, range_
+        self.filename, self._range = path, range_
         self._dtype = np.dtype(range_.dtype)
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
@@ -81,7 +82,7 @@ class TokenIds:
             content = os.pread(self._file, min(len(left), 2**26), at)
             if not content:
                 raise UsageError(
-                    f"{self._path} was truncated while it was in use: restore it, and continue "
+                    f"{self.filename} was truncated while it was in use: restore it, and continue "
                     "with --resume"
                 )
             left[: len(content)] = np.frombuffer(content, np.uint8)
@@ -90,10 +91,17 @@ class TokenIds:
 
 
 class Tokens:
-    """Token ids of one or several files, with ``len`` and slices."""
+    """Token ids of one or several files, with ``len`` and slices.
 
-    def __init__(self, parts: list[TokenIds]) -> None:
+    Slicing raises UsageError for ids that are not below ``vocab_size``, as in a file that has been
+    replaced since it was checked.
+    """
+
+    def __init__(
+        self, parts: Sequence[TokenIds | NDArray[Any]], vocab_size: int | None = None
+    ) -> None:
         self._parts = parts
+        self._vocab_size = vocab_size
         self._ends = np.cumsum([len(part) for part in parts])
 
     def __len__(self) -> int:
@@ -107,7 +115,13 @@ class Tokens:
             begin = int(end) - len(part)
             if begin >= stop:
                 break
-            found.append(part[max(start - begin, 0) : stop - begin])
+            ids = part[max(start - begin, 0) : stop - begin]
+            if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
+                raise UsageError(
+                    f"{getattr(part, 'filename', 'token ids')}: token id {ids.max()} is beyond "
+                    f"model.vocab_size={self._vocab_size}: the file has changed; restore it"
+                )
+            found.append(ids)
         return np.concatenate(found)[::step]
 
 

@@ -9,28 +9,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.hub import hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(name: Path | str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or the hub, without running its code.
+
+    Args:
+        name: the folder, or the id on the hub.
+        revision: a branch, tag or commit on the hub.
 
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
     from transformers import AutoTokenizer  # takes seconds
 
+    is_here = Path(name).exists()
+    if not is_here:
+        reach_hub()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=Path(name).exists(), trust_remote_code=False
+            name,
+            revision=revision or "main",
+            local_files_only=is_here,
+            trust_remote_code=False,
         )
     except Exception as error:  # transformers and tokenizers raise many types
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
-    # If files are missing, transformers creates some tokenizers with an empty vocabulary.
-    if tokenizer.get_vocab().keys() <= {*tokenizer.all_special_tokens}:
+    # If files are missing, transformers creates some tokenizers with special tokens alone, or with
+    # one more, which stands for a space.
+    if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}) < 2:
         raise UsageError(f"{name} has no tokenizer that can be read (its vocabulary is empty)")
     return tokenizer
 
@@ -47,6 +59,8 @@ def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.in
     Raises:
         UsageError: if the text cannot be read or is empty.
     """
+    from tqdm import tqdm
+
     from coupled_adam.text.documents import open_documents
     from coupled_adam.text.source import Data
 
@@ -55,7 +69,10 @@ def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.in
         first = tokenizer.eos_token_id
     begin = [] if first is None else [first]
     parts = []
-    for document in open_documents(Data(text=str(text))).readers["train"]():
-        ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-        parts.append(np.array([*begin, *ids], np.int64))
+    documents = open_documents(Data(text=str(text))).readers["train"]()
+    with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
+        for document in documents:
+            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
+            parts.append(np.array([*begin, *ids], np.int64))
+            bar.update(len(parts[-1]))
     return np.concatenate(parts)

@@ -5,18 +5,15 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
-import secrets
-import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import platformdirs
-from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
@@ -25,6 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
+from coupled_adam.files import clear_leftovers, duration, file_digest, lock, new_folder
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.text.documents import Documents, content_digest, open_documents
 from coupled_adam.text.source import Data
@@ -33,9 +31,12 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
-_LAYOUT = 1  # version of a corpus folder's layout, part of its key; raise it with each change
+BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
+"""The settings of a recipe's data that count by what is found there, not by their values."""
+_LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
 _BATCH = 2_000_000  # characters per call of the tokenizer, which has its own threads
 _BPE_CHARACTERS = 10**9  # the most that a BPE is trained on
+_PATIENCE = 24 * 3600.0  # seconds to wait for another process that prepares the same corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Corpus:
     """A prepared corpus: its folder, and the content of the ``corpus.json`` in it.
 
     facts: ``source``, ``fingerprint``, ``tokenizer``, ``vocab_size``, ``dtype``, ``end_of_text``
-        (an id or None); and for each split ``tokens``, ``documents`` (None for token files) and
-        ``files``.
+        (an id or None); for each split ``tokens``, ``documents`` (None for token files) and
+        ``files``; and ``digests``, the SHA-256 of each file in the folder.
     """
 
     folder: Path
@@ -52,7 +53,13 @@ class Corpus:
 
     def tokens(self, split: str) -> Tokens:
         """The token ids of ``"train"``, ``"valid"`` or ``"test"``."""
-        return Tokens([TokenFile(**file).open(self.folder) for file in self.facts["files"][split]])
+        files = [TokenFile(**file) for file in self.facts["files"][split]]
+        return Tokens([file.open(self.folder) for file in files], self.facts["vocab_size"])
+
+    @property
+    def identity(self) -> str:
+        """A hash of the source's content, the tokenizer and all tokens."""
+        return content_hash([self.facts["fingerprint"], self.facts["digests"]])
 
     def unigram_counts(self) -> NDArray[np.int64]:
         """How often each token occurs in the training split, [V]."""
@@ -82,51 +89,86 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
 
     The name of the corpus folder is a hash of the source's content, the tokenizer, and the settings
     of both. The folder is written under a temporary name and renamed when it is complete. Other
-    processes that need the same corpus wait for the one that creates it. A cache that already
-    contains the corpus may be read-only.
+    processes that need the same corpus wait for the one that creates it, for a day at most. All
+    files of a corpus in the cache are compared with their digests; if one is damaged, the corpus is
+    created again. A cache that already contains the corpus may be read-only.
 
     Raises:
-        UsageError: the source or tokenizer cannot be used, the text is too short for the recipe,
-            or the cache cannot be written.
+        UsageError: the source or tokenizer cannot be used or changes while it is read, the text is
+            too short for the recipe, or the cache cannot be written.
     """
     data, vocab_size = recipe.data, recipe.model.vocab_size
     tokenizer = None if data.tokenizer is None else corpus_tokenizer(data.tokenizer, vocab_size)
-    source: Documents | dict[str, list[TokenFile]]
+    source: Documents | TokenFiles
     if data.tokens is not None:
-        name = f"data.tokens={data.tokens}"
-        source = find_token_files(data, vocab_size)
-        paths = [Path(file.path) for files in source.values() for file in files]
-        # Token files are not copied: if only their time has changed, they still need a new check.
-        identity: Any = [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+        source = TokenFiles(f"data.tokens={data.tokens}", find_token_files(data, vocab_size))
     else:
         source = open_documents(data)
-        name, identity = source.source, source.fingerprint
-    hashed = ("text", "hub", "hub_revision", "tokens", "tokenizer")  # by content, not by name
     made_from = {
         "layout": _LAYOUT,
-        "source": identity,
+        "source": source.fingerprint,
         "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
         "vocab_size": vocab_size,
-        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in hashed},
+        "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
     }
-    key = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:32]
-    corpus = _find(cache / key, source)
+    folder = cache / content_hash(made_from)[:32]
+    corpus = _find(folder, source)
     if corpus is None:
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache / f"{key}.lock"):
-                corpus = _find(cache / key, source)  # created by another process in the meantime
+            with lock(
+                cache / f"{folder.name}.lock",
+                f"another process has been preparing the corpus {folder} for more than "
+                f"{duration(_PATIENCE)}: end it, or choose another --cache",
+                _PATIENCE,
+                f"another process that is preparing the corpus {folder}",
+            ):
+                corpus = _find(folder, source)  # created by another process in the meantime
                 if corpus is None:
-                    _remove_leftovers(cache, key)
-                    corpus = _make(source, tokenizer, data, vocab_size, cache / key)
+                    clear_leftovers(cache)
+                    corpus = _make(source, tokenizer, data, vocab_size, folder)
         except OSError as error:
             raise UsageError(
                 f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
                 "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
             ) from None
     _check_length(corpus, recipe)
-    # The cached corpus may have been created from another source with the same content.
-    return Corpus(corpus.folder, {**corpus.facts, "source": name})
+    return corpus
+
+
+class TokenFiles:
+    """A source of token files that are used where they are.
+
+    Attributes:
+        source: the name of the source in messages.
+        files: the ranges of token ids in files, for each split.
+        digests: the SHA-256 of each range.
+    """
+
+    def __init__(self, source: str, files: dict[str, list[TokenFile]]) -> None:
+        self.source = source
+        self.files = files
+        sizes = [file.length * np.dtype(file.dtype).itemsize for f in files.values() for file in f]
+        with _progress("checking the token files", sum(sizes)) as bar:
+            self.digests = {
+                split: [_range_digest(file, bar) for file in parts]
+                for split, parts in files.items()
+            }
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the tokens of all splits, whatever the files' names are."""
+        return content_hash(
+            {
+                split: [(file.dtype, file.length, digest) for file, digest in zip(parts, digests)]
+                for (split, parts), digests in zip(self.files.items(), self.digests.values())
+            }
+        )
+
+
+def content_hash(content: Any) -> str:
+    """The SHA-256 digest of a value of JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -163,63 +205,80 @@ def held_out_split(document: str, share: float) -> str:
     return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
-def _find(folder: Path, source: Documents | dict[str, list[TokenFile]]) -> Corpus | None:
+def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
     """The corpus in a folder; None if it is missing or damaged.
 
     A corpus that refers to files other than its own and those of the source counts as damaged.
     """
-    paths = {f"{split}.bin" for split in SPLITS}
-    if not isinstance(source, Documents):
-        paths = {file.path for files in source.values() for file in files}
+    if not (folder / "corpus.json").exists():
+        return None
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    reason = "corpus.json"
     with contextlib.suppress(*damaged):
         facts = json.loads((folder / "corpus.json").read_text())
-        complete = all((folder / path).stat().st_size == n for path, n in facts["sizes"].items())
+        digest = facts.pop("digest")
         files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
         tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
-        present = (
-            f.path in paths and f.is_there(folder) for parts in files.values() for f in parts
-        )
+        paths = {file.path for parts in files.values() for file in parts}
+        inside = isinstance(source, TokenFiles) or paths <= {f"{split}.bin" for split in SPLITS}
         known = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
-        if complete and known and all(present):
-            return Corpus(folder, facts)
+        if digest == content_hash(facts) and inside and known:
+            reason = _difference(folder, facts["digests"])
+            present = [file.is_there(folder) for parts in files.values() for file in parts]
+            if not reason and (all(present) or isinstance(source, TokenFiles)):
+                return _loaded(folder, facts, source)
+    warnings.warn(f"{folder} is damaged ({reason}), and made again", stacklevel=3)
     return None
 
 
-def _remove_leftovers(cache: Path, key: str) -> None:
-    """Remove temporary folders of killed processes: those whose lock is not held."""
-    for folder in cache.glob("*.tmp"):
-        its_key = folder.name.split(".")[0]
-        if not re.fullmatch(r"[0-9a-f]{32}\.\w+\.tmp", folder.name):  # not ours
-            continue
-        lock = (
-            contextlib.nullcontext() if its_key == key else FileLock(cache / f"{its_key}.lock", 0)
-        )
-        with contextlib.suppress(OSError), lock:  # the lock is held, or belongs to another user
-            shutil.rmtree(folder, ignore_errors=True)
+def _difference(folder: Path, digests: dict[str, str]) -> str:
+    """The first file that is not there or has another digest; otherwise empty."""
+    sizes = {}
+    for name in digests:
+        path = folder / name
+        if not path.is_file():
+            return name
+        sizes[path] = path.stat().st_size
+    with _progress("checking the cached corpus", sum(sizes.values())) as bar:
+        for name, path in zip(digests, sizes):
+            if file_digest(path, progress=bar.update) != digests[name]:
+                return name
+    return ""
+
+
+def _loaded(folder: Path, facts: dict[str, Any], source: Documents | TokenFiles) -> Corpus:
+    """A corpus, which may have been made from other files with the same content."""
+    files = facts["files"]
+    if isinstance(source, TokenFiles):
+        files = {s: [dataclasses.asdict(f) for f in parts] for s, parts in source.files.items()}
+    return Corpus(folder, {**facts, "files": files, "source": source.source})
+
+
+def _is_own(name: str) -> bool:
+    """Whether a corpus may have a file of this name, relative to its folder."""
+    names = {"corpus.json", "unigram_counts.npy", *(f"{split}.bin" for split in SPLITS)}
+    return name in names or name.startswith("tokenizer/")
 
 
 def _make(
-    source: Documents | dict[str, list[TokenFile]],
+    source: Documents | TokenFiles,
     tokenizer: PreTrainedTokenizerBase | None,
     data: Data,
     vocab_size: int,
     folder: Path,
 ) -> Corpus:
-    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
-    try:
-        facts: dict[str, Any] = {"vocab_size": vocab_size}
+    with new_folder(folder, _is_own) as temporary:
+        facts: dict[str, Any] = {"vocab_size": vocab_size, "fingerprint": source.fingerprint}
         if isinstance(source, Documents):
-            facts["fingerprint"] = source.fingerprint
-            tokenizer = tokenizer or _train_tokenizer(source, data, vocab_size)
+            if tokenizer is None:
+                tokenizer = _train_tokenizer(source, data, vocab_size)
+                source.check()
             files, facts["documents"] = _write_tokens(
                 source, data, tokenizer, vocab_size, temporary
             )
+            source.check()
         else:
-            files = source
-            paths = dict.fromkeys(Path(file.path) for parts in files.values() for file in parts)
-            facts["fingerprint"] = content_digest(paths)
+            files = source.files
             facts["documents"] = dict.fromkeys(SPLITS)
         facts["tokenizer"] = data.tokenizer
         facts["end_of_text"] = None
@@ -230,18 +289,15 @@ def _make(
         facts["dtype"] = files["train"][0].dtype
         facts["tokens"] = {s: sum(file.length for file in parts) for s, parts in files.items()}
         facts["files"] = {s: [dataclasses.asdict(f) for f in parts] for s, parts in files.items()}
-        np.save(temporary / "unigram_counts.npy", _count(files, temporary, vocab_size))
-        written = [path for path in temporary.rglob("*") if path.is_file()]
-        facts["sizes"] = {str(path.relative_to(temporary)): path.stat().st_size for path in written}
-        (temporary / "corpus.json").write_text(json.dumps(facts, indent=2))
-        for path in (*written, temporary / "corpus.json"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())  # before the folder gets its name, in case of a crash
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged corpus
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Corpus(folder, facts)
+        counts, digests = _count(files, temporary, vocab_size)
+        if isinstance(source, TokenFiles) and digests != source.digests:
+            raise UsageError(f"{source.source} changed while it was read: start again")
+        np.save(temporary / "unigram_counts.npy", counts)
+        written = sorted(path for path in temporary.rglob("*") if path.is_file())
+        facts["digests"] = {p.relative_to(temporary).as_posix(): file_digest(p) for p in written}
+        content = {**facts, "digest": content_hash(facts)}
+        (temporary / "corpus.json").write_text(json.dumps(content, indent=2))
+    return _loaded(folder, facts, source)
 
 
 def _assigned(documents: Documents, part: str, data: Data) -> Iterator[tuple[str, str]]:
@@ -263,7 +319,8 @@ def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTr
                 yield text
                 left -= len(text)
                 if left <= 0:
-                    return
+                    break
+        bar.set_description("learning the BPE's merges")
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -362,15 +419,22 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
         return content_digest(sorted(path for path in Path(folder).rglob("*") if path.is_file()))
 
 
-def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:
-    """Count the tokens of the training split, [V], and check the ids of all splits."""
+def _count(
+    files: dict[str, list[TokenFile]], folder: Path, vocab_size: int
+) -> tuple[NDArray[np.int64], dict[str, list[str]]]:
+    """Count the tokens of the training split, [V], check the ids of all splits, and digest them."""
     counts = np.zeros(vocab_size, np.int64)
+    digests: dict[str, list[str]] = {split: [] for split in files}
     for split, parts in files.items():
         for file in parts:
             ids = file.open(folder)
-            for start in range(0, len(ids), 2**24):  # 128 MB as int64
+            digest = hashlib.sha256()
+            starts = range(0, len(ids), 2**24)  # 128 MB as int64
+            for start in tqdm(starts, f"counting tokens, {split}", disable=None, leave=False):
+                piece = np.array(ids[start : start + 2**24])  # read once
+                digest.update(piece.data)
                 try:
-                    found = unigram_counts(ids[start : start + 2**24], vocab_size)
+                    found = unigram_counts(piece, vocab_size)
                 except ValueError as error:
                     raise UsageError(
                         f"{file.path} ({file.dtype}): {error} Set model.vocab_size={vocab_size} "
@@ -378,7 +442,22 @@ def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> 
                     ) from None
                 if split == "train":
                     counts += found
-    return counts
+            digests[split].append(digest.hexdigest())
+    return counts, digests
+
+
+def _range_digest(file: TokenFile, bar: "tqdm[Any]") -> str:
+    """The digest of the ids of a file that is not in a corpus's folder."""
+    path, size = Path(file.path), file.length * np.dtype(file.dtype).itemsize
+    try:
+        return file_digest(path, file.offset, size, bar.update)
+    except OSError as error:
+        raise UsageError(f"data.tokens: {path}: {error.strerror}") from None
+
+
+def _progress(what: str, size: int) -> "tqdm[Any]":
+    """A progress bar for some bytes, which appears if that takes seconds."""
+    return tqdm(desc=what, unit="B", unit_scale=True, total=size, delay=3, disable=None)
 
 
 def _check_length(corpus: Corpus, recipe: Recipe) -> None:

@@ -4,13 +4,13 @@ import contextlib
 import difflib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, install, one_line
 
 PAPER_TASKS = (
     "arc_easy",
@@ -34,20 +34,25 @@ class Downstream:
         names: the names of tasks, groups or tags.
         folder: a folder with the user's own tasks (YAML), which is searched recursively. Names that
             are not found there are looked up among the harness's tasks.
+        limit: how many examples of each task to use, from its start; None for all. For trying
+            things out: the paper uses all.
 
     Raises:
         UsageError: the harness is not installed, there is no such task, its data cannot be loaded,
             or it does not report an accuracy.
     """
 
-    def __init__(self, names: Sequence[str] = PAPER_TASKS, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        names: Sequence[str] = PAPER_TASKS,
+        folder: Path | None = None,
+        limit: int | None = None,
+    ) -> None:
         try:
             import lm_eval
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"--lm-eval needs a package ({error}): pip install 'coupled-adam[lm-eval]'"
-            ) from None
+            raise UsageError(f"--lm-eval needs a package ({error}): {install('lm-eval')}") from None
         if folder is not None and not folder.is_dir():
             raise UsageError(f"--lm-eval-path {folder} is not a folder")
         own = TaskManager(include_path=str(folder), include_defaults=False) if folder else None
@@ -62,19 +67,21 @@ class Downstream:
                 raise UsageError(f"--lm-eval {name}: no such task: {hint}")
         self.names = list(dict.fromkeys(names))
         try:
-            loaded = self._manager.load(self.names)
+            loaded = {name: self._manager.load([name]) for name in self.names}
         except Exception as error:  # raised by several libraries and by the tasks' own code
             reason = one_line(error)
             raise UsageError(
                 f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Can the "
                 "tasks' data be reached?"
             ) from None
-        for name, task in loaded["tasks"].items():
+        tasks = {name: task for part in loaded.values() for name, task in part["tasks"].items()}
+        for name, task in tasks.items():
             if not set(task.aggregation()) & set(_ACCURACIES):
                 raise UsageError(
                     f"--lm-eval {name} measures {', '.join(task.aggregation())}, and no accuracy"
                 )
             task.set_fewshot_seed(_FEWSHOT_SEED)
+        self.limit = limit
         self._version = lm_eval.__version__
         self._loaded = loaded
 
@@ -90,26 +97,31 @@ class Downstream:
             ``accuracy``, from 0 to 1, the mean over the tasks; ``stderr``, its standard error,
             computed as sqrt(sum se^2) / n as if the tasks were independent; ``tasks``, with the
             ``accuracy``, the ``stderr`` and the ``metric`` used as accuracy of each task; and the
-            ``versions`` of harness and tasks. A group counts as one task, a tag as all its tasks.
-            A standard error is None if the harness does not report it.
+            ``versions`` of harness and tasks; and the ``limit``. A group counts as one task, a tag
+            as all its tasks. A standard error is None if the harness does not report it.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for results
-            results = evaluate(
-                lm=lm,
-                task_dict=self._loaded,
-                log_samples=False,
-                # Only perplexities, not used here, are bootstrapped; means have a formula.
-                bootstrap_iters=2,
-            )
-        tasks = {
-            name: score
-            for requested in self.names
-            for name, score in self._scores(requested, results).items()
-        }
+        tasks: dict[str, dict[str, Any]] = {}
+        versions: dict[str, Any] = {}
+        for number, (name, loaded) in enumerate(self._loaded.items(), 1):
+            with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+                results = evaluate(
+                    lm=lm,
+                    task_dict=loaded,
+                    limit=self.limit,
+                    log_samples=False,
+                    # Only perplexities, not used here, are bootstrapped; means have a formula.
+                    bootstrap_iters=2,
+                )
+            scores = self._scores(name, results)
+            tasks |= scores
+            versions |= results["versions"]
+            for task, score in scores.items():
+                said = f"{task}: {score['metric']} {with_error(score)}"
+                print(f"{said} ({number} of {len(self.names)})", file=sys.stderr)
         accuracies = [score["accuracy"] for score in tasks.values()]
         errors = [score["stderr"] for score in tasks.values()]
         known = None not in errors
@@ -117,7 +129,8 @@ class Downstream:
             "accuracy": math.fsum(accuracies) / len(tasks),
             "stderr": math.hypot(*errors) / len(tasks) if known else None,
             "tasks": tasks,
-            "versions": {"lm_eval": self._version, **results["versions"]},
+            "limit": self.limit,
+            "versions": {"lm_eval": self._version, **versions},
         }
 
     def _scores(self, name: str, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -134,3 +147,9 @@ class Downstream:
         for member in sorted(members):
             scores |= self._scores(member, results)
         return scores
+
+
+def with_error(score: Mapping[str, Any]) -> str:
+    """An accuracy and its standard error, if there is one: ``0.412 ± 0.010``."""
+    error = score.get("stderr")
+    return f"{score['accuracy']:.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import (
@@ -25,10 +26,11 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.loading import (
     block_length,
-    is_causal,
+    check_model,
     load_model,
     load_model_tokenizer,
     recipe_of_run,
+    require_causal,
 )
 from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
 from coupled_adam.lab.training.loss import next_token_loss
@@ -85,7 +87,7 @@ def evaluate_run(
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = "centered" in (done.get("embeddings") or {})
+    has_measures = "isotropy_unit" in (done.get("embeddings") or {})
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model = load_model(run / "model", device)
@@ -110,8 +112,9 @@ def evaluate_run(
 
 
 def evaluate_model(
-    folder: Path,
+    source: Path | str,
     *,
+    revision: str | None = None,
     text: Path | None = None,
     batches: int | None = None,
     sets: Sets | None = None,
@@ -121,7 +124,9 @@ def evaluate_model(
     """Evaluate a causal language model in Hugging Face format, without writing any files.
 
     Args:
-        folder: the model's folder; its weights are safetensors of any dtype, converted to float32.
+        source: the model's folder, or its id on the Hugging Face hub; its weights are safetensors
+            of any dtype, converted to float32.
+        revision: a branch, tag or commit on the hub.
         text: a file or folder, for the test loss and the unigram counts. Each document (or passage
             of plain text) is preceded by the token that begins a text. Blocks are as long as the
             model allows, but at most 1024 tokens.
@@ -134,14 +139,13 @@ def evaluate_model(
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
-    model = load_model(folder, device)
-    if not is_causal(model):
-        raise UsageError(
-            f"{folder}: {type(model).__name__} predicts tokens from later ones, too: a causal "
-            "language model is needed"
-        )
+    check_model(source)
+    if batches is not None and text is None:
+        raise UsageError("--batches is for the test loss: name a text for it with --text")
     needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = load_model_tokenizer(folder) if needs_tokenizer else None
+    tokenizer = load_model_tokenizer(source, revision) if needs_tokenizer else None
+    model = load_model(source, device, revision)
+    require_causal(model, source)
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -158,7 +162,7 @@ def evaluate_model(
         try:
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         except ValueError as error:
-            raise UsageError(f"{folder}: its tokenizer does not fit its model: {error}") from None
+            raise UsageError(f"{source}: its tokenizer does not fit its model: {error}") from None
         sequences = None if batches is None else batches * _TEXT_BATCH
         result |= {**held_out_loss(model, tokens, length, sequences), "test_batches": batches}
     result |= measures(model, counts)
@@ -201,17 +205,51 @@ def held_out_loss(
     Raises:
         UsageError: the loss is not finite.
     """
-    if sequences is not None:
-        tokens = tokens[: sequences * length + 1]
-    total, predicted = 0.0, 0
-    with torch.inference_mode():
-        for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
-            size = blocks[:, 1:].numel()
-            total += next_token_loss(model, blocks.to(model.device)).item() * size
-            predicted += size
+    total, predicted = _summed_loss(model, tokens, length, sequences)
     if not math.isfinite(total):
         raise UsageError(f"{model.name_or_path}: the test loss is not finite")
     return {"test_loss": total / predicted, "test_tokens": predicted}
+
+
+def _summed_loss(
+    model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
+) -> tuple[float, int]:
+    """The sum of the cross-entropy over all predicted tokens, and their number."""
+    if sequences is not None:
+        tokens = tokens[: sequences * length + 1]
+    total, predicted = 0.0, 0
+    whole = (len(tokens) - 1) // length * length
+    bar = tqdm(
+        total=whole, desc="test loss", unit="", unit_scale=True, disable=None, leave=False, delay=1
+    )
+    with torch.inference_mode(), bar:
+        for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
+            size = blocks[:, 1:].numel()
+            bar.update(size)
+            total += next_token_loss(model, blocks.to(model.device)).item() * size
+            predicted += size
+    return total, predicted
+
+
+def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> float | None:
+    """The mean cross-entropy of a causal language model on a text; None if it is not finite.
+
+    Args:
+        folder, text, batches, device: as for :func:`evaluate_model`.
+
+    Raises:
+        UsageError: as for :func:`evaluate_model`.
+    """
+    model = load_model(folder, device)
+    tokens = text_tokens(text, load_model_tokenizer(folder))
+    length = block_length(model)
+    if len(tokens) <= length:
+        raise UsageError(
+            f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
+        )
+    sequences = None if batches is None else batches * _TEXT_BATCH
+    total, predicted = _summed_loss(model, tokens, length, sequences)
+    return total / predicted if math.isfinite(total) else None
 
 
 def _word_similarity(

@@ -1,14 +1,17 @@
 """Load models and tokenizers from folders, and find out what an evaluation needs to know."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from coupled_adam.embeddings.loading import inner_runs
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
@@ -35,47 +38,81 @@ def recipe_of_run(folder: Path) -> Recipe:
     return recipe
 
 
-def load_model(folder: Path, device: str) -> PreTrainedModel:
+def check_model(source: Path | str) -> None:
+    """Raise UsageError unless this is the folder of a model, or could be the id of one."""
+    folder = Path(source)
+    is_id = not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
+    if is_id or (folder / "config.json").exists():
+        return
+    runs = inner_runs(folder)
+    if runs:
+        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
+    raise UsageError(
+        f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
+    )
+
+
+def load_model(source: Path | str, device: str, revision: str | None = None) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
+    Args:
+        source: the model's folder, or its id on the Hugging Face hub.
+        device: where to load it.
+        revision: a branch, tag or commit on the hub.
+
     Raises:
-        UsageError: the folder has no model, or weights are damaged or missing.
+        UsageError: there is no such model, or weights are damaged or missing.
     """
-    if not (folder / "config.json").exists():
-        raise UsageError(
-            f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
-        )
+    check_model(source)
+    is_here = Path(source).exists()
+    if not is_here:
+        reach_hub()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
+            source,
+            revision=revision or "main",
             dtype=torch.float32,
             use_safetensors=True,
-            local_files_only=True,
+            local_files_only=is_here,
             trust_remote_code=False,
             output_loading_info=True,
         )
     except Exception as error:  # raised by several libraries
-        raise UsageError(f"{folder}: {type(error).__name__}: {one_line(error)}") from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if not is_here:
+            reason = f"there is no such folder here, and {hub_error(error)}"
+        raise UsageError(f"{source}: {reason}") from None
     model: PreTrainedModel
     model, found = loaded
     if found["missing_keys"]:
         missing = ", ".join(sorted(found["missing_keys"])[:3])
-        raise UsageError(f"{folder}: weights are missing and would be random: {missing}")
+        raise UsageError(f"{source}: weights are missing and would be random: {missing}")
     model.to(device)  # type: ignore[arg-type]
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
 
-def load_model_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model in a folder.
+def load_model_tokenizer(
+    source: Path | str, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, from its folder or the hub.
 
     Raises:
-        UsageError: the folder has no tokenizer.
+        UsageError: the model has no tokenizer.
     """
     try:
-        return load_tokenizer(folder)
+        return load_tokenizer(source, revision)
     except UsageError as error:
         raise UsageError(f"{error}, which this needs: save it with the model") from None
+
+
+def require_causal(model: PreTrainedModel, source: Path | str) -> None:
+    """Raise UsageError unless it is a causal language model."""
+    if not is_causal(model):
+        raise UsageError(
+            f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
+            "language model is needed"
+        )
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -24,6 +24,7 @@ from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.loading import (
     block_length,
+    check_model,
     is_causal,
     is_run,
     load_model,
@@ -117,6 +118,7 @@ def measure_folder(
         tokens = prepare_corpus(recipe, cache).tokens("train")
         length, betas, eps = training.sequence_length, training.betas, training.eps
     else:
+        check_model(folder)
         if text is None:
             raise UsageError(f"{folder} is a model: name a text for it with --text")
         model = load_model(folder, device)

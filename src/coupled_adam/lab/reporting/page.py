@@ -1,31 +1,51 @@
 """A report as a single, self-contained HTML page."""
 
+import base64
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+import statistics
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.runs import Run, short
-from coupled_adam.lab.reporting.tables import Column, Row, footnotes
+from coupled_adam.lab.reporting.statistics import shown_p
+from coupled_adam.lab.reporting.tables import Column, Row
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
+
+
+@dataclasses.dataclass(frozen=True)
+class ShownTable:
+    """A table to show: its rows, columns, and the notes below it."""
+
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    footnotes: Sequence[str]
 
 
 def render(
     runs: Sequence[Run],
     left_out: Mapping[Path, str],
-    rows: Sequence[Row],
-    columns: Sequence[Column],
+    table: ShownTable,
     pictures: Sequence[Picture],
+    out: Path,
 ) -> str:
-    """Create the page of a report, with embedded pictures; all text is escaped."""
+    """Create the page of a report in the folder ``out``, with embedded pictures.
+
+    All text is escaped. The links lead to the folders of the runs.
+    """
     first = {run.experiment: run for run in reversed(runs)}
     values = {
-        "rows": rows,
-        "columns": columns,
-        "footnotes": footnotes(rows),
+        "conclusion": conclusion(runs, left_out),
+        "arms": _arms(runs, out),
+        **_shown(table),
         "experiments": [
             {
                 "name": name,
@@ -36,9 +56,70 @@ def render(
         ],
         "runs": len(runs),
         "left_out": {str(path): reason for path, reason in left_out.items()},
-        "short": short,
     }
     return page.render("report.html", values, pictures, package="coupled_adam.lab.reporting")
+
+
+def results_table(conclusion: Sequence[str], table: ShownTable, overview: bytes) -> str:
+    """A conclusion, a table and a picture as a part of another page, such as a notebook."""
+    values = {
+        "conclusion": conclusion,
+        **_shown(table),
+        "overview": base64.b64encode(overview).decode(),
+    }
+    return page.render("notebook.html", values, [], package="coupled_adam.lab.reporting")
+
+
+def _shown(table: ShownTable) -> dict[str, Any]:
+    """What the template of a table needs."""
+    return {
+        "rows": table.rows,
+        "columns": table.columns,
+        "footnotes": table.footnotes,
+        "short": short,
+        "shown_p": shown_p,
+    }
+
+
+def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
+    """For each arm of each experiment: its options, its time, and links to its runs."""
+    arms: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        arms.setdefault((run.experiment, run.setup), []).append(run)
+    return [
+        {
+            "experiment": mine[0].experiment,
+            "label": mine[0].label,
+            "options": ", ".join(f"{k}={v}" for k, v in mine[0].recipe.arms[mine[0].arm].items()),
+            "seconds": _shown_seconds([run.seconds for run in mine], statistics.fmean),
+            "total": _shown_seconds([run.seconds for run in mine], math.fsum),
+            "speed": _shown_speed([run.tokens_per_second for run in mine]),
+            "runs": [(run.seed, _link(run.folder, out)) for run in mine],
+        }
+        for mine in arms.values()
+    ]
+
+
+def _shown_seconds(
+    seconds: Sequence[float | None], combine: Callable[[Sequence[float]], float]
+) -> str:
+    known = [value for value in seconds if value is not None]
+    if len(known) < len(seconds):
+        return "–"
+    total = round(combine(known))
+    if total < 3600:
+        return f"{total // 60}:{total % 60:02} min"
+    return f"{total // 3600}:{total % 3600 // 60:02} h"
+
+
+def _shown_speed(speeds: Sequence[float | None]) -> str:
+    known = [value for value in speeds if value is not None]
+    return f"{statistics.harmonic_mean(known):,.0f}" if known else "–"
+
+
+def _link(folder: Path, out: Path) -> str:
+    """The folder's address, relative to the page so that the two can be moved together."""
+    return urllib.parse.quote(os.path.relpath(folder.resolve(), out.resolve()), errors="replace")
 
 
 def _environment(run: Run) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import matplotlib
 import numpy as np
@@ -19,7 +20,15 @@ from coupled_adam.rendering.pictures import (
 )
 
 
-def arm_colors(runs: Sequence[Run]) -> dict[str, str]:
+class OfArm(Protocol):
+    """What belongs to an arm, such as a run."""
+
+    @property
+    def arm(self) -> str:
+        """The arm's name in the recipe."""
+
+
+def arm_colors(runs: Sequence[OfArm]) -> dict[str, str]:
     """A color for each arm: fixed ones for the two main arms, a color scale for the others."""
     fixed = {"adamw": ADAMW_COLOR, "coupled_adam": COUPLED_ADAM_COLOR}
     others = [arm for arm in dict.fromkeys(run.arm for run in runs) if arm not in fixed]

@@ -1,20 +1,28 @@
 """Write the report of finished runs: tables, pictures and one page."""
 
+import dataclasses
 import json
-import os
-import shutil
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.text import Text
+from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
+from coupled_adam.files import clear_leftovers, make_folder, new_folder
+from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import render
+from coupled_adam.lab.reporting.page import ShownTable, render, results_table
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
+    Bold,
+    footnotes,
     latex,
     markdown,
+    more_columns,
     runs_csv,
     shown_columns,
     summary_csv,
@@ -23,21 +31,57 @@ from coupled_adam.lab.reporting.tables import (
 )
 
 
-def report(folders: Sequence[Path], out: Path) -> Table:
-    """Write a report of all finished runs in some folders, and return the table for the terminal.
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A report that was written: it prints as text and table, and shows itself in a notebook.
+
+    Attributes:
+        page: the path of its page.
+        conclusion: what the runs show, a sentence or a few for each experiment.
+        table: the results.
+        overview: the most important picture, a PNG.
+    """
+
+    page: Path
+    conclusion: Sequence[str]
+    table: ShownTable
+    overview: bytes = dataclasses.field(repr=False)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from terminal(self.table.rows, self.table.columns, options.max_width)
+        yield Text("\n".join([*self.table.footnotes, ""]), style="dim")
+        yield Text("\n".join([*self.conclusion, ""]))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        widest = max(
+            console.measure(part, options=options).maximum
+            for part in terminal(self.table.rows, self.table.columns, console.width)
+        )
+        return Measurement(widest, widest)
+
+    def _repr_html_(self) -> str:
+        return results_table(self.conclusion, self.table, self.overview)
+
+
+def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
+    """Write a report of all finished runs in some folders.
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
-    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete;
-    anything else is never replaced.
+    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete
+    and on the disk (:func:`coupled_adam.files.new_folder`); anything else is never replaced.
+    ``bold`` is explained at :func:`table_rows`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
     """
+    shown, out = out, out.resolve()  # so that a symbolic link stays one
+    if out.parent.is_dir():
+        clear_leftovers(out.parent)
     if out.exists() and not _is_report(out):
         raise UsageError(
-            f"--out {out} holds something other than a report, which would be lost: choose a "
+            f"--out {shown} holds something other than a report, which would be lost: choose a "
             "new folder"
         )
     runs, left_out = read_runs(folders)
@@ -46,37 +90,42 @@ def report(folders: Sequence[Path], out: Path) -> Table:
         raise UsageError(
             f"{places}: there is no finished run in it; coupled-adam compare makes some"
         )
-    rows = table_rows(runs)
+    rows = table_rows(runs, bold)
     columns = shown_columns(rows)
-    out = out.resolve()  # so that a symbolic link stays one
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    try:
-        (temporary / "figures").mkdir(parents=True)
-        _write(temporary / "table.md", markdown(rows, columns))
-        _write(temporary / "table.tex", latex(rows, columns))
-        _write(temporary / "summary.csv", summary_csv(rows, columns))
-        _write(temporary / "runs.csv", runs_csv(runs))
+    notes = footnotes(rows, bold)
+    all_columns = [*columns, *more_columns(rows)]
+    shown, out = out, out.resolve()  # so that a symbolic link stays one
+    make_folder(out.parent)
+    with new_folder(out, _is_own) as folder:
+        _write(folder / "table.md", markdown(rows, columns, bold))
+        _write(folder / "table.tex", latex(rows, columns))
+        _write(folder / "summary.csv", summary_csv(rows, all_columns))
+        _write(folder / "runs.csv", runs_csv(runs))
         results = [
-            {"recipe": r.recipe.name, "arm": r.arm, "seed": r.seed, **r.evaluation} for r in runs
+            {
+                "recipe": r.recipe.name,
+                "settings": r.settings,
+                "arm": r.arm,
+                "seed": r.seed,
+                **r.evaluation,
+            }
+            for r in runs
         ]
-        _write(temporary / "results.json", json.dumps(results, indent=2))
+        _write(folder / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
-        for picture in pictures:
-            path = temporary / picture.file
+        for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
+            path = folder / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        page = render(runs, left_out, rows, columns, pictures)
-        _write(temporary / "index.html", page)
-        if out.exists():
-            before = out.with_name(f"{out.name}.{os.getpid()}.old")
-            out.rename(before)
-            temporary.rename(out)
-            shutil.rmtree(before)
-        else:
-            temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return terminal(rows, columns)
+        table = ShownTable(rows, all_columns, notes)
+        page = render(runs, left_out, table, pictures, out)
+        _write(folder / "index.html", page)
+    return Report(
+        shown / "index.html",
+        conclusion(runs, left_out),
+        ShownTable(rows, columns, notes),
+        pictures[0].png,
+    )
 
 
 def _write(path: Path, text: str) -> None:
@@ -84,18 +133,18 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", errors="replace")
 
 
-_FILES = {
-    "index.html",
-    "table.md",
-    "table.tex",
-    "summary.csv",
-    "runs.csv",
-    "results.json",
-    "overview.png",
-    "figures",
-}
+_FILES = re.compile(
+    r"index\.html|table\.md|table\.tex|summary\.csv|runs\.csv|results\.json|overview\.png"
+    r"|figures/.+\.png"
+)
+
+
+def _is_own(name: str) -> bool:
+    """Whether a report has a file of this name, relative to its folder."""
+    return _FILES.fullmatch(name) is not None
 
 
 def _is_report(folder: Path) -> bool:
-    """Whether a folder is empty or contains only files that this module writes."""
-    return folder.is_dir() and {path.name for path in folder.iterdir()} <= _FILES
+    """Whether a folder holds no other files than this module writes."""
+    entries = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return folder.is_dir() and all(_is_own(p.relative_to(folder).as_posix()) for p in entries)

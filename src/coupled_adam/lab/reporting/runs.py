@@ -1,5 +1,6 @@
 """Read the folders of finished runs."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -26,6 +27,10 @@ _NUMBERS = (  # the numbers of an evaluation, if it has them
     ("embeddings", "mean_norm_ratio"),
     ("embeddings", "condition"),
     ("embeddings", "norm_frequency_correlation"),
+    ("embeddings", "norm_frequency_correlation_published"),
+    ("embeddings", "isotropy_unit"),
+    ("embeddings", "centered", "isotropy_unit"),
+    ("embeddings", "effective_rank"),
 )
 _LARGEST = 1e100  # the limit of all numbers; its square is still a float
 
@@ -34,8 +39,9 @@ _LARGEST = 1e100  # the limit of all numbers; its square is still a float
 class Run:
     """The folder of a finished run. Its arrays are read only when they are needed.
 
-    ``experiment`` is the name of the experiment that the run belongs to. Runs of one experiment may
-    be compared; their recipes differ only in name, arms and seeds.
+    ``experiment`` is the title of the experiment that the run belongs to. Runs of one experiment
+    may be compared; their recipes differ only in name, arms and seeds. ``settings`` are the values
+    by which it differs from other experiments in the report, by their dotted keys in the recipe.
     """
 
     folder: Path
@@ -45,6 +51,7 @@ class Run:
     metrics: list[dict[str, float]]
     evaluation: dict[str, Any]
     experiment: str = ""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -82,6 +89,19 @@ class Run:
             if math.isfinite(line.get(metric, math.nan))
         ]
         return [step * self.recipe.tokens_per_step for step, _ in points], [y for _, y in points]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The mean speed of training; None if it was not logged."""
+        speeds = [line.get("tokens_per_second", 0.0) for line in self.metrics]
+        inverse = [1 / speed for speed in speeds if math.isfinite(speed) and speed > 0]
+        return len(inverse) / math.fsum(inverse) if inverse else None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the training took, without evaluations and checkpoints; None if unknown."""
+        speed = self.tokens_per_second
+        return None if speed is None else self.recipe.tokens / speed
 
     @property
     def has_model(self) -> bool:
@@ -154,7 +174,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
             if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
-                left_out[folder] = "not finished"
+                left_out[folder] = _why_unfinished(folder)
             else:
                 metrics = _json(folder / "metrics.jsonl")
                 recipe = recipes.read(config["recipe"], path.name)
@@ -171,6 +191,16 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
         if first is not run:  # counting a run twice would make p too small
             left_out[run.folder] = f"the same arm and seed as {first.folder}"
     return list(kept.values()), left_out
+
+
+def _why_unfinished(folder: Path) -> str:
+    """Why a run has no evaluation: its log may end with a loss or gradient that is not finite."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        *_, last = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        line = json.loads(last)
+        if not all(math.isfinite(line.get(name, 0.0)) for name in ("train_loss", "grad_norm")):
+            return f"diverged at step {line['step']}"
+    return "not finished"
 
 
 def _json(path: Path) -> list[Any]:
@@ -257,16 +287,49 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
         settings[key] = flat
         # 124M-20B-scaled and 124M-20B are one experiment, with the shorter name.
         names[key] = min(names.get(key, recipe["name"]), recipe["name"], key=lambda n: (len(n), n))
-    full = {}
-    for key, name in names.items():
-        others = [settings[other] for other in names if names[other] == name]
-        apart = [
-            f"{setting}={value if str(value).isprintable() else repr(value)}"
-            for setting, value in settings[key].items()
-            if any(other[setting] != value for other in others)
-        ]
-        full[key] = ", ".join([name, *apart])
-    return [dataclasses.replace(run, experiment=full[key]) for run, key in zip(runs, keys)]
+    # What tells experiments of one name apart, for all of them, so that a table has one column.
+    apart = [
+        setting
+        for setting in next(iter(settings.values()), ())
+        if any(
+            settings[key][setting] != settings[other][setting]
+            for key in names
+            for other in names
+            if names[key] == names[other]
+        )
+    ]
+    sizes: dict[tuple[int, int], set[str]] = {}
+    for run, key in zip(runs, keys):
+        sizes.setdefault((run.parameters, run.recipe.tokens), set()).add(names[key])
+    has_names = any(len(sharing) > 1 for sharing in sizes.values())  # D and N do not tell them
+    named = []
+    for run, key in zip(runs, keys):
+        mine = {setting: settings[key][setting] for setting in apart}
+        others = [settings[other] for other in names if names[other] == names[key]]
+        own = [s for s in mine if any(other[s] != mine[s] for other in others)]
+        listed = ", ".join(f"{short_key(s, apart)}={setting_text(mine[s])}" for s in own)
+        title = f"{names[key]} ({listed})" if listed else names[key]
+        if has_names:
+            mine = {"recipe": names[key], **mine}
+        named.append(dataclasses.replace(run, experiment=title, settings=mine))
+    return named
+
+
+def short_key(key: str, keys: Sequence[str]) -> str:
+    """A dotted key without its section, if that is the only one of its name among these keys."""
+    last = key.rpartition(".")[2]
+    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+
+
+def setting_text(value: Any) -> str:
+    """A value of a recipe as in YAML, without control characters."""
+    text = {True: "true", False: "false", None: "null"}.get(value) if _is_flag(value) else None
+    text = text or str(value)
+    return text if text.isprintable() else repr(text)
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
 
 
 def _place(run: Run) -> tuple[Any, ...]:

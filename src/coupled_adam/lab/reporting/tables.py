@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coupled_adam.lab.reporting.runs import Run, short
+from coupled_adam.lab.reporting.runs import Run, setting_text, short, short_key
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
+    paired_t_test,
     sample_deviation,
     shorthand,
 )
@@ -71,22 +73,71 @@ COLUMNS = (
 )
 """In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
 
+MORE_COLUMNS = (
+    Column(
+        key="isotropy_unit",
+        header="Iso at unit norm ↑",
+        latex=r"Iso at unit norm $\uparrow$",
+        path=("embeddings", "isotropy_unit"),
+        digits=2,
+        better="higher",
+    ),
+    Column(
+        key="isotropy_unit_centered",
+        header="Iso centred, at unit norm ↑",
+        latex=r"Iso centred, at unit norm $\uparrow$",
+        path=("embeddings", "centered", "isotropy_unit"),
+        digits=2,
+        better="higher",
+    ),
+    Column(
+        key="effective_rank",
+        header="effective rank ↑",
+        latex=r"effective rank $\uparrow$",
+        path=("embeddings", "effective_rank"),
+        digits=1,
+        better="higher",
+    ),
+    Column(
+        key="norm_frequency_correlation_published",
+        header="ρ as published ↑",
+        latex=r"$\rho$ as published $\uparrow$",
+        path=("embeddings", "norm_frequency_correlation_published"),
+        digits=2,
+        better="higher",
+    ),
+)
+"""What the paper's tables do not show; on the page and in the CSV files, if measured."""
+
+Bold = Literal["adamw", "all"]
+"""Which arms a value must be significantly better than to be bold."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """A metric of an arm over its seeds; ``p`` is that of the test against the baseline, if any."""
+    """A metric of an arm over its seeds.
+
+    ``p`` and ``p_paired`` are those of the tests against the baseline, if any; the second is of the
+    differences between runs with the same seed.
+    """
 
     values: list[float]
     text: str
     p: float | None = None
+    p_paired: float | None = None
     bold: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of the table, which shows one arm of an experiment."""
+    """A row of the table, which shows one arm of an experiment.
+
+    ``settings`` are the values by which the experiment differs from the others, by short keys.
+    """
 
     experiment: str
+    name: str
+    settings: dict[str, str]
     tokens: int
     parameters: int
     arm: str
@@ -96,11 +147,16 @@ class Row:
     cells: dict[str, Cell]
 
 
-def table_rows(runs: Sequence[Run]) -> list[Row]:
+def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
     """Create a row for each arm of each experiment, with significantly better values in bold.
 
-    Each arm is compared with plain AdamW of the same experiment by a one-sided Student t-test at
-    95 % (App. F). AdamW is bold if there is only one other arm and that arm is significantly worse.
+    Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
+
+    Args:
+        runs: the runs of all experiments.
+        bold: ``"adamw"``: an arm is bold where it is better than plain AdamW. AdamW is bold if
+            there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
+            bold where it is better than each other arm of the experiment, as in Table 7.
     """
     experiments: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
@@ -110,16 +166,27 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
         baseline = next((arm for arm in arms.values() if arm[0].is_baseline), None)
         others = [arm for arm in arms.values() if arm is not baseline]
         for arm in arms.values():
-            against = baseline
-            if arm is baseline:
-                against = others[0] if len(others) == 1 else None
-            cells = {column.key: _cell(column, arm, against) for column in COLUMNS}
-            if arm is baseline:  # readers would take its p for that of the other row
-                cells = {key: dataclasses.replace(cell, p=None) for key, cell in cells.items()}
+            if bold == "all":
+                rivals = [other for other in arms.values() if other is not arm]
+            elif arm is not baseline:
+                rivals = [] if baseline is None else [baseline]
+            else:
+                rivals = others if len(others) == 1 else []
+            # Without a p in the baseline's row, which readers would take for that of another row.
+            against = None if arm is baseline else baseline
+            cells = {
+                column.key: _cell(column, arm, against, rivals)
+                for column in (*COLUMNS, *MORE_COLUMNS)
+            }
             first = arm[0]
             rows.append(
                 Row(
                     experiment=experiment,
+                    name=experiment.partition(" ")[0],
+                    settings={
+                        short_key(key, [*first.settings]): setting_text(value)
+                        for key, value in first.settings.items()
+                    },
                     tokens=first.recipe.tokens,
                     parameters=first.parameters,
                     arm=first.arm,
@@ -132,16 +199,31 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def _cell(column: Column, mine: list[Run], against: list[Run] | None) -> Cell:
-    values = _values(column, mine)
-    p = None
-    if against is not None:
-        p = one_sided_t_test(values, _values(column, against), column.better)
-    return Cell(values, shorthand(values, column.digits), p, p is not None and p < SIGNIFICANCE)
+def _cell(
+    column: Column, arm: list[Run], against: list[Run] | None, rivals: Sequence[list[Run]]
+) -> Cell:
+    """A cell with its tests against one arm, bold if it is better than each of the rivals."""
+    mine = _values(column, arm)
+    values = [*mine.values()]
+
+    def p(other: list[Run]) -> float | None:
+        return one_sided_t_test(values, [*_values(column, other).values()], column.better)
+
+    found = [p(rival) for rival in rivals]
+    paired = None if against is None else paired_t_test(mine, _values(column, against))
+    return Cell(
+        values,
+        shorthand(values, column.digits),
+        None if against is None else p(against),
+        None if paired is None else paired.one_sided(column.better),
+        bool(found) and all(one is not None and one < SIGNIFICANCE for one in found),
+    )
 
 
-def _values(column: Column, runs: list[Run]) -> list[float]:
-    return [value for run in runs if (value := run.value(column.path)) is not None]
+def _values(column: Column, runs: list[Run]) -> dict[int, float]:
+    """A metric of the runs that have it, by seed."""
+    found = {run.seed: run.value(column.path) for run in runs}
+    return {seed: value for seed, value in found.items() if value is not None}
 
 
 def shown_columns(rows: Sequence[Row]) -> list[Column]:
@@ -154,14 +236,26 @@ def shown_columns(rows: Sequence[Row]) -> list[Column]:
     ]
 
 
-def footnotes(rows: Sequence[Row]) -> list[str]:
+def more_columns(rows: Sequence[Row]) -> list[Column]:
+    """The :data:`MORE_COLUMNS` that any run has."""
+    return [column for column in MORE_COLUMNS if any(row.cells[column.key].values for row in rows)]
+
+
+_BOLD = {
+    "adamw": "Bold: better than AdamW, or AdamW better than the only other optimizer",
+    "all": "Bold: better than each of the others",
+}
+
+
+def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
     counts = {len(row.seeds) for row in rows}
     notes = []
     if max(counts) > 1:
         notes.append(
-            "Mean (standard deviation in the last digit) over seeds. Bold: better than AdamW, or "
-            "AdamW better than the only other optimizer, by a one-sided Student t-test at 95 %."
+            f"Mean (standard deviation in the last digit) over seeds. {_BOLD[bold]}, by a "
+            "one-sided Student t-test at 95 %, as in the paper; the sentences use two-sided tests "
+            "over pairs of runs with equal seeds."
         )
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
@@ -175,25 +269,33 @@ def footnotes(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def markdown(rows: Sequence[Row], columns: Sequence[Column], bold: Bold = "adamw") -> str:
     """Format the table in Markdown."""
-    header = ["D", "N", "Optimizer", *(column.header for column in columns)]
-    lines = [header, ["---:", "---:", "---", *("---:" for _ in columns)]]
+    keys = [*rows[0].settings]
+    header = ["D", "N", *map(_escaped, keys), "Optimizer", *(column.header for column in columns)]
+    lines = [header, ["---:", "---:", *("---" for _ in keys), "---", *("---:" for _ in columns)]]
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
         texts = [f"**{cell.text}**" if cell.bold else cell.text for cell in cells]
         label = row.label.replace("|", "\\|")
-        lines.append([short(row.tokens), short(row.parameters), label, *texts])
+        settings = map(_escaped, row.settings.values())
+        lines.append([short(row.tokens), short(row.parameters), *settings, label, *texts])
     table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    notes = (re.sub(r"([\\`*\[\]<>|])", r"\\\1", note) for note in footnotes(rows))
-    return table + "".join(f"\n{note}\n" for note in notes)
+    return table + "".join(f"\n{_escaped(note)}\n" for note in footnotes(rows, bold))
+
+
+def _escaped(text: str) -> str:
+    """Text without a meaning in Markdown."""
+    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", text)
 
 
 def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
     """Format the table in LaTeX, for the package booktabs."""
-    header = ["$D$", "$N$", "Optimizer", *(column.latex for column in columns)]
+    keys = [*rows[0].settings]
+    header = ["$D$", "$N$", *map(_latex_text, keys), "Optimizer"]
+    header += [column.latex for column in columns]
     lines = [
-        "\\begin{tabular}{rrl" + "r" * len(columns) + "}",
+        "\\begin{tabular}{rrl" + "l" * len(keys) + "r" * len(columns) + "}",
         "\\toprule",
         " & ".join(header) + r" \\",
     ]
@@ -204,8 +306,9 @@ def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
             group = row.experiment
         cells = [row.cells[column.key] for column in columns]
         texts = [_latex_cell(cell) for cell in cells]
-        label = "".join(_LATEX.get(c, c) for c in row.label)
-        lines.append(" & ".join([short(row.tokens), short(row.parameters), label, *texts]) + r" \\")
+        settings = [*row.settings.values(), row.label]
+        lead = [short(row.tokens), short(row.parameters), *map(_latex_text, settings)]
+        lines.append(" & ".join([*lead, *texts]) + r" \\")
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
@@ -217,23 +320,28 @@ _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
 }
 
 
+def _latex_text(text: str) -> str:
+    return "".join(_LATEX.get(c, c) for c in text)
+
+
 def _latex_cell(cell: Cell) -> str:
     text = "--" if cell.text == "–" else cell.text.replace("-", "$-$")
     return f"\\textbf{{{text}}}" if cell.bold else text
 
 
 def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """Write a line for each arm: mean, standard deviation, number of seeds and p of each metric."""
-    statistics = ("mean", "std", "n", "p")
-    header = ["experiment", "tokens", "parameters", "arm"]
+    """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
+    statistics = ("mean", "std", "n", "p", "p_paired")
+    header = ["experiment", "tokens", "parameters", *rows[0].settings, "arm"]
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
     lines = []
     for row in rows:
-        line: list[Any] = [row.experiment, row.tokens, row.parameters, row.arm]
+        line: list[Any] = [row.experiment, row.tokens, row.parameters]
+        line += [*row.settings.values(), row.arm]
         for column in columns:
             cell = row.cells[column.key]
             mean = float(np.mean(cell.values)) if cell.values else None
-            line += [mean, sample_deviation(cell.values), len(cell.values), cell.p]
+            line += [mean, sample_deviation(cell.values), len(cell.values), cell.p, cell.p_paired]
         lines.append(line)
     return csv_text([header, *lines])
 
@@ -246,33 +354,56 @@ def runs_csv(runs: Sequence[Run]) -> str:
         "seed",
         "tokens",
         "parameters",
-        *(c.key for c in COLUMNS),
+        *runs[0].settings,
+        *(c.key for c in (*COLUMNS, *MORE_COLUMNS)),
         "folder",
     ]
     lines = [
         [run.experiment, run.arm, run.seed, run.recipe.tokens, run.parameters]
-        + [run.value(column.path) for column in COLUMNS]
+        + [setting_text(value) for value in run.settings.values()]
+        + [run.value(column.path) for column in (*COLUMNS, *MORE_COLUMNS)]
         + [str(run.folder)]
         for run in runs
     ]
     return csv_text([header, *lines])
 
 
-def terminal(rows: Sequence[Row], columns: Sequence[Column]) -> Table:
-    """Create the table for the terminal."""
-    # If all rows have the same D and N, the title shows them, so that the rest fits 80 characters.
+def terminal(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[Table]:
+    """Create the table for the terminal: in several parts if it is wider than ``width``."""
+    # If all rows have the same D and N, the title shows them, so that more columns fit.
     first = rows[0]
     one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
-    names = ", ".join(dict.fromkeys(row.experiment for row in rows))
+    names = ", ".join(dict.fromkeys(row.name for row in rows))
     size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
-    shown = terminal_table(names + (size if one else ""), "\n".join(footnotes(rows)))
-    shown.caption_justify = "left"
-    header = ([] if one else ["D", "N"]) + ["Optimizer", *(column.header for column in columns)]
+    title = names + (size if one else "")
+    ruler = Console(width=1000)
+    parts: list[Table] = []
+    left = list(columns)
+    while left:
+        number = len(left)
+        part = _terminal_part(rows, left, title, not one)
+        while number > 1 and ruler.measure(part).maximum > width:
+            number -= 1
+            part = _terminal_part(rows, left[:number], title, not one)
+        parts.append(part)
+        left, title = left[number:], ""
+    return parts
+
+
+def _terminal_part(
+    rows: Sequence[Row], columns: Sequence[Column], title: str, with_sizes: bool
+) -> Table:
+    shown = terminal_table(title)
+    sizes = ["D", "N"] if with_sizes else []
+    keys = [*rows[0].settings]
+    header = [*sizes, *keys, "Optimizer", *(column.header for column in columns)]
     for name in header:
-        shown.add_column(name, justify="left" if name == "Optimizer" else "right", no_wrap=True)
+        left = name in ("Optimizer", *keys)
+        shown.add_column(Text(name), justify="left" if left else "right", no_wrap=True)
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
         texts = [Text(cell.text, "bold" if cell.bold else "") for cell in cells]
-        sizes = [] if one else [short(row.tokens), short(row.parameters)]
-        shown.add_row(*sizes, Text(row.label), *texts)
+        sizes = [short(row.tokens), short(row.parameters)] if with_sizes else []
+        settings = map(Text, row.settings.values())
+        shown.add_row(*sizes, *settings, Text(row.label), *texts)
     return shown

@@ -55,7 +55,7 @@ def theory_page(theory: Theory, name: str) -> str:
     title = f"{name}: what sums to zero over the vocabulary"
     columns = ["gradient", *OPTIMIZERS]
     rows = [(label, "", values) for label, values in theory_rows(theory)]
-    return render_table(title, columns, [("", rows)], [theory_picture(theory)], EXPLANATION)
+    return render_table(title, columns, [("", rows)], [theory_picture(theory)], [EXPLANATION])
 
 
 def theory_picture(theory: Theory) -> Picture:

@@ -1,28 +1,29 @@
-"""The log and the progress bar of a run."""
+"""What happens beside a run's training: its log, and its progress."""
 
+import collections
 import contextlib
 import json
 import signal
-import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
-from coupled_adam.files import write_atomically
+from coupled_adam.files import make_folder, write_atomically
 from coupled_adam.lab.models import output_embeddings
+from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.module import LanguageModel
+from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
 
 _EVERY = 10  # steps between two lines of the log
@@ -100,7 +101,7 @@ class RunLog(pl.Callback):
         correction = 1 - self.run.recipe.training.betas[1] ** trainer.global_step
         values = moment.double().mean(1).cpu().numpy() / correction
         path = self.run.folder / "second_moments" / f"step-{trainer.global_step}.npy"
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         save_array(path, values)
 
 
@@ -132,25 +133,11 @@ def _ctrl_c_waits() -> Iterator[None]:
 
 
 class MetricsFile(Logger):
-    """Logs to a file of JSON lines. ``step`` is the number of finished steps, 0 before the first.
+    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
 
-    Lines after ``last_step``, which a killed run wrote after its last checkpoint, are dropped.
-
-    Raises:
-        UsageError: if the file exists and contains anything else.
-    """
-
-    def __init__(self, path: Path, last_step: int) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
-        if rank() == 0 and path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            complete = [line for line in lines if line.endswith("\n")]
-            try:
-                kept = [line for line in complete if json.loads(line)["step"] <= last_step]
-            except (ValueError, KeyError, TypeError):
-                raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None
-            write_atomically(path, "".join(kept))
 
     @property
     def name(self) -> str:
@@ -173,25 +160,79 @@ class MetricsFile(Logger):
         """Nothing: they are in config.yaml."""
 
 
-class ProgressBar(TQDMProgressBar):
-    """One bar for the run: steps, time left, losses, tokens per second."""
+def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None:
+    """Drop the lines of ``metrics.jsonl`` after the checkpoint from which a run continues.
 
-    def __init__(self, run_log: RunLog) -> None:
-        super().__init__(refresh_rate=10 if sys.stderr.isatty() else 100)
+    Args:
+        last_step: the step of that checkpoint; None if the run begins, which drops all lines.
+        skip_damaged: whether to go on, with a warning, if lines before the checkpoint are missing
+            or come twice. Of the latter the first is kept.
+
+    Raises:
+        UsageError: if lines before the checkpoint are missing, come twice or are not JSON.
+    """
+    path = run.folder / "metrics.jsonl"
+    end = -1 if last_step is None else last_step
+    found = [line for line in _logged(path) if line[0] <= end]
+    kept = {(step, name): line for step, name, line in reversed(found)}
+    expected = _expected(run.recipe, end)
+    missing = [place for place in expected if place not in kept]
+    often = collections.Counter(line[:2] for line in found)
+    twice = [place for place in expected if often[place] > 1]
+    if missing or twice:
+        what, places = ("missing", missing) if missing else ("there twice", twice)
+        message = (
+            f"{path} is damaged: of the lines before the checkpoint {len(places)} are {what}, "
+            f"first {places[0][1]} of step {places[0][0]}"
+        )
+        if not skip_damaged:
+            raise UsageError(
+                f"{message}. Restore the file, or continue as it is with --skip-damaged"
+            )
+        warnings.warn(message, stacklevel=2)
+    if path.exists():
+        write_atomically(path, "".join(kept[place] for place in expected if place in kept))
+
+
+def _logged(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Each complete line of a log, with its step and the name of its first metric."""
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        if line.endswith("\n"):
+            try:
+                content = json.loads(line)
+                name = next(key for key in content if key != "step")
+                yield int(content["step"]), name, line
+            except (ValueError, KeyError, TypeError, StopIteration):
+                raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None
+
+
+def _expected(recipe: Recipe, last_step: int) -> list[tuple[int, str]]:
+    """The step and the first metric of each line that a run logs up to a step, in order."""
+    interval = min(recipe.training.evaluate_every, recipe.steps)
+    lines = [] if last_step < 0 else [(0, "isotropy")]
+    for step in range(1, last_step + 1):
+        lines += [(step, "train_loss")] * (step % _EVERY == 0)
+        lines += [(step, "valid_loss")] * (step % interval == 0)
+    return lines
+
+
+class Steps(pl.Callback):
+    """Moves the bar with every step."""
+
+    def __init__(self, progress: Progress, run_log: RunLog) -> None:
+        self.progress = progress
         self.run_log = run_log
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Name the bar after the run."""
-        super().on_train_epoch_start(trainer, *args)
-        run = self.run_log.run
-        self.train_progress_bar.set_description(f"{run.arm}, seed {run.seed}")
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Show which run it is, and the steps that it has finished before."""
+        self.progress.start(self.run_log.run, trainer.global_step)
 
-    def init_validation_tqdm(self) -> Any:
-        """An evaluation has no bar of its own."""
-        return Tqdm(disable=True)
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Show the step, and what the run has logged last."""
+        self.progress.step(self.run_log.run, trainer.global_step, self.run_log.last)
 
-    def get_metrics(self, *_: Any) -> dict[str, Any]:
-        """What the run logged last."""
-        names = {"train_loss": "loss", "valid_loss": "valid", "tokens_per_second": "tok/s"}
-        last = self.run_log.last
-        return {label: f"{last[name]:.4g}" for name, label in names.items() if name in last}
+    def on_validation_start(self, *_: Any) -> None:
+        """Show what takes the time."""
+        self.progress.say("evaluating")

@@ -2,14 +2,14 @@
 
 ``step-N`` is a file, or a folder if the model is sharded. ``step-N.json`` next to it contains the
 SHA-256 digests of its files and of the run's ``config.yaml``. Both are flushed to the disk before
-the checkpoint gets its final name ``step-N``.
+the checkpoint gets its final name ``step-N``, and so is the log up to that step. A checkpoint is
+removed only if its digests show that it is this run's, file by file.
 """
 
+import contextlib
 import functools
-import hashlib
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,15 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from coupled_adam.embeddings.weights import check_distributed
 from coupled_adam.errors import UsageError
-from coupled_adam.files import write_atomically
+from coupled_adam.files import (
+    file_digest,
+    make_folder,
+    remove_empty,
+    sync,
+    sync_folder,
+    temporary_path,
+    write_atomically,
+)
 from coupled_adam.lab.training.distributed import (
     all_gather,
     any_rank,
@@ -34,7 +42,6 @@ from coupled_adam.lab.training.distributed import (
 from coupled_adam.lab.training.errors import PreemptedError
 
 _KEPT = 2  # so that a run can continue from the one before if the last one is damaged
-_CHUNK = 2**22
 
 
 class Checkpoints(pl.Callback):
@@ -42,6 +49,7 @@ class Checkpoints(pl.Callback):
 
     def __init__(self, run: Path, evaluate_every: int) -> None:
         self.config = run / "config.yaml"
+        self.metrics = run / "metrics.jsonl"
         self.folder = run / "checkpoints"
         self.evaluate_every = evaluate_every
         self._asked_to_stop = False
@@ -50,7 +58,8 @@ class Checkpoints(pl.Callback):
         """The newest checkpoint, or None if there is none. Every rank must call this.
 
         Args:
-            skip_damaged: whether to remove damaged checkpoints and return the newest intact one.
+            skip_damaged: whether to rename damaged checkpoints (to ``step-N.damaged``) and return
+                the newest intact one.
 
         Raises:
             UsageError: if the newest checkpoint is damaged or belongs to another run.
@@ -63,10 +72,10 @@ class Checkpoints(pl.Callback):
             if before is None:
                 way = f"remove {self.folder} to start from the beginning"
             else:
-                way = f"--skip-damaged removes it, and continues from {before.name}"
+                way = f"--skip-damaged sets it aside, and continues from {before.name}"
             if before is None or not skip_damaged:
                 raise UsageError(f"{newest} {reason}: {way}")
-            on_rank_zero(functools.partial(self._remove, newest))
+            on_rank_zero(functools.partial(_set_aside, newest))
 
     @staticmethod
     def step(path: Path) -> int:
@@ -112,39 +121,56 @@ class Checkpoints(pl.Callback):
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / f"step-{trainer.global_step}"
-        temporary = path.with_name(f"{path.name}.tmp")
+        temporary = on_rank_zero(functools.partial(self._begin, path))
         trainer.save_checkpoint(temporary)
-        digests = _digests(temporary, sync=True)
+        digests = _digests(temporary, path.name, flush=True)
 
         def finish() -> None:
+            if temporary.is_dir():
+                sync_folder(temporary)
+            sync(self.metrics)
+            sync_folder(self.metrics.parent)
             content = {"config": self._config(), "files": digests}
             write_atomically(_manifest(path), json.dumps(content, indent=2))
             temporary.rename(path)
-            for other in sorted(self._all(), key=self.step)[:-_KEPT]:
+            sync_folder(self.folder)
+            own = [other for other in self._all() if self._own_files(other)]
+            for other in sorted(own, key=self.step)[:-_KEPT]:
                 self._remove(other)
 
         on_rank_zero(finish)
 
+    def _begin(self, path: Path) -> Path:
+        """The name under which all ranks write a checkpoint."""
+        make_folder(self.folder)
+        return temporary_path(path)
+
     def _all(self) -> list[Path]:
-        names = self.folder.glob("step-*")  # among them .tmp, .json, and what others put there
+        names = self.folder.glob("step-*")  # among them .json, and what others put there
         return [path for path in names if path.name.removeprefix("step-").isdecimal()]
 
     def _newest(self) -> tuple[Path | None, Path | None]:
-        """The last two checkpoints, newest first; also removes leftovers of killed processes."""
-        for path in self.folder.glob("*.tmp"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in self.folder.glob("*.json"):
-            if not path.with_suffix("").exists():
-                path.unlink()
+        """The last two checkpoints, newest first; also removes digests without a checkpoint."""
+        for manifest in self.folder.glob("step-*.json"):
+            path = manifest.with_suffix("")
+            if not os.path.lexists(path) and self._own_files(path):
+                manifest.unlink()
         before, newest = [None, None, *sorted(self._all(), key=self.step)][-2:]
         return newest, before
 
+    def _own_files(self, path: Path) -> dict[str, str]:
+        """The digests of a checkpoint's files by name; none if it is not known to be this run's."""
+        try:
+            config, files = _read_manifest(path)
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return files if config == self._config() else {}
+
     def _damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, as the end of a sentence; None if it is intact."""
-        found = _digests(path)
+        found = _digests(path, path.name)
         try:
-            content = json.loads(_manifest(path).read_text(encoding="utf-8"))
-            config, files = content["config"], dict(content["files"])
+            config, files = _read_manifest(path)
         except OSError:
             return f"is not of this run (there is no {_manifest(path).name})"
         except (ValueError, KeyError, TypeError):
@@ -162,12 +188,22 @@ class Checkpoints(pl.Callback):
         return None
 
     def _config(self) -> str:
-        return hashlib.sha256(self.config.read_bytes()).hexdigest()
+        return file_digest(self.config)
 
-    @staticmethod
-    def _remove(path: Path) -> None:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _manifest(path).unlink(missing_ok=True)
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint of this run, but nothing that others have put into its folder."""
+        if path.is_dir():
+            own = self._own_files(path)
+            inside = sorted(path.rglob("*"), reverse=True)  # what is in a folder comes before it
+            for file in inside:
+                if file.relative_to(path).as_posix() in own:
+                    file.unlink()
+            for folder in (*(p for p in inside if p.is_dir()), path):
+                remove_empty([folder])
+        else:
+            path.unlink()
+        if not path.exists():
+            _manifest(path).unlink(missing_ok=True)
 
 
 class CheckpointIO(TorchCheckpointIO):
@@ -193,20 +229,34 @@ def _manifest(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
 
 
-def _digests(path: Path, sync: bool = False) -> dict[str, str]:
-    """The SHA-256 digests of a checkpoint's files, by name; every rank reads a share of the files.
+def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
+    content = json.loads(_manifest(path).read_text(encoding="utf-8"))
+    return content["config"], dict(content["files"])
+
+
+def _set_aside(path: Path) -> None:
+    """Give a checkpoint that cannot be used a name that is not taken for a checkpoint's."""
+    aside = path.with_name(f"{path.name}.damaged")
+    number = 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    path.rename(aside)
+    with contextlib.suppress(FileNotFoundError):
+        _manifest(path).rename(_manifest(aside))
+
+
+def _digests(path: Path, name: str, flush: bool = False) -> dict[str, str]:
+    """The SHA-256 digests of a checkpoint's files; every rank reads a share of the files.
 
     Args:
-        sync: whether to flush each file to the disk first.
+        name: the key of its digest if the checkpoint is a file; otherwise names are relative to it.
+        flush: whether to flush each file to the disk first.
     """
     names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
     found = {}
-    for name in names[rank() :: world_size()] if path.is_dir() else [""][rank() :]:
-        digest = hashlib.sha256()
-        with (path / name).open("rb") as file:
-            if sync:
-                os.fsync(file.fileno())
-            while block := file.read(_CHUNK):
-                digest.update(block)
-        found[name or path.name.removesuffix(".tmp")] = digest.hexdigest()
+    for file in names[rank() :: world_size()] if path.is_dir() else [""][rank() :]:
+        if flush:
+            sync(path / file)
+        found[file or name] = file_digest(path / file)
     return {name: digest for part in all_gather(found) for name, digest in part.items()}

@@ -1,20 +1,26 @@
 """Training with several processes, which torchrun or SLURM's srun has started."""
 
+import datetime
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coupled_adam.errors import UsageError
+from coupled_adam.files import duration, waiting
 from coupled_adam.lab.training.errors import TrainingError
 
 T = TypeVar("T")
+PATIENCE = 600.0
+"""How long the processes of a run wait for each other at its start, in seconds."""
 
 
 def launcher() -> ClusterEnvironment | None:
@@ -49,11 +55,19 @@ def nodes() -> int:
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[None]:
+def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
+    Before that, every process compares its settings with those of the others, so that none waits
+    for something that another will not do.
+
+    Args:
+        settings: what must be the same in all processes: plain values and dicts of them.
+
     Raises:
-        TrainingError: if another process has ended, or has not answered within torch's time limit.
+        UsageError: in every process, if their settings differ.
+        TrainingError: if a process does not come within ten minutes, or if another one has ended or
+            has not answered within torch's time limit.
     """
     environment = launcher()
     if environment is None:
@@ -63,12 +77,13 @@ def process_group(device: str) -> Iterator[None]:
     os.environ["MASTER_PORT"] = str(environment.main_port)
     if device == "cuda":
         torch.cuda.set_device(environment.local_rank())
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        rank=environment.global_rank(),
-        world_size=environment.world_size(),
-    )
     try:
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo",
+            store=_agreed(environment, {"device": device, **settings}),
+            rank=environment.global_rank(),
+            world_size=environment.world_size(),
+        )
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
@@ -78,7 +93,80 @@ def process_group(device: str) -> Iterator[None]:
             "checkpoint is kept, continue with --resume"
         ) from error
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any:
+    """The store through which the processes meet, when all are there with the same settings."""
+    own, number = environment.global_rank(), environment.world_size()
+    place = f"{environment.main_address}:{environment.main_port}"
+    others = "the other process" if number == 2 else f"the other {number - 1} processes"
+    go_on = waiting(f"{others} of this run, at {place}", PATIENCE)
+    store = _store(environment, go_on, place)
+    store.set(f"settings of {own}", json.dumps(settings))
+    _wait_for(store, [f"settings of {rank}" for rank in range(number)], go_on)
+    theirs = [flat(json.loads(store.get(f"settings of {rank}"))) for rank in range(number)]
+    different = [
+        f"{name}={theirs[0].get(name)!r} in process 0, {other.get(name)!r} in process {rank}"
+        for rank, other in enumerate(theirs)
+        for name in {**theirs[0], **other}
+        if theirs[0].get(name) != other.get(name)
+    ]
+    if different:
+        store.set(f"{own} has read", "")
+        if own == 0:  # the store may be in this process
+            _wait_for(store, [f"{rank} has read" for rank in range(number)], go_on)
+        raise UsageError(
+            f"the processes of this run were started differently ({', '.join(different)}): start "
+            "all of them with the same command"
+        )
+    return store
+
+
+def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: str) -> Any:
+    """The store at the main address, which torchrun or else the first process serves."""
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    serves = environment.global_rank() == 0 and not agents
+    failure = None
+    while failure is None or (not serves and go_on()):
+        try:
+            return TCPStore(
+                environment.main_address,
+                environment.main_port,
+                environment.world_size(),
+                is_master=serves,
+                timeout=datetime.timedelta(seconds=min(PATIENCE, 30)),
+                wait_for_workers=False,
+            )
+        except dist.DistError as error:  # noqa: PERF203
+            failure = error
+    if serves:
+        raise TrainingError(f"no other process can be waited for at {place}: {failure}")
+    raise TrainingError(
+        f"the first process of this run could not be reached at {place} within "
+        f"{duration(PATIENCE)} (see its last output)"
+    )
+
+
+def _wait_for(store: Any, keys: list[str], go_on: Callable[[], bool]) -> None:
+    """Wait until every process has set its key; they are in the order of ranks."""
+    while not store.check(keys):
+        if not go_on():
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise TrainingError(
+                f"of the {len(keys)} processes of this run, {', '.join(missing)} did not come "
+                f"within {duration(PATIENCE)} (see their last output)"
+            )
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with names such as ``training.lr``."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        result.update(nested if nested is not None else {f"{prefix}{key}": value})
+    return result
 
 
 def any_rank(flag: bool) -> bool:
@@ -98,6 +186,23 @@ def all_gather(value: T) -> list[T]:
     values: list[T] = [value] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def on_every_rank(function: Callable[[], T]) -> T:
+    """Call a function on every rank, and return this rank's own result.
+
+    Raises:
+        UsageError: on every rank, if the function raises it on any.
+    """
+    failure = result = None
+    try:
+        result = function()
+    except UsageError as error:
+        failure = str(error)
+    for number, message in enumerate(all_gather(failure)):
+        if message is not None:
+            raise UsageError(f"process {number}: {message}" if number else message)
+    return cast(T, result)
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:

@@ -7,8 +7,8 @@ training is finished, ``model/`` in Hugging Face format.
 """
 
 import contextlib
+import io
 import json
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,21 @@ from transformers import PreTrainedModel
 
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import sole_writer, write_atomically
+from coupled_adam.files import (
+    clear_leftovers,
+    make_folder,
+    new_folder,
+    sole_writer,
+    write_atomically,
+)
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.text.tokenizers import load_tokenizer
+
+FOLDERS = ("checkpoints", "second_moments")
 
 
 def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
@@ -36,12 +44,21 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
         held: an exit stack; the folder is unlocked when it closes.
 
     Raises:
-        UsageError: if the folder holds another run or a run on another text, or is in use by
-            another process.
+        UsageError: if the folder holds another run or a run on another text, is in use by another
+            process, or has symbolic links in the place of its folders.
     """
     folder, config = run.folder, run.config
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     held.enter_context(sole_writer(folder))
+    for name in FOLDERS:
+        if (folder / name).is_symlink():
+            raise UsageError(
+                f"{folder / name} is a symbolic link, where this run creates and removes files: "
+                "replace it by the folder itself, or let --out lead elsewhere"
+            )
+    for place in (folder, *map(folder.joinpath, FOLDERS)):
+        if place.is_dir():
+            clear_leftovers(place)
     path = folder / "config.yaml"
     if path.exists():
         if read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) != config:
@@ -106,20 +123,17 @@ def save_model(
     Args:
         state_dict: the weights, gathered from all processes.
     """
-    temporary = folder.with_name("model.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed here
     # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     own = {name: value for name, value in state_dict.items() if name in names}
-    model.save_pretrained(temporary, state_dict=own)
-    if corpus.tokenizer_folder is not None:
-        load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
-    temporary.rename(folder)
+    with new_folder(folder) as temporary:
+        model.save_pretrained(temporary, state_dict=own)
+        if corpus.tokenizer_folder is not None:
+            load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:
-    """Save an array as .npy, first under a temporary name."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        np.save(file, values)
-    temporary.replace(path)
+    """Save an array as .npy, completely or not at all."""
+    content = io.BytesIO()
+    np.save(content, values)
+    write_atomically(path, content.getvalue())

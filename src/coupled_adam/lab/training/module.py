@@ -84,6 +84,10 @@ class LanguageModel(pl.LightningModule):
             return
         # The norm is the same on all ranks, so that all stop together; the losses differ.
         loss, step = self.train_loss.item(), self.global_step + 1
+        for logger in self.trainer.loggers:  # so that a report can tell why the run ends here
+            logger.log_metrics(
+                {"train_loss": self.train_loss.item(), "grad_norm": self.grad_norm.item()}, step
+            )
         what = f"the norm of the gradient is {self.grad_norm.item()}"
         if not math.isfinite(loss):
             what = f"the loss is {loss}"

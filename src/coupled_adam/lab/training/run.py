@@ -15,20 +15,26 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.callbacks import MetricsFile, ProgressBar, RunLog
+from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, cut_log
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.errors import PreemptedError
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.module import LanguageModel
+from coupled_adam.lab.training.progress import Progress
 
 
-def train(run: TrainingRun, corpus: Corpus, execution: Execution) -> None:
+def train(
+    run: TrainingRun, corpus: Corpus, execution: Execution, progress: Progress | None = None
+) -> None:
     """Train one model into the run's folder, or resume from the last checkpoint in it.
 
     On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
     run is left as it is.
+
+    Args:
+        progress: the bar of all runs that this is one of; None for a bar of its own.
 
     Raises:
         UsageError: if the folder holds another run or a run on another text, or is in use by
@@ -50,18 +56,27 @@ def train(run: TrainingRun, corpus: Corpus, execution: Execution) -> None:
         keep_freed_memory()
     with contextlib.ExitStack() as held:
         on_rank_zero(lambda: claim(run, corpus, held))
-        if not on_rank_zero((run.folder / "model").exists):
+        if progress is None:
+            progress = held.enter_context(Progress([run]))
+        if on_rank_zero((run.folder / "model").exists):
+            progress.start(run, run.recipe.steps)
+        else:
             checkpoints = Checkpoints(run.folder, run.recipe.training.evaluate_every)
             held.enter_context(checkpoints.deferring_sigterm())
-            _train(run, corpus, execution, checkpoints)
+            _train(run, corpus, execution, checkpoints, progress)
 
 
 def _train(
-    run: TrainingRun, corpus: Corpus, execution: Execution, checkpoints: Checkpoints
+    run: TrainingRun,
+    corpus: Corpus,
+    execution: Execution,
+    checkpoints: Checkpoints,
+    progress: Progress,
 ) -> None:
     recipe, variant = run.recipe, run.variant
     last = checkpoints.last(execution.skip_damaged)
     step = None if last is None else checkpoints.step(last)
+    on_rank_zero(lambda: cut_log(run, step, execution.skip_damaged))
     if step is not None:
         on_rank_zero(lambda: record_resumption(run.folder, step))
 
@@ -79,7 +94,10 @@ def _train(
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
-        trainer = _trainer(run, execution, checkpoints, _loggers(run.folder, execution, step))
+        run_log = RunLog(run)
+        # The log comes first, so that a checkpoint never contains a step that was not logged.
+        callbacks = [run_log, checkpoints, Steps(progress, run_log)]
+        trainer = _trainer(run, execution, callbacks, _loggers(run.folder, execution, step))
         try:
             trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
         except SystemExit:  # what Lightning makes of Ctrl-C
@@ -95,13 +113,12 @@ def _train(
 
 
 def _trainer(
-    run: TrainingRun, execution: Execution, checkpoints: Checkpoints, loggers: list[Logger]
+    run: TrainingRun, execution: Execution, callbacks: list[pl.Callback], loggers: list[Logger]
 ) -> pl.Trainer:
     recipe, training = run.recipe, run.recipe.training
     strategy: Any = "ddp" if world_size() > 1 else "auto"
     if execution.strategy == "fsdp2":
         strategy = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
-    run_log = RunLog(run)
     return pl.Trainer(
         accelerator="gpu" if execution.device == "cuda" else execution.device,
         strategy=strategy,
@@ -115,10 +132,10 @@ def _trainer(
         num_sanity_val_steps=0,
         enable_model_summary=False,
         enable_checkpointing=False,
+        enable_progress_bar=False,  # Progress is the bar of all runs
         use_distributed_sampler=False,
         logger=loggers,
-        # The log comes first, so that a checkpoint never contains a step that was not logged.
-        callbacks=[run_log, checkpoints, ProgressBar(run_log)],
+        callbacks=callbacks,
         plugins=[CheckpointIO(), *filter(None, [launcher()])],
     )
 
@@ -126,7 +143,7 @@ def _trainer(
 def _loggers(folder: Path, execution: Execution, step: int | None) -> list[Logger]:
     """The loggers of a run that resumes at ``step``, or starts."""
     last_step = -1 if step is None else step
-    loggers: list[Logger] = [MetricsFile(folder / "metrics.jsonl", last_step)]
+    loggers: list[Logger] = [MetricsFile(folder / "metrics.jsonl")]
     if "tensorboard" in execution.log:
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last_step + 1))
     if "wandb" in execution.log:

@@ -50,9 +50,10 @@ typedef struct {
     /* With row_exponent, measure writes row_sums [V]. Unless exp_avg_sq_row (r) is NULL, it also
      * updates r with beta2 and row_share, and writes weights = r^-exponent [V]; apply reads these. */
     void *row_sums, *exp_avg_sq_row, *weights;
+    /* apply multiplies lr by the mean of nu, to the power of exponent. */
     double row_share, exponent;
     /* With zero_sum: the sums over the rows of weights times the first moment, [H]. Written by measure
-     * where it updates the first moment, read by apply. NULL without zero_sum. */
+     * or by center, read by apply. NULL without zero_sum. */
     double *moment_sums;
     double weight;                     /* 1 - beta1 */
     int32_t update_moment;             /* measure updates the first moment, otherwise apply does */
@@ -116,6 +117,7 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 
 #define T float
 #define WIDE float
+#define SQRT sqrtf
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define STORE_STOCHASTICALLY(x, random) (x)
@@ -125,6 +127,7 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 
 #define T double
 #define WIDE double
+#define SQRT sqrt
 #define LOAD(x) (x)
 #define STORE(x) (x)
 #define STORE_STOCHASTICALLY(x, random) (x)
@@ -134,6 +137,7 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 
 #define T bfloat16
 #define WIDE float
+#define SQRT sqrtf
 #define LOAD(x) from_bfloat16(x)
 #define STORE(x) to_bfloat16(x)
 #define STORE_STOCHASTICALLY(x, random) to_bfloat16_stochastically(x, random)
@@ -143,6 +147,7 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 
 typedef void Pass(Share *);
 static Pass *const MEASURE[] = {measure_float32, measure_float64, measure_bfloat16};
+static Pass *const CENTER[] = {center_float32, center_float64, center_bfloat16};
 static Pass *const APPLY[] = {apply_float32, apply_float64, apply_bfloat16};
 typedef void StepSizes(const Update *, void *, void *);
 static StepSizes *const STEP_SIZES[] = {step_sizes_float32, step_sizes_float64,
@@ -215,9 +220,9 @@ static int split(const Update *u, Share *shares) {
 /* The size of the struct, which native.py compares with its own to detect another version. */
 int64_t coupled_adam_update_size(void) { return sizeof(Update); }
 
-/* Write u->sums. Returns 0 on success, or 1 if memory could not be allocated; the first moment may then
- * have been updated in part. */
-int coupled_adam_measure(Update *u) {
+/* Run a pass that sums over the rows, and add up the sums of all threads. Returns 1 if memory could not
+ * be allocated. */
+static int sum(Pass *pass, Update *u) {
     Share shares[MAX_THREADS];
     const int count = split(u, shares);
     const int64_t each = u->moment_sums ? 2 * u->columns : u->columns;
@@ -230,17 +235,25 @@ int coupled_adam_measure(Update *u) {
         shares[i].sums = i ? others + (i - 1) * each : u->sums;
         if (u->moment_sums) shares[i].moment_sums = i ? shares[i].sums + u->columns : u->moment_sums;
     }
-    run(MEASURE[u->dtype], shares, count);
+    run(pass, shares, count);
     int failed = shares[0].failed;
     for (int i = 1; i < count; i++) { /* in a fixed order, so that results are reproducible */
         failed |= shares[i].failed;
-        for (int64_t j = 0; j < u->columns; j++) u->sums[j] += shares[i].sums[j];
+        for (int64_t j = 0; pass != CENTER[u->dtype] && j < u->columns; j++)
+            u->sums[j] += shares[i].sums[j];
         for (int64_t j = 0; u->moment_sums && j < u->columns; j++)
             u->moment_sums[j] += shares[i].moment_sums[j];
     }
     free(others);
     return failed;
 }
+
+/* Write u->sums. Returns 0 on success, or 1 if memory could not be allocated; the first moment may then
+ * have been updated in part. */
+int coupled_adam_measure(Update *u) { return sum(MEASURE[u->dtype], u); }
+
+/* Update the first moment unless measure has, and write u->moment_sums. Returns as measure does. */
+int coupled_adam_center(Update *u) { return sum(CENTER[u->dtype], u); }
 
 /* Update nu and its maximum, the first moment unless measure has done so, and the parameter. Returns 0
  * on success, or 1 if memory could not be allocated; nothing has been changed then. */

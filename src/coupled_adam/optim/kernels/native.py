@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.kernels import operations
+from coupled_adam.optim.reference import row_scale
 from coupled_adam.optim.sharded import PLAIN, splits_columns
 from coupled_adam.optim.update import Update
 
@@ -56,7 +56,8 @@ def fits(update: Update) -> bool:
     dtype = param.dtype
     if dtype not in _DTYPES or library() is None:
         return False
-    pointers, strides = [], []
+    pointers: list[int | None] = []
+    strides = []
     for matrix in (param, update.grad, update.exp_avg):
         row, column = matrix.stride()
         # A subclass of Tensor may have no memory of its own.
@@ -92,19 +93,33 @@ def measure(update: Update, update_moment: bool) -> None:
     if rows is not None:
         update.row_sums = torch.empty_like(rows)
         record.row_sums = update.row_sums.data_ptr()
-    if update.group["zero_sum"] and update_moment and (rows is None or not splits_columns(update)):
-        update.moment_sums = torch.empty_like(update.sums)
-        record.moment_sums = update.moment_sums.data_ptr()
+    if update_moment and (rows is None or not splits_columns(update)):
         if rows is not None:
             update.weights = torch.empty_like(rows)
             record.exp_avg_sq_row, record.weights = rows.data_ptr(), update.weights.data_ptr()
             record.beta2 = update.beta2
             record.row_share = (1 - update.beta2) / update.hidden_size
             record.exponent = update.group["row_exponent"] / 2
+        if update.group["zero_sum"]:
+            _new_moment_sums(update)
     _call("coupled_adam_measure", record)
 
 
-center = operations.center  # only for a gradient that is clipped or unscaled, or for parts of rows
+def center(update: Update) -> None:
+    """Update ``exp_avg``, unless ``measure`` has, and sum it over the rows with their weights."""
+    record: _Record = update.memo
+    record.factor = update.factor
+    if update.weights is not None:
+        record.weights = update.weights.data_ptr()
+    _new_moment_sums(update)
+    _call("coupled_adam_center", record)
+    record.update_moment = update.moment_updated = True
+
+
+def _new_moment_sums(update: Update) -> None:
+    assert update.sums is not None
+    update.moment_sums = torch.empty_like(update.sums)
+    update.memo.moment_sums = update.moment_sums.data_ptr()
 
 
 def apply(update: Update) -> None:
@@ -113,18 +128,20 @@ def apply(update: Update) -> None:
     beta1, beta2, t, group = update.beta1, update.beta2, update.t, update.group
     record, factor = update.memo, update.factor
     record.sums = update.sums.data_ptr()  # all_reduce may have replaced them
-    record.update_moment = update.moment_updated
     if update.weights is not None:
         record.weights = update.weights.data_ptr()
     if update.moment_sums is not None:
-        update.moment_sums = update.moment_sums.double()  # operations.center may have made it
         record.moment_sums = update.moment_sums.data_ptr()
     record.vocab_size = update.vocab_size
     record.beta2 = beta2
     record.share = (1 - beta2) / update.vocab_size * factor * factor
     record.scale = group["second_moment_scale"] / (1 - beta2**t)
     record.eps = group["eps"]
-    record.lr = float(update.row_scale * update.lr / (1 - beta1**t))
+    record.lr = update.lr / (1 - beta1**t)
+    if update.totals is not None:
+        record.lr *= float(row_scale(update))
+    elif update.exp_avg_sq_row is not None:
+        record.exponent = group["row_exponent"] / 2
     record.factor = factor
     record.decay = update.decay
     if update.noise is not None:
@@ -154,6 +171,10 @@ def library() -> ctypes.CDLL | None:
             return None  # built from another version of native.c
     except (OSError, AttributeError):  # not built, or built for another machine or version
         return None
-    for function in (found.coupled_adam_measure, found.coupled_adam_apply):
+    for function in (
+        found.coupled_adam_measure,
+        found.coupled_adam_center,
+        found.coupled_adam_apply,
+    ):
         function.argtypes = (ctypes.POINTER(_Record),)
     return found

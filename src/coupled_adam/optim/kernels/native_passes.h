@@ -60,7 +60,7 @@ ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_
 }
 
 /* The sum of the squares of a row, always in the same order. */
-ALWAYS_INLINE static double NAME(sum_of_squares)(const T *restrict row, int64_t columns) {
+ALWAYS_INLINE static WIDE NAME(sum_of_squares)(const T *restrict row, int64_t columns) {
     WIDE lanes[LANES] = {0};
     int64_t i = 0;
     for (; i + LANES <= columns; i += LANES)
@@ -68,13 +68,21 @@ ALWAYS_INLINE static double NAME(sum_of_squares)(const T *restrict row, int64_t 
             const WIDE x = LOAD(row[i + k]);
             lanes[k] += x * x;
         }
-    double total = 0;
-    for (; i < columns; i++) {
+    for (int k = 0; i < columns; i++, k++) {
         const WIDE x = LOAD(row[i]);
-        total += (double)x * (double)x;
+        lanes[k] += x * x;
     }
-    for (int k = 0; k < LANES; k++) total += (double)lanes[k];
-    return total;
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) lanes[k] += lanes[k + half];
+    return lanes[0];
+}
+
+/* r^-exponent, and 0 for a row that never had a gradient. */
+ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
+    if (r == 0) return 0;
+    if (exponent == 0.25) return 1 / SQRT(SQRT(r));
+    if (exponent == 0.5) return 1 / SQRT(r);
+    return (WIDE)pow(r, -exponent); /* slow, and its last bit may depend on the C library */
 }
 
 /* For a row that measure_row has just brought into the cache: sum its squares, update r and compute
@@ -84,12 +92,12 @@ ALWAYS_INLINE static void NAME(weigh_row)(const Update *u, int64_t row, WIDE *re
     WIDE weight = 1;
     if (u->row_sums != NULL) {
         const T *g = (const T *)u->grad + row * u->grad_stride;
-        const double total = NAME(sum_of_squares)(g, columns);
-        ((WIDE *)u->row_sums)[row] = (WIDE)total;
+        const WIDE total = NAME(sum_of_squares)(g, columns);
+        ((WIDE *)u->row_sums)[row] = total;
         if (u->exp_avg_sq_row != NULL) {
             WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
             *r = (WIDE)(u->beta2 * *r + u->row_share * total);
-            weight = *r == 0 ? 0 : (WIDE)pow(*r, -u->exponent);
+            weight = NAME(weight)(*r, u->exponent);
             ((WIDE *)u->weights)[row] = weight;
         }
     }
@@ -97,6 +105,36 @@ ALWAYS_INLINE static void NAME(weigh_row)(const Update *u, int64_t row, WIDE *re
     const T *m = (const T *)u->exp_avg + row * u->exp_avg_stride;
     NO_ALIASES
     for (int64_t i = 0; i < columns; i++) partial[i] += weight * LOAD(m[i]);
+}
+
+/* For one row of each of two runs that are `run` rows apart: update the first moment, unless measure
+ * has, and add it to `partial` with the rows' weights. */
+ALWAYS_INLINE static void NAME(center_row)(const Update *u, int64_t row, int64_t run, const int runs,
+                                           WIDE *restrict partial) {
+    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor;
+    const int light = weight < (WIDE)0.5, moment = !u->update_moment;
+    const T *g[2];
+    T *m[2];
+    WIDE row_weight[2];
+    for (int r = 0; r < runs; r++) {
+        const int64_t at = row + r * run;
+        g[r] = (const T *)u->grad + at * u->grad_stride;
+        m[r] = (T *)u->exp_avg + at * u->exp_avg_stride;
+        row_weight[r] = u->weights != NULL ? ((const WIDE *)u->weights)[at] : 1;
+    }
+    if (moment) {
+        NO_ALIASES
+        for (int64_t i = 0; i < u->columns; i++)
+            for (int r = 0; r < runs; r++) {
+                const WIDE x = factor * LOAD(g[r][i]), old = LOAD(m[r][i]);
+                m[r][i] = STORE(LERP(old, x));
+                partial[i] += row_weight[r] * LOAD(m[r][i]);
+            }
+    } else {
+        NO_ALIASES
+        for (int64_t i = 0; i < u->columns; i++)
+            for (int r = 0; r < runs; r++) partial[i] += row_weight[r] * LOAD(m[r][i]);
+    }
 }
 
 /* Add the partial sums in WIDE to the sums in double precision, and reset them. */
@@ -151,6 +189,25 @@ ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, co
         if (weigh) NAME(weigh_row)(u, row, s->partial_moment);
     }
     NAME(collect_all)(s, 0, 0, u->columns);
+}
+
+FOR_EACH_CPU static void NAME(center)(Share *share) {
+    const Update *u = share->update;
+    const int64_t run = (share->last - share->first) / 2;
+    WIDE *partial = calloc((size_t)u->columns + 1, sizeof(WIDE));
+    if (partial == NULL) {
+        share->failed = 1;
+        return;
+    }
+    memset(share->moment_sums, 0, (size_t)u->columns * sizeof(double));
+    for (int64_t done = 1; done <= run; done++) {
+        NAME(center_row)(u, share->first + done - 1, run, 2, partial);
+        if (done % (SUM_ROWS / 2) == 0) NAME(collect)(partial, share->moment_sums, u->columns);
+    }
+    for (int64_t row = share->first + 2 * run; row < share->last; row++)
+        NAME(center_row)(u, row, 0, 1, partial);
+    NAME(collect)(partial, share->moment_sums, u->columns);
+    free(partial);
 }
 
 FOR_EACH_CPU static void NAME(measure)(Share *share) {
@@ -273,6 +330,7 @@ FOR_EACH_CPU static void NAME(apply)(Share *share) {
  * first moments, which is 0 without zero_sum. */
 static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
     WIDE *step_size = step_sizes, *mean = means, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
+    double total = 0;
     for (int64_t i = 0; i < u->columns; i++) {
         /* A gradient clipped to zero contributes zero, even where its sum has overflowed to inf. */
         const double share = u->share == 0 ? 0 : u->share * u->sums[i];
@@ -282,13 +340,19 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
             if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
             maximum[i] = highest;
         }
+        total += nu[i];
         step_size[i] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
         mean[i] = u->moment_sums == NULL ? 0 : (WIDE)(u->moment_sums[i] / u->vocab_size);
+    }
+    if (u->exponent != 0) {
+        const double scale = pow(total / (double)u->columns, u->exponent);
+        for (int64_t i = 0; i < u->columns; i++) step_size[i] = (WIDE)(step_size[i] * scale);
     }
 }
 
 #undef LERP
 #undef LINE
+#undef SQRT
 #undef LANES
 #undef T
 #undef WIDE

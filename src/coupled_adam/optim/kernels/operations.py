@@ -91,7 +91,8 @@ def _update_moment(update: Update, part: slice) -> None:
 
 def _norms(matrix: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """The Euclidean norms over a dimension; 0 over none."""
-    return torch.linalg.vector_norm(matrix, dim=dim, dtype=dtype)
+    norms: Tensor = torch.linalg.vector_norm(matrix, dim=dim, dtype=dtype)
+    return norms
 
 
 def _blocks(matrix: Tensor, most: int | None = None) -> Iterator[slice]:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coupled_adam.optim import sharded
+from coupled_adam.optim import reference, sharded
 from coupled_adam.optim.update import Update
 
 skips = True
@@ -135,6 +135,9 @@ def apply(update: Update) -> None:
     mean = None if update.moment_sums is None else update.moment_sums / update.vocab_size
     device = param.device
     factor, t = _on(device, update.factor), _on(device, update.t)
+    lr = _on(device, update.lr)
+    if update.exp_avg_sq_row is not None:
+        lr = lr * reference.row_scale(update)
     t = t if isinstance(t, Tensor) else int(t)
     if columns:
         with _device_of(param):
@@ -147,7 +150,7 @@ def apply(update: Update) -> None:
                 columns,
                 t,
                 factor,
-                update.row_scale * _on(device, update.lr),
+                lr,
                 update.skip,
                 # beta^t is computed from the logarithm, which single precision spoils least.
                 math.log(beta1) if beta1 else -math.inf,
@@ -237,7 +240,7 @@ def _sums(  # type: ignore[no-untyped-def]
     tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _center(  # type: ignore[no-untyped-def]
     grad,
     grad_row_stride,

@@ -1,0 +1,106 @@
+"""Find tokens that were held out of the training text: precision and recall of each indicator.
+
+    python benchmarks/undertrained_tokens.py benchmarks/results/undertrained_tokens.json [RUNS]
+
+Fifty tokens that the ``tiny`` recipe's text contains are removed from it, while the tokenizer keeps
+them, and models are trained on the rest. The true answer is the set of reachable tokens that never
+occur in what was trained on: the fifty, and those that occur only as a part of longer tokens. The
+script takes ten minutes on one core; runs that are in the folder RUNS are not trained again.
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coupled_adam.embeddings import load_embeddings
+from coupled_adam.embeddings.undertrained import INDICATORS, undertrained
+from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.environment import environment
+from coupled_adam.lab.training.run import train
+from coupled_adam.text.tokenizers import load_tokenizer
+
+HELD_OUT = 50
+RUNS = (("tied", "adamw"), ("tied", "coupled_adam"), ("untied", "adamw"))
+SEEDS = (1,)
+STEPS = 300
+
+
+def main(target: Path, runs: Path | None = None) -> None:
+    recipe = load_recipe("tiny")
+    whole = prepare_corpus(recipe, default_cache())
+    assert whole.tokenizer_folder is not None
+    vocabulary = read_vocabulary(load_tokenizer(whole.tokenizer_folder), recipe.model.vocab_size)
+    ok = vocabulary.categories == "ok"
+    # Of all frequencies: rare and frequent tokens must be found alike.
+    often = np.flatnonzero(ok & (whole.unigram_counts() >= 20))
+    held_out = np.sort(np.random.default_rng(0).choice(often, HELD_OUT, replace=False))
+    results = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = runs or Path(temporary)
+        folder.mkdir(exist_ok=True)
+        for split in ("train", "valid", "test"):
+            tokens = whole.tokens(split)[:]
+            tokens[~np.isin(tokens, held_out)].astype("<u2").tofile(folder / f"{split}.bin")
+        for label, arm in RUNS:
+            changed = override(
+                recipe,
+                {
+                    "data.tokens": str(folder),
+                    "data.tokenizer": str(whole.tokenizer_folder),
+                    "model.tied": label == "tied",
+                    "training.steps": STEPS,
+                },
+            )
+            corpus = prepare_corpus(changed, folder / "cache")
+            for seed in SEEDS:
+                run = TrainingRun(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
+                if not (run.folder / "model").exists():
+                    train(run, corpus, Execution())
+                for entry in scores(run.folder, corpus, vocabulary, held_out):
+                    results.append({"model": label, "arm": arm, "seed": seed, **entry})
+                    print(results[-1], flush=True)
+    names = [vocabulary.name(row) for row in held_out]
+    content = {"environment": environment(), "held_out": names, "results": results}
+    write_atomically(target, json.dumps(content, indent=1))
+
+
+def scores(
+    run: Path, corpus: Corpus, vocabulary: Vocabulary, held_out: NDArray[np.int64]
+) -> Iterator[dict[str, Any]]:
+    """Precision and recall for each matrix of a run and each indicator."""
+    unseen = (corpus.unigram_counts() == 0) & (vocabulary.categories == "ok")
+    for entry in load_embeddings(run):
+        for indicator in INDICATORS:
+            found = undertrained(
+                entry.matrix,
+                vocabulary.unused,
+                among=vocabulary.categories == "ok",
+                order_by=indicator,
+            )
+            row = {"matrix": entry.role, "indicator": indicator, "never seen": int(unseen.sum())}
+            for name, chosen in (("2 %", found.candidates), ("limit", found.alike)):
+                right = int(unseen[chosen].sum())
+                row |= {
+                    f"{name}, chosen": len(chosen),
+                    f"{name}, precision": right / len(chosen) if len(chosen) else None,
+                    f"{name}, recall": right / int(unseen.sum()),
+                    f"{name}, held out": int(np.isin(chosen, held_out).sum()),
+                }
+            ordered = np.argsort(found.indicators[indicator][vocabulary.categories == "ok"])
+            truth = unseen[vocabulary.categories == "ok"][ordered]
+            at = np.cumsum(truth) / np.arange(1, len(truth) + 1)
+            yield {**row, "average precision": float(at[truth].mean())}
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""Print texts that trained models write, side by side.
+
+For a comparison these are the models of all its arms, with the same seed. They continue the same
+prompt with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coupled_adam.cli.options import (
+    Device,
+    add_device,
+    add_json,
+    device,
+    number_from_0,
+    positive_int,
+    whole_number,
+)
+from coupled_adam.cli.terminal import console, quiet_libraries
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_NARROWEST = 24  # characters of a column; with less, texts are printed one below the other
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments."""
+
+    models: list[str]
+    prompt: str
+    tokens: int
+    temperature: float
+    seed: int
+    revision: str | None
+    json: bool
+    device: Device
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add them to a parser."""
+    parser.add_argument(
+        "models",
+        nargs="+",
+        metavar="RUN",
+        help="the folder of a comparison, a run or a model, or a model's id on the hub",
+    )
+    parser.add_argument(
+        "--prompt", default="", help="the beginning of the text (default: a new document)"
+    )
+    parser.add_argument(
+        "--tokens", type=positive_int, default=100, help="how many to write at most"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number_from_0,
+        default=0.8,
+        help="lower is less random; 0 takes the most probable token every time",
+    )
+    parser.add_argument("--seed", type=whole_number, default=1, help="of the random numbers")
+    parser.add_argument("--revision", help="the branch, tag or commit, for models on the hub")
+    add_json(parser, "texts")
+    add_device(parser)
+
+
+def run(options: Options) -> None:
+    """Write the texts and print them."""
+    from coupled_adam.lab.comparison import runs_to_sample
+    from coupled_adam.lab.evaluation.loading import (
+        is_run,
+        load_model,
+        load_model_tokenizer,
+        require_causal,
+    )
+    from coupled_adam.lab.evaluation.sample import sample
+
+    target = device(options.device)
+    quiet_libraries()
+    texts = {}
+    for name in (folder for given in options.models for folder in runs_to_sample(given)):
+        source = str(Path(name) / "model") if is_run(Path(name)) else name
+        tokenizer = load_model_tokenizer(source, options.revision)
+        model = load_model(source, target, options.revision)
+        require_causal(model, source)
+        texts[name] = sample(
+            model,
+            tokenizer,
+            options.prompt,
+            tokens=options.tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+    if options.json:
+        found = [
+            {"model": name, "prompt": options.prompt, "text": text} for name, text in texts.items()
+        ]
+        print(json.dumps(found, indent=2))
+    else:
+        terminal = console()
+        terminal.print(side_by_side(options.prompt, texts, terminal.width))
+
+
+def side_by_side(prompt: str, texts: dict[str, str], width: int) -> RenderableType:
+    """A column for each model, or one below the other where the columns would be too narrow."""
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [Text.assemble((_plain(prompt), "bold"), _plain(text)) for text in texts.values()]
+    names = [Text(Path(name).name or name, "bold") for name in texts]
+    table = Table(box=None, expand=True, padding=(0, 2, 1, 0), show_header=False)
+    if width // len(cells) < _NARROWEST:
+        table.add_column(overflow="fold")
+        for name, cell in zip(names, cells):
+            table.add_row(name)
+            table.add_row(cell)
+        return table
+    for _ in cells:
+        table.add_column(ratio=1, overflow="fold")
+    table.add_row(*names)
+    table.add_row(*cells)
+    return table
+
+
+def _plain(text: str) -> str:
+    """The text without characters that control the terminal."""
+    expanded = text.expandtabs(4)
+    return "".join(
+        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in expanded
+    )

@@ -1,0 +1,89 @@
+"""Try several values of a recipe's options, and compare the best of each arm.
+
+For example: coupled-adam sweep training.lr=1e-3,3e-3 'arms.*.lr_factor=1,4,16' --seeds 3. The
+validation loss chooses the best combination for each arm; the test loss is evaluated only for
+these. The page OUT/sweep.html shows the losses of all combinations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
+    RunOptions,
+    add_run_arguments,
+    add_selection,
+    cache_folder,
+    check_folder,
+    execution,
+    overridden,
+    positive_int,
+    selected,
+)
+from coupled_adam.cli.terminal import console, print_path, print_table
+from coupled_adam.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(RunOptions):
+    """The arguments of ``coupled-adam sweep``."""
+
+    arms: list[str] | None
+    seeds: list[int] | None
+    optuna: int | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments to a parser."""
+    add_run_arguments(
+        parser, "a new folder for the results (default: runs/NAME-sweep, with the recipe's name)"
+    )
+    add_selection(parser)
+    parser.add_argument(
+        "--optuna",
+        type=positive_int,
+        metavar="TRIALS",
+        help="let Optuna choose so many combinations for each arm (default: try all of them); "
+        "ranges such as training.lr=1e-4..1e-2 are then possible, too",
+    )
+
+
+def run(options: Options) -> None:
+    """Run the sweep and print its table."""
+    from coupled_adam.lab.grid import make_grid, several_values
+    from coupled_adam.lab.recipe import load_recipe
+    from coupled_adam.lab.sweep import Sweep, sweep
+
+    fixed, swept = several_values(options.overrides)
+    if options.steps is not None and (both := swept.keys() & {"training.steps", "training.tokens"}):
+        raise UsageError(f"--steps gives one length, {both.pop()} several: leave out one of them")
+    if options.optuna is not None and importlib.util.find_spec("optuna") is None:
+        raise UsageError("--optuna needs a package: pip install optuna")
+    recipe = load_recipe(options.recipe or DEFAULT_RECIPE)
+    recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
+    recipe = selected(recipe, options.arms, options.seeds)
+    plan = Sweep(make_grid(recipe, swept, ranges=options.optuna is not None), options.optuna)
+    out = Path(options.out or Path("runs") / f"{recipe.name}-sweep")
+    check_folder("--out", out)
+    how = execution(options, recipe)
+    console().print(
+        f"[bold]{recipe.name}[/]: {plan.settings} settings of {', '.join(plan.grid.arms)}; seeds "
+        f"{', '.join(map(str, recipe.seeds))}",
+        highlight=False,
+    )
+    print_path("results in", out)
+    report = sweep(
+        plan,
+        out,
+        execution=how,
+        cache=cache_folder(options.cache),
+        resume=options.resume,
+        announce=lambda line: console().print(line, highlight=False, markup=False),
+    )
+    if report is not None:
+        print_table(report.terminal())
+        print_path("the whole report:", out / "sweep.html")

@@ -1,0 +1,280 @@
+"""What changed between two embedding matrices, such as those of two checkpoints."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
+from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.vocabulary import Vocabulary
+
+Rows = NDArray[np.int64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Which rows of two matrices belong to the same token.
+
+    Attributes:
+        first, second: [n], the row of each common token in the two matrices.
+        by: ``"id"`` or ``"text"``: how they were found.
+        new: the rows of the second matrix whose tokens the first does not have.
+        gone: the rows of the first matrix whose tokens the second does not have.
+    """
+
+    first: Rows
+    second: Rows
+    by: str
+    new: Rows
+    gone: Rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """How a group of rows changed; None for what is not defined for it.
+
+    Attributes:
+        rows: how many rows.
+        cosine_median, cosine_min: of the cosine similarities of each row, before and after.
+        norm_ratio_median: of ||e_i|| after / before.
+        norm_relative: the mean norm of these rows, relative to that of all rows of the second
+            matrix.
+    """
+
+    rows: int
+    cosine_median: float | None
+    cosine_min: float | None
+    norm_ratio_median: float | None
+    norm_relative: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What changed from the first matrix to the second.
+
+    Attributes:
+        pairs: which rows were compared.
+        cosines: [n], the cosine similarity of each pair, -1 to 1; NaN for rows that are zero or not
+            finite in one of the two. None if the widths differ.
+        norm_ratios: [n], ||e_i|| after / before; NaN in the same cases.
+        groups: ``"old"``: tokens of both that were seen, or all of them without counts;
+            ``"unseen"``: tokens of both with a count of zero; ``"new"``: rows of the second matrix
+            only.
+        cka: the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale).
+        mean_shift: ||mu' - mu|| relative to the mean norm in the first matrix; None if the widths
+            differ.
+        mean_norm_ratio: ||mu||^r of the pairs' rows, before and after.
+        norm_frequency: the correlation of norm and log count, before and after; None without
+            counts.
+    """
+
+    pairs: Pairs
+    cosines: Array | None
+    norm_ratios: Array
+    groups: dict[str, Group]
+    cka: float
+    mean_shift: float | None
+    mean_norm_ratio: tuple[float, float]
+    norm_frequency: tuple[float, float] | None
+
+    def movers(self, number: int) -> NDArray[np.int64]:
+        """The pairs that turned most, or if the widths differ, whose norms changed most; indices
+        into ``pairs``.
+        """
+        order = self.cosines
+        if order is None:
+            order = -np.abs(np.log(self.norm_ratios))
+        return np.argsort(np.where(np.isnan(order), np.inf, order), kind="stable")[:number]
+
+
+def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
+    """Match the rows of two vocabularies.
+
+    Rows match by id if no id has different texts in the two, as when one vocabulary extends the
+    other, or if there is no tokenizer. Otherwise they match by the text of reachable tokens.
+    """
+    common = min(len(first), len(second))
+    named = [(a, b) for a, b in zip(first.texts, second.texts) if a and b]
+    if all(a == b for a, b in named):
+        has_first, has_second = _has_token(first)[:common], _has_token(second)[:common]
+        # In two vocabularies of ids alone all common rows match, as do rows without a token.
+        same = np.flatnonzero(has_first == has_second) if named else np.arange(common)
+        new = np.setdiff1d(np.arange(len(second)), same)
+        gone = np.setdiff1d(np.flatnonzero(_has_token(first) | (not named)), same)
+        return Pairs(same, same, "id", new, gone)
+    rows = {
+        first.texts[row]: row for row in np.flatnonzero(first.categories != "none")[::-1].tolist()
+    }
+    rows |= {first.texts[row]: row for row in np.flatnonzero(first.categories == "ok").tolist()}
+    found = {}
+    for row in np.flatnonzero(second.categories != "none").tolist():
+        text = second.texts[row]
+        if text in rows and (text not in found or second.categories[row] == "ok"):
+            found[text] = row
+    pairs = sorted((row, rows[text]) for text, row in found.items())
+    to, of = (np.array(side, dtype=np.int64) for side in zip(*pairs)) if pairs else (_NONE, _NONE)
+    new = np.setdiff1d(np.flatnonzero(second.categories != "none"), to)
+    return Pairs(of, to, "text", new, np.setdiff1d(np.flatnonzero(_has_token(first)), of))
+
+
+_NONE = np.zeros(0, np.int64)
+
+
+def _has_token(vocabulary: Vocabulary) -> NDArray[np.bool_]:
+    return np.asarray(vocabulary.categories != "none")
+
+
+def compare(
+    first: Embeddings,
+    second: Embeddings,
+    pairs: Pairs | None = None,
+    counts: Tensor | NDArray[Any] | None = None,
+) -> Changes:
+    """Compare two embedding matrices row by row and as a whole.
+
+    Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A||
+    ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Two
+    passes over the rows in float64, in bounded memory.
+
+    Args:
+        first, second: [V, H] and [V', H']; tensors on any device, or arrays.
+        pairs: which rows belong together; by default those of the same id.
+        counts: unigram counts [V'] of the second matrix's tokens.
+
+    Raises:
+        ValueError: if no rows belong together, or counts do not fit.
+    """
+    if pairs is None:
+        pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
+    p = None if counts is None else checked_counts(counts, len(second))
+    finite, before = finite_rows(first)
+    finite_second, after = finite_rows(second)
+    usable = finite[pairs.first] & finite_second[pairs.second]
+    if not usable.any():
+        raise ValueError("the two matrices have no finite rows of the same tokens")
+    used = dataclasses.replace(pairs, first=pairs.first[usable], second=pairs.second[usable])
+    same_width = first.shape[1] == second.shape[1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = after[pairs.second] / before[pairs.first]
+    ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
+
+    means = [torch.zeros(width, dtype=torch.float64) for width in (first.shape[1], second.shape[1])]
+    cosines = np.full(len(pairs.first), np.nan) if same_width else None
+    places = np.flatnonzero(usable)
+    start = 0
+    for a, b in _chunks(first, second, used):
+        means[0] += a.sum(0)
+        means[1] += b.sum(0)
+        if cosines is not None:
+            scale = a.norm(dim=1) * b.norm(dim=1)
+            values = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
+            cosines[places[start : start + len(a)]] = values.numpy()
+        start += len(a)
+    means = [mean / len(used.first) for mean in means]
+    norms = before[used.first].mean(), after[used.second].mean()
+    geometry.check_not_zero(min(norms))
+
+    frequency = None
+    if p is not None:
+        usable_counts = p[used.second]
+        frequency = (
+            correlation_with_log(before[used.first], usable_counts),
+            correlation_with_log(after[used.second], usable_counts),
+        )
+    seen = np.ones(len(pairs.first), np.bool_) if p is None else p[pairs.second] > 0
+    every = float(np.nanmean(after))
+    groups = {
+        "old": _group(cosines, ratios, after[pairs.second], every, seen),
+        "unseen": _group(cosines, ratios, after[pairs.second], every, ~seen),
+        "new": _group(None, _EMPTY, after[pairs.new], every, np.ones(len(pairs.new), np.bool_)),
+    }
+    return Changes(
+        pairs,
+        cosines,
+        ratios,
+        {name: group for name, group in groups.items() if group.rows},
+        _cka(first, second, used, means),
+        float((means[1] - means[0]).norm()) / float(norms[0]) if same_width else None,
+        (float(means[0].norm() / norms[0]), float(means[1].norm() / norms[1])),
+        frequency,
+    )
+
+
+_EMPTY = np.zeros(0)
+
+
+def linear_cka(first: Embeddings, second: Embeddings) -> float:
+    """The linear CKA of two matrices with one row for each token, [V, H] and [V, H']; 0 to 1.
+
+    Raises:
+        ValueError: if they have different numbers of rows, or all rows of one are equal.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"the matrices have {len(first)} and {len(second)} rows")
+    return compare(first, second).cka
+
+
+def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | None:
+    """The slope of log values [V] against log counts [V], by least squares.
+
+    For Adam's second moments, averaged over each row, it is near 1 (arXiv 2502.08441, section 3):
+    rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens that never
+    occur, and values that are not positive, are left out.
+
+    Returns:
+        The slope; None if fewer than two different counts are left.
+    """
+    p = checked_counts(counts, len(values))
+    used = (p > 0) & (values > 0) & np.isfinite(values)
+    if len(np.unique(p[used])) < 2:
+        return None
+    return float(np.polyfit(np.log(p[used]), np.log(values[used]), 1)[0])
+
+
+def _group(
+    cosines: Array | None, ratios: Array, norms: Array, every: float, chosen: NDArray[np.bool_]
+) -> Group:
+    def of(values: Array | None, function: Any) -> float | None:
+        if values is None or len(values) != len(chosen):
+            return None
+        known = values[chosen & np.isfinite(values)]
+        return float(function(known)) if len(known) else None
+
+    relative = of(norms, np.mean)
+    return Group(
+        int(chosen.sum()),
+        of(cosines, np.median),
+        of(cosines, np.min),
+        of(ratios, np.median),
+        None if relative is None else relative / every,
+    )
+
+
+def _chunks(first: Embeddings, second: Embeddings, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of both matrices in float64 on the CPU, some thousands at a time."""
+    size = max(1, 2**20 // max(first.shape[1], second.shape[1]))
+    for start in range(0, len(pairs.first), size):
+        chunk = slice(start, start + size)
+        yield (
+            geometry.as_float64(first[pairs.first[chunk]]).cpu(),
+            geometry.as_float64(second[pairs.second[chunk]]).cpu(),
+        )
+
+
+def _cka(first: Embeddings, second: Embeddings, pairs: Pairs, means: list[Tensor]) -> float:
+    grams: list[Tensor | float] = [0.0, 0.0, 0.0]
+    for a, b in _chunks(first, second, pairs):
+        a, b = a - means[0], b - means[1]
+        for index, product in enumerate((a.T @ a, b.T @ b, a.T @ b)):
+            grams[index] = grams[index] + product
+    one, other, cross = (float(torch.as_tensor(gram).norm()) for gram in grams)
+    if one * other == 0:
+        raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
+    return cross**2 / (one * other)

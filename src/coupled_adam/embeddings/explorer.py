@@ -1,0 +1,115 @@
+"""A page of HTML to explore tokens: a map, a table and the neighbours of each token."""
+
+import base64
+import gzip
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coupled_adam.embeddings.maps import Layout, TokenMap, token_maps
+from coupled_adam.embeddings.neighbours import Progress, nearest
+from coupled_adam.embeddings.tokens import NEIGHBOURS, Comparison, Undertrainedness
+from coupled_adam.embeddings.vocabulary import CATEGORIES
+from coupled_adam.errors import UsageError
+from coupled_adam.rendering.page import render
+
+POINTS = 50_000
+"""The most tokens on a page, over all matrices: it then has less than 10 MB."""
+
+
+def explorer_page(
+    found: Sequence[Undertrainedness],
+    comparisons: Sequence[Comparison] = (),
+    layout: Layout = "pca",
+    progress: Progress | None = None,
+) -> str:
+    """Make the page; it is self-contained, and loads nothing.
+
+    Args:
+        found: the matrices with their indicators.
+        comparisons: what changed; the cosines become a column.
+        layout: see :func:`token_maps`.
+        progress: called as the neighbours are searched, which takes the most time.
+
+    Raises:
+        UsageError: if ``plotly`` is not installed, or a package that the layout needs.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ModuleNotFoundError:
+        raise UsageError("--explore needs a package: pip install plotly") from None
+    maps = token_maps(found, layout, POINTS)
+    data = {
+        "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
+        "categories": CATEGORIES,
+        "maps": [
+            _packed(entry, of, _cosines(entry, comparisons), progress)
+            for entry, of in zip(maps, found)
+        ],
+    }
+    labels = ", ".join(entry.analysis.label for entry in maps)
+    values = {
+        "title": f"Tokens: {labels}",
+        "data": data,
+        "library": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+    }
+    return render("explorer.html", values, [], package="coupled_adam.embeddings")
+
+
+def _packed(
+    entry: TokenMap,
+    found: Undertrainedness,
+    cosines: NDArray[np.float32] | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """A map for the page: numbers in base64, which is a third of their size as text."""
+    vocabulary, counts = entry.analysis.vocabulary, entry.analysis.counts
+    matrix = entry.analysis.embeddings.matrix
+    shown = np.zeros(len(matrix), np.bool_)
+    shown[entry.rows] = True
+    k = min(NEIGHBOURS, len(entry.rows) - 1)
+    near = nearest(matrix, entry.rows, k, centered=True, keep=shown, progress=progress)
+    place = np.zeros(len(matrix), np.int64)
+    place[entry.rows] = np.arange(len(entry.rows))
+    neighbours = place[near.neighbours]
+    alike = np.isin(entry.rows, found.found.alike)
+    order = found.found.order_by
+    kinds = [CATEGORIES.index(str(kind)) for kind in vocabulary.categories[entry.rows]]
+    columns: Mapping[str, NDArray[Any] | None] = {
+        "x": entry.xy[:, 0],
+        "y": entry.xy[:, 1],
+        "norm": entry.norms.astype(np.float32),
+        "count": None if counts is None else counts[entry.rows].astype(np.float32),
+        "indicator": entry.indicators[order].astype(np.float32),
+        "hub": np.bincount(neighbours.reshape(-1), minlength=len(entry.rows)).astype(np.float32),
+        "change": cosines,
+        "id": entry.rows.astype(np.int32),
+        "category": np.array(kinds, np.uint8),
+        "alike": alike.astype(np.uint8),
+        "neighbours": neighbours.astype(np.uint16),
+        "cosines": np.round(near.cosines * 127).astype(np.int8),
+    }
+    return {
+        "label": entry.analysis.label,
+        "order_by": order,
+        "total": len(matrix),
+        "k": k,
+        "tokens": [vocabulary.name(row) for row in entry.rows.tolist()],
+        "columns": {
+            name: {"type": values.dtype.name, "data": base64.b64encode(values.tobytes()).decode()}
+            for name, values in columns.items()
+            if values is not None
+        },
+    }
+
+
+def _cosines(entry: TokenMap, comparisons: Sequence[Comparison]) -> NDArray[np.float32] | None:
+    """How far each token turned in the first comparison that ends in this matrix; NaN if new."""
+    for found in comparisons:
+        if found.after is entry.analysis and found.changes.cosines is not None:
+            values = np.full(len(entry.analysis.embeddings.matrix), np.nan, np.float32)
+            values[found.changes.pairs.second] = found.changes.cosines
+            return values[entry.rows]
+    return None

@@ -1,0 +1,168 @@
+"""Tokens on a map: two coordinates for each row, with what is known of its token."""
+
+import dataclasses
+import importlib.util
+import io
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.geometry import Array
+from coupled_adam.embeddings.tokens import Undertrainedness
+from coupled_adam.errors import UsageError
+
+Layout = Literal["pca", "umap"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenMap:
+    """A map of n rows of one matrix.
+
+    Attributes:
+        analysis: the matrix, its tokens and counts.
+        rows: [n], the rows; all that are finite and different from zero, or a sample.
+        xy: [n, 2], the coordinates.
+        norms: [n].
+        indicators: by name, [n]; how little the rows were trained.
+    """
+
+    analysis: Analysis
+    rows: NDArray[np.int64]
+    xy: NDArray[np.float32]
+    norms: Array
+    indicators: dict[str, Array]
+
+    def columns(self) -> dict[str, Any]:
+        """The map as a table: a list or an array for each column."""
+        vocabulary, counts = self.analysis.vocabulary, self.analysis.counts
+        entry = self.analysis.embeddings
+        table: dict[str, Any] = {
+            "model": [self.analysis.model] * len(self.rows),
+            "role": [entry.role] * len(self.rows),
+            "id": self.rows,
+            "token": [vocabulary.texts[row] for row in self.rows.tolist()],
+            "category": vocabulary.categories[self.rows].tolist(),
+            "x": self.xy[:, 0],
+            "y": self.xy[:, 1],
+        }
+        if counts is not None:
+            table["count"] = counts[self.rows]
+        return {**table, **self.indicators}
+
+
+def token_maps(
+    found: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
+) -> list[TokenMap]:
+    """Lay out the tokens of one or several matrices.
+
+    Principal components are those of the first matrix for all matrices of its width, so that
+    checkpoints of one model can be compared; and each matrix's own otherwise. UMAP (McInnes et al.
+    2018, arXiv 1802.03426) is computed for each matrix with the cosine metric.
+
+    Args:
+        found: the matrices with their indicators.
+        layout: ``"pca"``, or ``"umap"``, which needs the package ``umap-learn``.
+        limit: the most rows in all maps together; None for all. From more, a fixed random sample is
+            drawn in which under-trained tokens and unused rows are kept.
+
+    Raises:
+        UsageError: if ``umap-learn`` is needed and not installed.
+    """
+    if layout == "umap" and importlib.util.find_spec("umap") is None:
+        raise UsageError("--layout umap needs a package: pip install umap-learn")
+    share = None if limit is None else limit // len(found)
+    maps: list[TokenMap] = []
+    frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for entry in found:
+        matrix = entry.analysis.embeddings.matrix
+        rows = _chosen(entry, share)
+        healthy = np.zeros(len(matrix), np.bool_)
+        healthy[_healthy(entry)] = True
+        if layout == "umap":
+            xy = _umap(geometry.as_array(geometry.as_float64(matrix[rows])))
+        else:
+            width = matrix.shape[1]
+            if width not in frames:
+                mean = geometry.mean_and_norms(matrix, healthy)[0]
+                _, basis = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))
+                axes = basis.flip(1)[:, :2]
+                # The sign of an eigenvector is arbitrary: its largest component is positive.
+                largest = axes.abs().argmax(0)
+                frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
+            xy = _project(matrix, rows, *frames[width])
+        indicators: dict[str, Array] = {
+            name: values[rows] for name, values in entry.found.indicators.items()
+        }
+        maps.append(TokenMap(entry.analysis, rows, xy, indicators["norm"], indicators))
+    return maps
+
+
+def parquet(maps: Sequence[TokenMap]) -> bytes:
+    """The maps as one Parquet file, for tools such as embedding-atlas.
+
+    Its columns are ``model``, ``role``, ``id``, ``token``, ``category``, ``x``, ``y``, ``count``
+    (where counted) and the indicators, among them ``norm``.
+
+    Raises:
+        UsageError: if ``pyarrow`` is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise UsageError("--parquet needs a package: pip install pyarrow") from None
+    tables = [pyarrow.table(_writable(entry.columns())) for entry in maps]
+    whole = pyarrow.concat_tables(tables, promote_options="permissive")
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(whole, file)
+    return file.getvalue()
+
+
+def _writable(columns: dict[str, Any]) -> dict[str, Any]:
+    """Texts without lone surrogates, which UTF-8 cannot hold."""
+    return {
+        name: [text.encode("utf-8", "replace").decode() for text in values]
+        if isinstance(values, list)
+        else values
+        for name, values in columns.items()
+    }
+
+
+def _healthy(entry: Undertrainedness) -> NDArray[np.int64]:
+    rows = np.arange(len(entry.analysis.embeddings.matrix))
+    return np.setdiff1d(rows, entry.found.dead)
+
+
+def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
+    """The rows of a map."""
+    rows = _healthy(entry)
+    if limit is None or len(rows) <= limit:
+        return rows
+    kept = np.concatenate([entry.rows, np.flatnonzero(entry.found.unused)])[: limit // 2]
+    rest = np.random.default_rng(0).permutation(np.setdiff1d(rows, kept))
+    return np.sort(np.concatenate([kept, rest[: limit - len(kept)]])).astype(np.int64)
+
+
+def _project(
+    matrix: torch.Tensor, rows: NDArray[np.int64], mean: torch.Tensor, axes: torch.Tensor
+) -> NDArray[np.float32]:
+    xy = np.empty((len(rows), 2), np.float32)
+    size = max(1, 2**20 // matrix.shape[1])
+    for start in range(0, len(rows), size):
+        chunk = slice(start, start + size)
+        block = geometry.as_float64(matrix[rows[chunk]])
+        xy[chunk] = geometry.as_array((block - mean) @ axes)
+    return xy
+
+
+def _umap(rows: Array) -> NDArray[np.float32]:
+    import umap
+
+    reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
+    xy: NDArray[np.float32] = reducer.fit_transform(rows.astype(np.float32))
+    return xy

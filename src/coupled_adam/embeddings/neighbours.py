@@ -1,0 +1,203 @@
+"""Nearest neighbours among embeddings, and hubs: rows that are neighbours of unusually many."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.undertrained import finite_rows
+
+Progress = Callable[[int, int], None]
+"""Called with what is done and what is to do, in any unit."""
+
+_QUERIES = 4096  # rows compared with all others in one pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """The nearest neighbours of n rows, nearest first.
+
+    Attributes:
+        rows: [n], the rows whose neighbours these are.
+        neighbours: [n, k], rows.
+        cosines: [n, k], the cosine similarities, -1 to 1.
+    """
+
+    rows: NDArray[np.int64]
+    neighbours: NDArray[np.int64]
+    cosines: NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hubness:
+    """How unevenly the rows are distributed among each other's nearest neighbours.
+
+    Attributes:
+        skewness: the skewness of N_k over the rows; about 0 without hubs, 10 and more with strong
+            ones. None if all N_k are equal.
+        occurrences: [V], N_k: for how many rows this row is among the k nearest; estimated from
+            the sample where not all rows were asked. Its mean is k over the rows that have a
+            direction.
+        k: the number of neighbours.
+        asked: the number of rows whose neighbours were searched.
+    """
+
+    skewness: float | None
+    occurrences: Array
+    k: int
+    asked: int
+
+    def largest(self, number: int) -> NDArray[np.int64]:
+        """The rows with the largest N_k, the largest first."""
+        return np.argsort(-self.occurrences, kind="stable")[:number]
+
+
+def nearest(
+    embeddings: Embeddings,
+    rows: Sequence[int] | NDArray[Any],
+    k: int = 10,
+    *,
+    centered: bool = False,
+    keep: NDArray[np.bool_] | None = None,
+    progress: Progress | None = None,
+) -> Neighbours:
+    """Find the k nearest neighbours of some rows by cosine similarity.
+
+    Cosines are exact up to rounding in float32. The matrix is read once for every 4096 rows asked
+    for, in bounded memory.
+
+    Args:
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        rows: [n], the rows whose neighbours are searched.
+        k: how many neighbours, at least 1 and fewer than there are rows to choose from.
+        centered: whether to remove the mean of all rows first, without which a common direction
+            makes all cosines alike (Mu & Viswanath 2018, arXiv 1702.01417).
+        keep: [V] booleans; rows with False are neighbours of none. Rows that are zero or not finite
+            never are.
+        progress: called with the number of rows done and of all rows to do.
+
+    Raises:
+        ValueError: if a row is not between 0 and V - 1 or has no direction, or k is out of range.
+    """
+    finite, norms = finite_rows(embeddings)
+    usable = finite & (norms > 0)
+    total = len(usable)
+    asked = np.asarray(rows, dtype=np.int64)
+    outside = asked[(asked < 0) | (asked >= total)]
+    if len(outside):
+        raise ValueError(f"rows must be between 0 and {total - 1}, but one is {outside[0]}")
+    if not usable[asked].all():
+        raise ValueError(f"row {asked[~usable[asked]][0]} has no neighbours: zero or not finite")
+    mean, _ = geometry.mean_and_norms(embeddings, usable)
+    shift = mean if centered else torch.zeros_like(mean)
+    others = usable if keep is None else usable & keep
+    if not 1 <= k < others.sum():
+        raise ValueError(f"k={k} must be from 1 to {int(others.sum()) - 1}")
+    neighbours = np.empty((len(asked), k), np.int64)
+    cosines = np.empty((len(asked), k), np.float32)
+    for start in range(0, len(asked), _QUERIES):
+        chunk = slice(start, start + _QUERIES)
+
+        def report(done: int, first: int = start, size: int = len(asked[chunk])) -> None:
+            if progress is not None:
+                share = done / total if total else 1.0
+                progress(int(first + share * size), len(asked))
+
+        neighbours[chunk], cosines[chunk] = _search(
+            embeddings, asked[chunk], k, shift, others, report
+        )
+    return Neighbours(asked, neighbours, cosines)
+
+
+def hubness(
+    embeddings: Embeddings,
+    k: int = 10,
+    *,
+    centered: bool = False,
+    sample: int | None = _QUERIES,
+    progress: Progress | None = None,
+) -> Hubness:
+    """Measure hubness: the skewness of N_k (Radovanovic et al. 2010, JMLR 11).
+
+    Args:
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
+        k: the number of neighbours.
+        centered: whether to remove the mean first.
+        sample: from how many rows, drawn at random with a fixed seed, N_k is estimated; None asks
+            all. The moments of N_k are estimated without bias: a row that is a neighbour of N of V
+            rows is found by n of Q of these, and the mean of n (n - 1) ... (n - r + 1) is
+            N (N - 1) ... (N - r + 1) times the same fraction of Q and V.
+        progress: as for :func:`nearest`.
+    """
+    finite, norms = finite_rows(embeddings)
+    rows = np.flatnonzero(finite & (norms > 0))
+    asked = rows
+    if sample is not None and sample < len(rows):
+        asked = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
+    found = nearest(embeddings, asked, k, centered=centered, progress=progress)
+    counts = np.bincount(found.neighbours.reshape(-1), minlength=len(norms)).astype(np.float64)
+    skewness = _skewness(counts[rows], len(asked), len(rows))
+    return Hubness(skewness, counts * (len(rows) / len(asked)), k, len(asked))
+
+
+def _skewness(counts: Array, asked: int, total: int) -> float | None:
+    """The skewness of N_k, from its factorial moments in a sample of the rows."""
+    factorial, thinning = np.ones_like(counts), 1.0
+    moments = []
+    for order in range(3):
+        factorial = factorial * (counts - order)
+        thinning *= (asked - order) / (total - order)
+        moments.append(float(factorial.mean()) / thinning)
+    first, second, third = moments
+    second += first  # from here on, the mean of N^2
+    third += 3 * second - 2 * first  # and of N^3
+    variance = second - first**2
+    if variance <= 1e-9 * first**2:
+        return None
+    central: float = third - 3 * first * second + 2 * first**3
+    return central / math.pow(variance, 1.5)
+
+
+def _search(
+    embeddings: Embeddings,
+    rows: NDArray[np.int64],
+    k: int,
+    mean: torch.Tensor,
+    others: NDArray[np.bool_],
+    report: Callable[[int], None],
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The k nearest of some rows, and the cosines, in one pass over the matrix."""
+    queries = _directions(geometry.as_float64(embeddings[rows]), mean)
+    own = torch.from_numpy(rows).to(queries.device)
+    best = torch.full((len(rows), k), -math.inf, device=queries.device)
+    where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)
+    places = torch.from_numpy(np.flatnonzero(others)).to(queries.device)
+    start = 0
+    for block in geometry.blocks(embeddings, others):
+        here = places[start : start + len(block)]
+        cosines = queries @ _directions(block, mean).T
+        inside = torch.isin(own, here)
+        if inside.any():  # no row is a neighbour of its own
+            column = torch.searchsorted(here, own[inside])
+            cosines[inside.nonzero().squeeze(1), column] = -math.inf
+        new, index = cosines.topk(min(k, len(block)))
+        best, order = torch.cat([best, new], 1).topk(k)
+        where = torch.cat([where, here[index]], 1).gather(1, order)
+        start += len(block)
+        report(int(here[-1]) + 1)
+    return where.cpu().numpy(), best.clamp(-1, 1).cpu().numpy()
+
+
+def _directions(rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The rows with the mean subtracted, at unit norm, in float32; zero if nothing is left."""
+    centred = rows - mean
+    norms = centred.norm(dim=1, keepdim=True)
+    # Rows equal to the mean differ from it by rounding errors only.
+    used = norms > 1e-12 * rows.norm(dim=1, keepdim=True)
+    return torch.where(used, centred / norms, 0).float()

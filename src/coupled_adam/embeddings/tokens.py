@@ -1,0 +1,413 @@
+"""What analyses say about single tokens: which were hardly trained, neighbours, hubs, changes."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
+from coupled_adam.embeddings.neighbours import Hubness, Neighbours, Progress, hubness, nearest
+from coupled_adam.embeddings.undertrained import (
+    BY_ROLE,
+    INDICATORS,
+    Undertrained,
+    finite_rows,
+    undertrained,
+)
+from coupled_adam.embeddings.vocabulary import CATEGORIES
+from coupled_adam.embeddings.weights import read_array
+from coupled_adam.errors import UsageError
+from coupled_adam.rendering.tables import terminal_table
+
+NEIGHBOURS = 10
+VARIANTS = {"raw": False, "centered": True}
+"""The two ways in which neighbours are searched: as the rows are, and with their mean removed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Undertrainedness:
+    """The under-trained tokens of one analysis."""
+
+    analysis: Analysis
+    found: Undertrained
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows to name: the candidates, and those that look like unused ones, if these are
+        more.
+        """
+        rows: list[int] = max(self.found.candidates, self.found.alike, key=len).tolist()
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the counts of each category, and all rows named."""
+        alike = {*self.found.alike.tolist()}
+        return {
+            **_categories(self.analysis),
+            "unused_rows": int(self.found.unused.sum()),
+            "dead_rows": self.found.dead.tolist(),
+            "order_by": self.found.order_by,
+            "limit": self.found.limit,
+            "tokens": [
+                {**_described(self.analysis, row), **self._values(row), "like_unused": row in alike}
+                for row in self.rows
+            ],
+        }
+
+    def table(self, number: int) -> Table:
+        """For the terminal: the first of the rows."""
+        found, counts = self.found, self.analysis.counts
+        kinds = _categories(self.analysis)
+        said = [
+            f"{kinds['categories'][name]} {name}"
+            for name in CATEGORIES
+            if name in kinds["categories"]
+        ]
+        parts = [
+            f"rows by category: {', '.join(said)}",
+            f"{len(found.candidates)} candidates, the lowest by {INDICATORS[found.order_by]}",
+        ]
+        if kinds["surplus_tokens"]:
+            parts.append(f"{kinds['surplus_tokens']} tokens of the tokenizer have no row")
+        if len(found.dead):
+            parts.append(f"{len(found.dead)} rows are zero or not finite")
+        if found.limit is None:
+            parts.append(
+                "the rows that are known to be unused are too few, or do not resemble each other: "
+                "candidates may be tokens that are merely rare, or well trained"
+            )
+        else:
+            parts.append(
+                f"{len(found.alike)} tokens cannot be told from the {int(found.unused.sum())} rows "
+                "that are known to be unused (marked with *)"
+            )
+        title = f"Under-trained tokens: {self.analysis.label}"
+        table = terminal_table(title, "; ".join(parts))
+        for column in ("id", "token", "category"):
+            table.add_column(column, justify="right" if column == "id" else "left")
+        for name in found.indicators:
+            table.add_column(INDICATORS[name].replace("principal component", "PC"), justify="right")
+        if counts is not None:
+            table.add_column("count", justify="right")
+        alike = {*found.alike.tolist()}
+        for row in self.rows[:number]:
+            cells = [f"{'*' if row in alike else ''}{row}", self.analysis.vocabulary.name(row)]
+            cells.append(str(self.analysis.vocabulary.categories[row]))
+            cells += [f"{found.indicators[name][row]:.4f}" for name in found.indicators]
+            cells += [] if counts is None else [f"{counts[row]:g}"]
+            table.add_row(*map(Text, cells))
+        return table
+
+    def _values(self, row: int) -> dict[str, float]:
+        return {name: float(values[row]) for name, values in self.found.indicators.items()}
+
+
+def find_undertrained(analysis: Analysis, share: float = 0.02) -> Undertrainedness:
+    """Find the under-trained tokens among the reachable ones of an analysis.
+
+    Raises:
+        UsageError: if no row is finite and different from zero.
+    """
+    vocabulary = analysis.vocabulary
+    try:
+        found = undertrained(
+            analysis.embeddings.matrix,
+            vocabulary.unused,
+            among=vocabulary.categories == "ok",
+            share=share,
+            order_by=BY_ROLE.get(analysis.embeddings.role) if vocabulary.unused.any() else None,
+        )
+    except ValueError as error:
+        raise UsageError(f"{analysis.model}: {error}") from None
+    return Undertrainedness(analysis, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbourhood:
+    """The neighbours of some tokens of one analysis, and the hubs among all.
+
+    Attributes:
+        found: the neighbours as the rows are (``"raw"``), and with their mean removed
+            (``"centered"``).
+        hubs: the hubness for both.
+    """
+
+    analysis: Analysis
+    found: dict[str, Neighbours]
+    hubs: dict[str, Hubness]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        name = self.analysis.vocabulary.name
+        return {
+            "neighbours": [
+                {
+                    **_described(self.analysis, int(row)),
+                    **{
+                        variant: [
+                            {"id": int(other), "token": name(other), "cosine": float(cosine)}
+                            for other, cosine in zip(near.neighbours[index], near.cosines[index])
+                        ]
+                        for variant, near in self.found.items()
+                    },
+                }
+                for index, row in enumerate(self.found["raw"].rows)
+            ],
+            "hubness": {
+                variant: {
+                    "k": hubs.k,
+                    "skewness": hubs.skewness,
+                    "rows_asked": hubs.asked,
+                    "largest": [
+                        {**_described(self.analysis, row), "occurrences": hubs.occurrences[row]}
+                        for row in hubs.largest(NEIGHBOURS).tolist()
+                    ],
+                }
+                for variant, hubs in self.hubs.items()
+            },
+        }
+
+    def tables(self) -> list[Table]:
+        """For the terminal: the neighbours, and the hubs."""
+        name = self.analysis.vocabulary.name
+        near = terminal_table(f"Nearest by cosine: {self.analysis.label}")
+        for column in ("token", "", "neighbours and their cosines"):
+            near.add_column(column)
+        for index, row in enumerate(self.found["raw"].rows):
+            for (variant, part), shown in zip(self.found.items(), ("as it is", "mean removed")):
+                others = zip(part.neighbours[index], part.cosines[index])
+                listed = ", ".join(f"{name(other)} {cosine:.2f}" for other, cosine in others)
+                near.add_row(*map(Text, (name(row) if variant == "raw" else "", shown, listed)))
+        hubs = terminal_table(f"Hubs: {self.analysis.label}")
+        hubs.add_column("")
+        hubs.add_column("skewness of N_k", justify="right")
+        hubs.add_column(f"largest hubs and their N_k (k = {NEIGHBOURS})")
+        for title, hub in zip(("as it is", "mean removed"), self.hubs.values()):
+            skewness = "–" if hub.skewness is None else f"{hub.skewness:.2f}"
+            largest = ", ".join(
+                f"{name(row)} {hub.occurrences[row]:.0f}" for row in hub.largest(NEIGHBOURS)
+            )
+            hubs.add_row(*map(Text, (title, skewness, largest)))
+        return [near, hubs]
+
+
+def find_neighbours(
+    analysis: Analysis, tokens: Sequence[str] = (), progress: Progress | None = None
+) -> Neighbourhood:
+    """Find the neighbours of tokens, or of the ten most frequent ones, and the hubs.
+
+    Args:
+        tokens: as :meth:`Vocabulary.row` takes them; none for the most frequent ones, or without
+            counts for none but the hubs.
+        progress: as for :func:`nearest`; called for the hubs, which take the most time.
+
+    Raises:
+        UsageError: if a token is none of the model's, or there are too few rows.
+    """
+    matrix = analysis.embeddings.matrix
+    rows = [analysis.vocabulary.row(token) for token in tokens]
+    if not tokens and analysis.counts is not None:
+        rows = np.argsort(-analysis.counts, kind="stable")[:NEIGHBOURS].tolist()
+    try:
+        return Neighbourhood(
+            analysis,
+            {name: nearest(matrix, rows, NEIGHBOURS, centered=c) for name, c in VARIANTS.items()},
+            {
+                name: hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
+                for name, centered in VARIANTS.items()
+            },
+        )
+    except ValueError as error:
+        raise UsageError(f"{analysis.model}: {error}") from None
+
+
+def _categories(analysis: Analysis) -> dict[str, Any]:
+    vocabulary = analysis.vocabulary
+    return {
+        "categories": dict(collections.Counter(vocabulary.categories.tolist())),
+        "surplus_tokens": vocabulary.surplus,
+    }
+
+
+def _described(analysis: Analysis, row: int) -> dict[str, Any]:
+    """The id, the token and its count, for JSON."""
+    vocabulary, counts = analysis.vocabulary, analysis.counts
+    return {
+        "id": row,
+        "token": vocabulary.texts[row],
+        "category": str(vocabulary.categories[row]),
+        "count": None if counts is None else counts[row].item(),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What changed from one analysis to another.
+
+    Attributes:
+        before, after: the two.
+        changes: what changed.
+        norm_slopes: the slope of log norm against log count, before and after; None without counts.
+        moment_slopes: the same for the rows' second moments; None where the model is not a run of
+            this package, which keeps them.
+    """
+
+    before: Analysis
+    after: Analysis
+    changes: Changes
+    norm_slopes: tuple[float | None, float | None]
+    moment_slopes: tuple[float | None, float | None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the numbers, and the hundred tokens that moved most."""
+        found, pairs = self.changes, self.changes.pairs
+        return {
+            "before": _matrix(self.before),
+            "after": _matrix(self.after),
+            "matched_by": pairs.by,
+            "matched": len(pairs.first),
+            "new_rows": len(pairs.new),
+            "gone_rows": len(pairs.gone),
+            "cka": found.cka,
+            "mean_shift": found.mean_shift,
+            "mean_norm_ratio": list(found.mean_norm_ratio),
+            "norm_frequency_correlation": _finite_list(found.norm_frequency),
+            "norm_frequency_slope": list(self.norm_slopes),
+            "second_moment_frequency_slope": list(self.moment_slopes),
+            "groups": {name: dataclasses.asdict(group) for name, group in found.groups.items()},
+            "movers": [
+                {
+                    **_described(self.after, int(pairs.second[index])),
+                    "cosine": None if found.cosines is None else _finite(found.cosines[index]),
+                    "norm_ratio": _finite(found.norm_ratios[index]),
+                }
+                for index in found.movers(100)
+            ],
+        }
+
+    def tables(self, number: int) -> list[Table]:
+        """For the terminal: the numbers, the groups of rows, and the first of the movers."""
+        found, pairs = self.changes, self.changes.pairs
+        whole = terminal_table(f"From {self.before.label} to {self.after.label}")
+        whole.add_column("")
+        whole.add_column("", justify="right")
+        for label, value in (
+            (f"tokens of both, matched by {pairs.by}", f"{len(pairs.first)}"),
+            ("rows of the second only", f"{len(pairs.new)}"),
+            ("rows of the first only", f"{len(pairs.gone)}"),
+            ("linear CKA", f"{found.cka:.4f}"),
+            ("shift of the mean / mean norm", _shown(found.mean_shift)),
+            ("‖μ‖ʳ before, after", ", ".join(map(_shown, found.mean_norm_ratio))),
+            ("ρ before, after", ", ".join(map(_shown, found.norm_frequency or (None, None)))),
+            ("slope of log norm / log count", ", ".join(map(_shown, self.norm_slopes))),
+            ("slope of log ν / log count", ", ".join(map(_shown, self.moment_slopes))),
+        ):
+            whole.add_row(Text(label), Text(value))
+        groups = terminal_table("Rows")
+        for column in (
+            "",
+            "rows",
+            "median cos",
+            "lowest cos",
+            "norm after / before",
+            "norm / mean",
+        ):
+            groups.add_column(column, justify="right" if column else "left")
+        for name, group in found.groups.items():
+            cells = [name, str(group.rows)]
+            cells += [
+                _shown(value)
+                for value in (
+                    group.cosine_median,
+                    group.cosine_min,
+                    group.norm_ratio_median,
+                    group.norm_relative,
+                )
+            ]
+            groups.add_row(*map(Text, cells))
+        movers = terminal_table("Tokens that moved most")
+        for column in ("id", "token", "cos", "norm after / before"):
+            movers.add_column(column, justify="left" if column == "token" else "right")
+        for index in found.movers(number):
+            row = int(pairs.second[index])
+            cosine = None if found.cosines is None else found.cosines[index]
+            cells = [str(row), self.after.vocabulary.name(row)]
+            cells += [_shown(cosine), _shown(found.norm_ratios[index])]
+            movers.add_row(*map(Text, cells))
+        return [whole, groups, movers]
+
+
+def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Comparison]:
+    """Compare the matrices of two models, input with input and output with output.
+
+    A tied matrix is compared with both matrices of a model that is not tied.
+
+    Raises:
+        UsageError: if they have no matrices or no tokens in common.
+    """
+    comparisons = []
+    for one in before:
+        for other in after:
+            roles = {one.embeddings.role, other.embeddings.role}
+            if roles == {"input", "output"}:
+                continue
+            try:
+                pairs = match_rows(one.vocabulary, other.vocabulary)
+                found = compare(one.embeddings.matrix, other.embeddings.matrix, pairs, other.counts)
+            except ValueError as error:
+                raise UsageError(f"--compare {one.model} {other.model}: {error}") from None
+            slopes = [_slopes(analysis) for analysis in (one, other)]
+            norms, moments = ((slopes[0][index], slopes[1][index]) for index in (0, 1))
+            comparisons.append(Comparison(one, other, found, norms, moments))
+    if not comparisons:
+        raise UsageError(
+            f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"
+        )
+    return comparisons
+
+
+def _slopes(analysis: Analysis) -> tuple[float | None, float | None]:
+    """How a matrix's norms and second moments depend on the counts of the tokens."""
+    counts, matrix = analysis.counts, analysis.embeddings.matrix
+    if counts is None:
+        return None, None
+    norms = frequency_slope(finite_rows(matrix)[1], counts)
+    files = [
+        path
+        for path in Path(analysis.model).glob("second_moments/step-*.npy")
+        if re.fullmatch(r"step-\d+", path.stem)
+    ]
+    if not files:
+        return norms, None
+    last = max(files, key=lambda path: int(path.stem.removeprefix("step-")))
+    try:
+        moments = read_array(last)
+    except ValueError as error:
+        raise UsageError(f"--compare: {error}") from None
+    if moments.shape != (len(matrix),):
+        return norms, None
+    return norms, frequency_slope(moments.astype(np.float64), counts)
+
+
+def _matrix(analysis: Analysis) -> dict[str, str]:
+    entry = analysis.embeddings
+    return {"model": analysis.model, "role": entry.role, "tensor": entry.tensor}
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None or not np.isfinite(value) else f"{value:.4f}"
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _finite_list(values: tuple[float, float] | None) -> list[float | None] | None:
+    return None if values is None else [_finite(value) for value in values]

@@ -1,0 +1,199 @@
+"""Tokens that were hardly trained: indicators from the embeddings alone.
+
+After Land & Bartolo (EMNLP 2024, "Fishing for Magikarp", arXiv 2405.05417). The embedding of a
+token that never occurs in the training text moves only as the embeddings of all such tokens do: at
+the output, away from the hidden states; at the input, not at all, or by weight decay. So the rows
+that resemble those that are known to be unused have hardly been trained either.
+"""
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.geometry import Array, Embeddings
+
+Indicator = Literal["norm", "distance", "cosine", "cosine_without_first", "cosine_centered"]
+INDICATORS: dict[Indicator, str] = {
+    "norm": "‖e‖",
+    "distance": "‖e - u‖",
+    "cosine": "1 - cos",
+    "cosine_without_first": "1 - cos, first principal component removed",
+    "cosine_centered": "1 - cos, mean removed",
+}
+"""The indicators and how they are shown; u is the mean of the unused rows."""
+
+BY_ROLE: dict[str, Indicator] = {
+    "input": "norm",  # unused rows stay as they were initialised, in all directions
+    "output": "cosine_centered",
+    "tied": "cosine_centered",
+}
+"""The indicator that finds most in benchmarks/results/undertrained_tokens.json."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Undertrained:
+    """Indicators of how little each row was trained; small values mean: little.
+
+    Attributes:
+        indicators: [V] each, in the embeddings' units or from 0 to 2: the ``norm`` of the row; its
+            ``distance`` to the mean u of the unused rows; its ``cosine`` distance to u, also
+            ``cosine_without_first`` principal component, and ``cosine_centered``, which is with the
+            mean of all rows removed. Only ``norm`` if no row is known to be unused. NaN for rows
+            that are not finite, which are left out of everything else.
+        order_by: the indicator that chooses the candidates.
+        candidates: the rows that were chosen, those with the lowest indicator first.
+        limit: the highest indicator that the unused rows themselves have, each compared with the
+            mean of the others. None with fewer than three, or if they resemble each other no more
+            than most rows resemble them, as in a model that was not trained.
+        alike: the rows up to this limit, the lowest first, however many: no indicator tells them
+            from unused rows. Candidates that are not among them may be rare tokens.
+        unused: [V] booleans; the rows that served as the reference.
+        dead: the rows that are zero or not finite.
+    """
+
+    indicators: dict[Indicator, Array]
+    order_by: Indicator
+    candidates: NDArray[np.int64]
+    limit: float | None
+    alike: NDArray[np.int64]
+    unused: NDArray[np.bool_]
+    dead: NDArray[np.int64]
+
+
+def undertrained(
+    embeddings: Embeddings,
+    unused: NDArray[np.bool_] | None = None,
+    *,
+    among: NDArray[np.bool_] | None = None,
+    share: float = 0.02,
+    order_by: Indicator | None = None,
+) -> Undertrained:
+    """Find the rows that resemble those of unused tokens.
+
+    The indicators are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.2 and appendix A;
+    the principal component is that of the centred embeddings, as in their code. Three passes over
+    the rows in float64, in bounded memory.
+
+    Args:
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Rows may be NaN.
+        unused: [V] booleans; rows that are known to be unused, see :class:`Vocabulary`.
+        among: [V] booleans; the rows that can be candidates, such as all reachable tokens. By
+            default, all.
+        share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
+        order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
+            if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.
+
+    Raises:
+        ValueError: if no row is finite and different from zero, or an argument has the wrong shape
+            or range.
+    """
+    geometry.check(embeddings)
+    rows = len(embeddings)
+    unused = np.zeros(rows, np.bool_) if unused is None else np.asarray(unused)
+    among = np.ones(rows, np.bool_) if among is None else np.asarray(among)
+    for name, mask in (("unused", unused), ("among", among)):
+        if mask.shape != (rows,) or mask.dtype != np.bool_:
+            raise ValueError(f"{name} must hold a boolean for each of the {rows} embeddings")
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share} must be above 0 and at most 1")
+    finite, norms = finite_rows(embeddings)
+    healthy = finite & (norms > 0)
+    if not healthy.any():
+        raise ValueError("no row of embeddings is finite and different from zero")
+    reference = unused & healthy
+    if order_by is None:
+        order_by = "distance" if reference.any() else "norm"
+    elif order_by != "norm" and not reference.any():
+        raise ValueError(f"order_by={order_by!r} needs rows that are known to be unused")
+
+    indicators: dict[Indicator, Array] = {"norm": norms}
+    limit = None
+    if reference.any():
+        frame = _Frame(embeddings, healthy, reference)
+        indicators |= frame.indicators(embeddings, finite)
+        if reference.sum() > 2:
+            limit = float(frame.of_unused(embeddings, order_by).max())
+    choice = among & finite & ~reference
+    values = np.where(choice, indicators[order_by], np.inf)
+    order = np.argsort(values, kind="stable")[: choice.sum()]
+    if limit is not None and (values <= limit).sum() > len(order) / 2:
+        limit = None
+    return Undertrained(
+        indicators,
+        order_by,
+        order[: int(np.ceil(share * len(order)))],
+        limit,
+        order[: 0 if limit is None else int((values <= limit).sum())],
+        reference,
+        np.flatnonzero(~healthy),
+    )
+
+
+def finite_rows(embeddings: Embeddings) -> tuple[NDArray[np.bool_], Array]:
+    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
+    rows, columns = embeddings.shape
+    norms = np.empty(rows)
+    size = max(1, 2**20 // columns)
+    for start in range(0, rows, size):
+        block = geometry.as_float64(embeddings[start : start + size])
+        norms[start : start + size] = geometry.as_array(block.norm(dim=1))
+    finite = np.isfinite(norms)
+    norms[~finite] = np.nan
+    return finite, norms
+
+
+class _Frame:
+    """The mean, the first principal component, and the mean of the unused rows, as a reference."""
+
+    def __init__(
+        self, embeddings: Embeddings, healthy: NDArray[np.bool_], reference: NDArray[np.bool_]
+    ) -> None:
+        self.mean: Tensor
+        self.mean, _ = geometry.mean_and_norms(embeddings, healthy)
+        _, basis = torch.linalg.eigh(geometry.gram(embeddings, self.mean, healthy))
+        self.first = basis[:, -1]
+        self.rows = np.flatnonzero(reference)
+        self.unused = geometry.mean_and_norms(embeddings, reference)[0]
+
+    def indicators(
+        self, embeddings: Embeddings, finite: NDArray[np.bool_]
+    ) -> dict[Indicator, Array]:
+        """The indicators of all finite rows, [V] each."""
+        names: tuple[Indicator, ...] = tuple(name for name in INDICATORS if name != "norm")
+        found = {name: np.full(len(embeddings), np.nan) for name in names}
+        places = np.flatnonzero(finite)
+        start = 0
+        for block in geometry.blocks(embeddings, finite):
+            here = places[start : start + len(block)]
+            for name in names:
+                found[name][here] = geometry.as_array(self._compare(name, block, self.unused))
+            start += len(block)
+        return found
+
+    def of_unused(self, embeddings: Embeddings, name: Indicator) -> Array:
+        """An indicator of each unused row, relative to the mean of the other unused rows."""
+        block = geometry.as_float64(embeddings[self.rows])
+        count = len(block)
+        others = (self.unused * count - block) / (count - 1)
+        return geometry.as_array(self._compare(name, block, others))
+
+    def _compare(self, name: Indicator, rows: Tensor, reference: Tensor) -> Tensor:
+        """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
+        if name in ("norm", "distance"):
+            lengths: Tensor = (rows if name == "norm" else rows - reference).norm(dim=1)
+            return lengths
+        if name == "cosine_without_first":
+            rows, reference = (
+                x - (x @ self.first).unsqueeze(-1) * self.first for x in (rows, reference)
+            )
+        elif name == "cosine_centered":
+            rows, reference = rows - self.mean, reference - self.mean
+        scale = rows.norm(dim=-1) * reference.norm(dim=-1)
+        # A row without a direction resembles nothing.
+        cosines = torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)
+        return cosines.neg_().add_(1)

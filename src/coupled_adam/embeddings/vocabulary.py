@@ -1,0 +1,175 @@
+"""The rows of an embedding matrix as tokens: how each is written, and of what kind it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from coupled_adam.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CATEGORIES = ("ok", "undecodable", "unreachable", "special", "byte", "none")
+"""The kinds of rows: see :class:`Vocabulary`."""
+
+# These bytes occur in no UTF-8 text (RFC 3629): they would begin overlong forms, or code points
+# beyond U+10FFFF.
+_NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
+_NEVER_USED_PIECES = {f"<0x{byte:02X}>" for byte in _NEVER_IN_UTF8}
+_NEVER_USED_CHARACTERS = {chr(byte) for byte in _NEVER_IN_UTF8}  # as byte-level BPE writes them
+_RESERVED = re.compile(r"[<\[|]+\W*\w*(unused|reserved)\w*\W*[>\]|]+", re.IGNORECASE)
+
+# A token is reachable if it appears behind at least one of these. Some never begin a text: "##ing"
+# of WordPiece, or "ing" of SentencePiece, which puts a space in front of a text.
+_CONTEXTS = ("", "a", "«", "\n", "1", "zq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of V rows.
+
+    Attributes:
+        texts: what each token stands for in a text; the tokenizer's own spelling of tokens that
+            cannot be decoded; empty for rows without a token.
+        categories: [V], one of :data:`CATEGORIES` for each row. ``"ok"``: some text contains the
+            token. ``"undecodable"``: it is not whole UTF-8 text, such as the first half of a
+            character. ``"unreachable"``: the tokenizer splits the token's own text differently, so
+            that it occurs in no text. ``"special"``: a control token. ``"byte"``: a single byte,
+            for characters without a token. ``"none"``: the row belongs to no token.
+        unused: [V] booleans; tokens that were seen by no training, as far as can be known without
+            its text: rows without a token, bytes that UTF-8 never contains, and tokens that are
+            called unused or reserved.
+        surplus: the number of the tokenizer's tokens for which there is no row.
+    """
+
+    texts: Sequence[str]
+    categories: NDArray[np.str_]
+    unused: NDArray[np.bool_]
+    surplus: int = 0
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def name(self, row: int) -> str:
+        """How a row is shown: its text in quotes, where Python's escapes stand for all characters
+        that a terminal would obey or not show; its id behind # if it has no text.
+        """
+        text = self.texts[row]
+        return repr(text) if text else f"#{row}"
+
+    def row(self, token: str) -> int:
+        """The row of a token as a user writes it: its text, with or without a space before it, the
+        tokenizer's own spelling, or its id behind #.
+
+        Raises:
+            UsageError: if there is no such token.
+        """
+        if re.fullmatch(r"#\d+", token):
+            if int(token[1:]) >= len(self):
+                raise UsageError(f"there is no token {token}: the embeddings have {len(self)} rows")
+            return int(token[1:])
+        for text in (token, f" {token}"):
+            if text and text in self._rows:
+                return self._rows[text]
+        raise UsageError(
+            f"{token!r} is not a single token of this model: write a token's text, or its id, such "
+            "as '#42'"
+        )
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, int]:
+        """The row of each text, the one that can be reached if several have the same."""
+        found: dict[str, int] = {}
+        for row in np.argsort(self.categories == "ok", kind="stable").tolist():
+            found[self.texts[row]] = row
+        return found
+
+    @classmethod
+    def of_ids(cls, rows: int) -> Vocabulary:
+        """The vocabulary of a model without a tokenizer: all rows count as reachable tokens."""
+        return cls([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))
+
+
+def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
+    """Find out what the rows of an embedding matrix stand for.
+
+    A token is reachable if it is what the tokenizer makes of its own text; this and the categories
+    are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.1. Here, a token also counts
+    as reachable if that is so only behind another character.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        rows: V, the number of rows of the matrix. It may have more rows than there are tokens, or
+            fewer.
+    """
+    pieces = {row: piece for piece, row in tokenizer.get_vocab().items()}
+    ids = sorted(row for row in pieces if row < rows)
+    decoded = _decode(tokenizer, ids)
+    reachable = _reachable(tokenizer, ids, decoded)
+    special = {*tokenizer.all_special_ids}
+    special |= {row for row, token in tokenizer.added_tokens_decoder.items() if token.special}
+    texts = [""] * rows
+    categories = np.full(rows, "none", dtype=np.array(CATEGORIES).dtype)
+    unused = np.ones(rows, np.bool_)
+    for row, text in zip(ids, decoded):
+        piece = pieces[row]
+        if row in special:
+            category = "special"
+        elif re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            category = "byte"
+        elif row in reachable:
+            category = "ok"
+        elif "\ufffd" in text:
+            category = "undecodable"
+        else:
+            category = "unreachable"
+        categories[row] = category
+        texts[row] = text if category in ("ok", "unreachable") and text else piece
+        unused[row] = (
+            (category == "byte" and piece in _NEVER_USED_PIECES)
+            or (category == "undecodable" and piece in _NEVER_USED_CHARACTERS)
+            or _RESERVED.fullmatch(piece) is not None
+        )
+    return Vocabulary(texts, categories, unused, surplus=sum(row >= rows for row in pieces))
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """The text of each token behind another one, where a space at its beginning is not lost."""
+
+    def text(tokens: list[int]) -> str:
+        decoded = tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(decoded, str)
+        return decoded
+
+    before = tokenizer.encode("a", add_special_tokens=False)
+    prefix = text(before)
+    texts = []
+    for row in ids:
+        behind = text([*before, row])
+        texts.append(behind.removeprefix(prefix) if behind.startswith(prefix) else text([row]))
+    return texts
+
+
+def _reachable(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], texts: Sequence[str]
+) -> set[int]:
+    """The ids that the tokenizer returns for their own texts, alone or behind something else."""
+    found: set[int] = set()
+    left = [(row, text) for row, text in zip(ids, texts) if text]
+    for context in _CONTEXTS:
+        if left:
+            before = tokenizer.encode(context, add_special_tokens=False)
+            inputs = [context + text for _, text in left]
+            encoded = tokenizer(inputs, add_special_tokens=False, verbose=False)["input_ids"]
+            found |= {row for (row, _), got in zip(left, encoded) if list(got) == [*before, row]}
+            left = [(row, text) for row, text in left if row not in found]
+    return found

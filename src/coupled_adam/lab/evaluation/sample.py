@@ -1,0 +1,79 @@
+"""Text that a language model writes."""
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.evaluation.loading import block_length
+
+
+@torch.inference_mode()
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str = "",
+    *,
+    tokens: int = 100,
+    temperature: float = 0.8,
+    seed: int = 1,
+) -> str:
+    """Continue a text, token by token, up to the end of the document or a number of tokens.
+
+    The prompt follows the token that begins a document, as in training. The model sees as many of
+    the last tokens as it allows, but at most 1024. Models with the same tokenizer are given the
+    same random numbers, so that their texts differ only where their probabilities do.
+
+    Args:
+        prompt: the beginning of the text; empty to begin a document.
+        tokens: the largest number of tokens to write.
+        temperature: the logits are divided by it; 0 takes the most probable token every time.
+        seed: the seed of the random numbers.
+
+    Returns:
+        The continuation, without the prompt.
+
+    Raises:
+        UsageError: the tokenizer has neither a BOS nor an EOS token for an empty prompt, or does
+            not fit the model; or a logit is not finite.
+    """
+    end = tokenizer.eos_token_id
+    first = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    given = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = [*([] if first is None else [first]), *given]
+    if not ids:
+        raise UsageError("--prompt is empty, and the tokenizer has no token that begins a text")
+    length, vocab_size = block_length(model), model.config.get_text_config().vocab_size
+    if max(ids) >= vocab_size:
+        raise UsageError(
+            f"{model.name_or_path}: its tokenizer has a token with id {max(ids)}, but the model "
+            f"only {vocab_size} embeddings"
+        )
+    # Rows that pad the vocabulary belong to no token.
+    known = torch.arange(vocab_size) < max(tokenizer.get_vocab().values()) + 1
+    generator = torch.Generator().manual_seed(seed)
+    written: list[int] = []
+    for _ in tqdm(range(tokens), "tokens", disable=None, leave=False, delay=1):
+        window = torch.tensor([(ids + written)[-length:]], device=model.device)
+        logits = model(input_ids=window, use_cache=False).logits[0, -1].double().cpu()
+        if not logits.isfinite().all():
+            raise UsageError(f"{model.name_or_path}: a logit is not finite")
+        token = _draw(logits.masked_fill(~known, -torch.inf), temperature, generator)
+        if token == end:
+            break
+        written.append(token)
+    # Some tokenizers drop a space in front of the first token that they decode.
+    before = tokenizer.decode(given)
+    return str(tokenizer.decode([*given, *written])[len(before) :])
+
+
+def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
+    """A token from the probabilities of logits [V]."""
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities = (logits / temperature).softmax(0)
+    # Where the same number falls in the cumulative sum: close models then choose the same token.
+    place = torch.rand((), dtype=torch.float64, generator=generator)
+    found = int(torch.searchsorted(probabilities.cumsum(0), place))
+    return min(found, int(probabilities.nonzero().max()))

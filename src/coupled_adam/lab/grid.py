@@ -1,0 +1,243 @@
+"""The settings that a sweep tries: combinations of values of a recipe's options, for each arm."""
+
+import dataclasses
+import difflib
+import fnmatch
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.recipe import Recipe, override, parse_overrides
+
+_LARGEST = 1000  # settings of an arm; all of them are checked before the first is trained
+_OTHER_TEXT = ("data.*", "model.vocab_size", "training.evaluation_batches", "training.test_batches")
+_EXAMPLE = "training.lr=1e-3,3e-3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """An option of the recipe, by its dotted key, and the values to try; numbers ascend.
+
+    If ``is_range`` is true, the two values are the ends of a range: any number between them may be
+    tried.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+    is_range: bool = False
+
+    @property
+    def name(self) -> str:
+        """The key's last part, by which tables and folders call it."""
+        return self.key.rpartition(".")[2]
+
+    def to_plain(self) -> list[Any] | str:
+        """The values as YAML can hold them; a range as it is written on the command line."""
+        if self.is_range:
+            return "..".join(map(as_text, self.values))
+        return list(self.values)
+
+    def belongs_to(self, arm: str) -> bool:
+        """Whether it changes the runs of this arm."""
+        return not self.key.startswith("arms.") or self.key.split(".")[1] == arm
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """An arm with one value for each of its axes.
+
+    recipe: has this arm alone, these values, and all seeds.
+    values: by the names of the axes.
+    """
+
+    arm: str
+    recipe: Recipe
+    values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """All values, as in ``lr=0.001,lr_factor=4``: the name of a folder."""
+        return ",".join(f"{k}={as_text(v)}" for k, v in self.values.items()) or "unchanged"
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """A recipe, and the axes along which it is varied; each arm is varied on its own."""
+
+    recipe: Recipe
+    axes: tuple[Axis, ...]
+
+    @property
+    def arms(self) -> list[str]:
+        """The arms, those of AdamW first: the others are compared with the first."""
+        arms = self.recipe.arms
+        return sorted(arms, key=lambda arm: arms[arm]["optimizer"] != "adamw")
+
+    def of_arm(self, arm: str) -> list[Axis]:
+        """The axes that change this arm."""
+        return [axis for axis in self.axes if axis.belongs_to(arm)]
+
+    def setting(self, arm: str, values: Sequence[Any]) -> Setting:
+        """The setting with these values, one for each axis of the arm, of the axis's type.
+
+        Raises:
+            UsageError: a value is out of range, or the values do not fit together.
+        """
+        axes = self.of_arm(arm)
+        recipe = dataclasses.replace(self.recipe, arms={arm: self.recipe.arms[arm]})
+        recipe = override(recipe, {axis.key: value for axis, value in zip(axes, values)})
+        return Setting(arm, recipe, {axis.name: value for axis, value in zip(axes, values)})
+
+    def number(self, arm: str) -> int:
+        """The number of combinations of the arm's values."""
+        return math.prod(len(axis.values) for axis in self.of_arm(arm))
+
+    def settings(self, arm: str) -> list[Setting]:
+        """All combinations of the arm's values; of a range, its two ends."""
+        combinations = itertools.product(*(axis.values for axis in self.of_arm(arm)))
+        return [self.setting(arm, values) for values in combinations]
+
+
+class Range(list[float]):
+    """The two ends of a range."""
+
+
+def parse_range(text: str) -> Range | None:
+    """The range that is written as ``1e-4..1e-2``, if it is one."""
+    low, dots, high = text.partition("..")
+    try:
+        ends = [float(end) if re.search(r"[.e]", end.lower()) else int(end) for end in (low, high)]
+    except ValueError:
+        return None
+    if not dots or not ends[0] < ends[1] < math.inf:
+        raise UsageError(f"{text}: a range is written from its lower end to its higher end")
+    return Range(ends)
+
+
+def several_values(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Separate what is swept from what is given one value.
+
+    Args:
+        arguments: such as ``"training.lr=1e-3,3e-3"`` and ``"model.n_layer=4"``. A comma separates
+            values, except in brackets, braces and quotes.
+
+    Returns:
+        The arguments with one value, and the values of the others by key. A key with a pattern of
+        arms, such as ``arms.*.lr_factor``, is among the others even if it has one value.
+
+    Raises:
+        UsageError: an argument is not of that form, or a key is given twice.
+    """
+    fixed, swept = [], {}
+    seen: set[str] = set()
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key in seen:
+            raise UsageError(f"{key} is given twice: separate its values by commas, as {_EXAMPLE}")
+        seen.add(key)
+        listed = parse_overrides([f"{key}=[{value}]" if equals else argument]).get(key)
+        if isinstance(listed, list) and (len(listed) > 1 or "*" in key or parse_range(value)):
+            swept[key] = parse_range(value) or listed
+        else:
+            fixed.append(argument)
+    return fixed, swept
+
+
+def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> Grid:
+    """Check the values of a sweep, and the recipes of all its settings.
+
+    Args:
+        swept: the values by key; ``arms.*.lr_factor`` stands for that option of every arm.
+        ranges: whether ranges are possible.
+
+    Raises:
+        UsageError: there is nothing to sweep, an option does not exist, cannot be swept, or is
+            given twice; or a value is invalid or given twice.
+    """
+    values: dict[str, Sequence[Any]] = {}
+    for pattern, listed in swept.items():
+        for key in _keys(pattern, recipe):
+            if key in values:
+                raise UsageError(f"{pattern} gives values to {key}, which has some already")
+            values[key] = listed
+        if isinstance(listed, Range) and not ranges:
+            raise UsageError(
+                f"{pattern}={as_text(listed[0])}..{as_text(listed[1])} is a range, which needs "
+                "--optuna TRIALS; a grid needs single values, separated by commas"
+            )
+    # Checked one by one before they are combined, so that the message names the one at fault.
+    recipe = override(recipe, {k: listed[0] for k, listed in values.items() if len(listed) == 1})
+    several = {key: listed for key, listed in values.items() if len(listed) > 1}
+    if not several:
+        raise UsageError(f"nothing to sweep: give two or more values of an option, as {_EXAMPLE}")
+    axes = []
+    for key, listed in several.items():
+        # 1e-3 is text in YAML, and would be another run than 0.001.
+        read = tuple(_read(override(recipe, {key: value}), key) for value in listed)
+        texts = [as_text(value) for value in read]
+        twice = next((text for text in texts if texts.count(text) > 1), None)
+        if twice is not None:
+            raise UsageError(f"{key} has the value {twice} twice: leave one of them out")
+        is_range, are_numbers = isinstance(listed, Range), all(map(is_number, read))
+        if is_range and not are_numbers:
+            raise UsageError(f"{key}={texts[0]}..{texts[1]}: a range needs two numbers")
+        axes.append(Axis(key, tuple(sorted(read)) if are_numbers else read, is_range))
+    grid = Grid(recipe, tuple(axes))
+    for arm in grid.arms:
+        if grid.number(arm) > _LARGEST:
+            raise UsageError(
+                f"arm {arm!r} has {grid.number(arm):,} combinations of values: at most "
+                f"{_LARGEST:,} are possible; leave some out, or try ranges with --optuna TRIALS"
+            )
+        grid.settings(arm)
+    return grid
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether values like this one have an order."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_text(value: Any) -> str:
+    """A value as in YAML, and without characters that a folder's name should not have."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return "_".join(map(as_text, value))
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _keys(pattern: str, recipe: Recipe) -> list[str]:
+    """The keys that a pattern stands for."""
+    section, _, option = pattern.partition(".")
+    if any(fnmatch.fnmatchcase(pattern, other) for other in _OTHER_TEXT):
+        raise UsageError(
+            f"{pattern} cannot be swept, as losses on other text, or on other tokens of it, cannot "
+            "be compared: give it one value, with commas in quotes"
+        )
+    if section in ("model", "training") and "*" not in pattern:
+        return [pattern]
+    arm, _, option = option.partition(".")
+    if section != "arms" or not option or option == "optimizer":
+        raise UsageError(
+            f"{pattern} cannot be swept: give several values of a key of model or training, or of "
+            f"an option of the arms, such as {_EXAMPLE} or arms.*.lr_factor=1,4"
+        )
+    arms = fnmatch.filter(recipe.arms, arm)
+    if not arms:
+        near = difflib.get_close_matches(arm, recipe.arms, n=1)
+        hint = f"did you mean arms.{near[0]}?" if near else f"there are {', '.join(recipe.arms)}"
+        raise UsageError(f"{pattern} matches no arm of recipe {recipe.name!r}: {hint}")
+    return [f"arms.{name}.{option}" for name in arms]
+
+
+def _read(recipe: Recipe, key: str) -> Any:
+    """A value of a recipe, converted to its type."""
+    section, _, option = key.partition(".")
+    if section == "arms":
+        arm, _, option = option.partition(".")
+        return getattr(recipe.arm(arm), option)
+    return recipe.to_dict()[section][option]

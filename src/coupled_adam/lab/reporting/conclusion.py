@@ -1,0 +1,161 @@
+"""What the runs of an experiment show, in sentences that say no more than their tests."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from coupled_adam.lab.reporting.runs import Run
+from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, Paired, paired_t_test, shown_p
+
+_MOST = 3  # as many arms get sentences of their own
+_LOSS = ("test_loss",)
+_GEOMETRY = {
+    "the relative norm of the mean embedding": ("embeddings", "mean_norm_ratio"),
+    "isotropy": ("embeddings", "isotropy"),
+}
+
+
+def conclusion(runs: Sequence[Run], left_out: Mapping[Path, str]) -> list[str]:
+    """A paragraph for each experiment, and one for the runs that are not used.
+
+    The arms are compared with AdamW by two-sided t-tests over pairs of runs with the same seed,
+    which start from the same weights and see the same batches. A difference is called one only if
+    p < 0.05, and p-values are not corrected for the number of arms.
+    """
+    experiments: dict[str, list[Run]] = {}
+    for run in runs:
+        experiments.setdefault(run.experiment, []).append(run)
+    paragraphs = [
+        (f"{name}: " if len(experiments) > 1 else "") + " ".join(_experiment(mine))
+        for name, mine in experiments.items()
+    ]
+    diverged = sum(reason.startswith("diverged") for reason in left_out.values())
+    unfinished = sum(reason.startswith("not ") for reason in left_out.values())
+    if diverged:
+        paragraphs.append(f"{_runs(diverged)} diverged and cannot be compared.")
+    if unfinished:
+        paragraphs.append(f"{_runs(unfinished)} not finished or evaluated yet, and not used.")
+    return paragraphs
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
+
+
+def _experiment(runs: Sequence[Run]) -> list[str]:
+    """The sentences about an experiment."""
+    arms: dict[str, list[Run]] = {}
+    for run in runs:
+        arms.setdefault(run.setup, []).append(run)
+    sentences = []
+    for arm in arms.values():
+        seeds = [str(run.seed) for run in arm if not _is_finite(run)]
+        if seeds:
+            sentences.append(
+                f"{arm[0].label} diverged with {len(seeds)} of {len(arm)} seeds "
+                f"({', '.join(seeds)}), which {'is' if len(seeds) == 1 else 'are'} not compared."
+            )
+    baseline = next((arm for arm in arms.values() if arm[0].is_baseline), None)
+    others = [arm for arm in arms.values() if arm is not baseline]
+    if baseline is None:
+        return [*sentences, "There is no run with AdamW to compare with."]
+    if not others:
+        return [*sentences, "There are only runs with AdamW, and nothing to compare them with."]
+    if len(others) > _MOST:
+        return [*sentences, _overview(baseline, others)]
+    for arm in others:
+        sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
+    if len(others) > 1:
+        sentences.append(f"p is not corrected for {len(others)} comparisons.")
+    return sentences
+
+
+def _is_finite(run: Run) -> bool:
+    return math.isfinite(run.value(_LOSS))
+
+
+_BySeed = dict[int, float]
+
+
+def _pairs(
+    baseline: Sequence[Run], arm: Sequence[Run], path: Sequence[str]
+) -> tuple[_BySeed, _BySeed]:
+    """The values of runs with the same seeds, by seed: those of the arm, and of the baseline."""
+    finite = [
+        {run.seed: run.value(path) for run in side if _is_finite(run)} for side in (arm, baseline)
+    ]
+    mine, theirs = (
+        {seed: value for seed, value in side.items() if value is not None and math.isfinite(value)}
+        for side in finite
+    )
+    seeds = sorted(mine.keys() & theirs.keys())
+    return {seed: mine[seed] for seed in seeds}, {seed: theirs[seed] for seed in seeds}
+
+
+def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
+    """The sentence about an arm's test loss."""
+    name, reference = arm[0].label, baseline[0].label
+    mine, theirs = _pairs(baseline, arm, _LOSS)
+    if not mine:
+        return f"{name} and {reference} have no finished seed in common, and cannot be compared."
+    test = paired_t_test(mine, theirs)
+    if test is None:
+        return (
+            f"With one seed no test is possible: the test loss is {_mean(mine):.3f} with {name} "
+            f"and {_mean(theirs):.3f} with {reference}. Which of them is better is unknown until "
+            "there are more seeds (--seeds 3 --resume)."
+        )
+    if not test.significant:
+        return (
+            f"The test losses of {name} and {reference} cannot be told apart with {test.pairs} "
+            f"seeds: the first minus the second is {test.difference:+.3f} (95 % confidence "
+            f"interval {test.low:+.3f} to {test.high:+.3f}; paired t-test, {shown_p(test.p)})."
+        )
+    word = "lower" if test.difference < 0 else "higher"
+    low, high = sorted((abs(test.low), abs(test.high)))
+    return (
+        f"The test loss of {name} is {word} than that of {reference} by "
+        f"{abs(test.difference):.3f} (95 % confidence interval {low:.3f} to {high:.3f}; paired "
+        f"t-test over {test.pairs} seeds, {shown_p(test.p)})."
+    )
+
+
+def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
+    """A sentence with the most important measures of the embeddings, if they were measured."""
+    parts = []
+    for name, path in _GEOMETRY.items():
+        mine, theirs = _pairs(baseline, arm, path)
+        if mine:
+            part = f"{name} is {_mean(mine):.2g} against {_mean(theirs):.2g}"
+            test = paired_t_test(mine, theirs)
+            if test is not None:
+                part += f" ({shown_p(test.p)})"
+            parts.append(part)
+    return [f"With {arm[0].label}, {' and '.join(parts)}."] if parts else []
+
+
+def _mean(values: _BySeed) -> float:
+    return math.fsum(values.values()) / len(values)
+
+
+def _overview(baseline: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
+    """One sentence about the test losses of many arms."""
+    found: dict[str, list[str]] = {}
+    for arm in others:
+        mine, theirs = _pairs(baseline, arm, _LOSS)
+        test = paired_t_test(mine, theirs)
+        text = arm[0].label if test is None else f"{arm[0].label} ({shown_p(test.p)})"
+        found.setdefault(_verdict(test), []).append(text)
+    listed = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items())
+    return (
+        f"Test losses of {len(others)} arms against {baseline[0].label} (paired t-tests over the "
+        f"seeds in common, not corrected for {len(others)} comparisons): {listed}."
+    )
+
+
+def _verdict(test: Paired | None) -> str:
+    if test is None:
+        return "no test possible with fewer than two seeds"
+    if not test.significant:
+        return f"cannot be told apart (p ≥ {SIGNIFICANCE})"
+    return "lower" if test.difference < 0 else "higher"

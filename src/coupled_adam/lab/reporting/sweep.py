@@ -1,0 +1,258 @@
+"""The report of a sweep: the best setting of each arm, and the losses of all that were tried."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from urllib.parse import quote
+
+import numpy as np
+import yaml
+from matplotlib.axes import Axes
+from rich.table import Table
+from rich.text import Text
+
+from coupled_adam.lab.grid import Setting, as_text, is_number
+from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.reporting.plots import arm_colors
+from coupled_adam.lab.reporting.runs import short
+from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
+from coupled_adam.rendering import page
+from coupled_adam.rendering.pictures import Picture, legend, single
+from coupled_adam.rendering.tables import csv_text, terminal_table
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """A setting, and the losses of its runs by seed, in nats per token.
+
+    validation: at the end of training; infinite for a run that diverged.
+    test: of the setting that the validation losses have chosen for the arm; empty for all others.
+    """
+
+    setting: Setting
+    validation: Mapping[int, float]
+    test: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def arm(self) -> str:
+        """The arm's name in the recipe."""
+        return self.setting.arm
+
+    @property
+    def title(self) -> str:
+        """The setting in tables."""
+        return self.setting.name.replace(",", ", ")
+
+    @property
+    def mean(self) -> float:
+        """The mean validation loss over the seeds, by which the best setting is chosen."""
+        return float(np.mean(list(self.validation.values())))
+
+    @property
+    def text(self) -> str:
+        """The validation loss, or how many runs diverged."""
+        diverged = sum(not math.isfinite(loss) for loss in self.validation.values())
+        if not diverged:
+            return shorthand(list(self.validation.values()))
+        of = "" if diverged == len(self.validation) else f" ({diverged} of {len(self.validation)})"
+        return f"diverged{of}"
+
+
+def best_of_arms(tried: Sequence[Tried]) -> list[Tried]:
+    """The setting of each arm with the lowest mean validation loss.
+
+    An arm has none if in each of its settings at least one run has diverged.
+    """
+    finite = [one for one in tried if math.isfinite(one.mean)]
+    arms = dict.fromkeys(one.arm for one in finite)
+    return [min((one for one in finite if one.arm == arm), key=lambda t: t.mean) for arm in arms]
+
+
+@dataclasses.dataclass(frozen=True)
+class SweepReport:
+    """What a sweep of a recipe has found; ``tried`` has test losses where a setting is chosen."""
+
+    recipe: Recipe
+    tried: Sequence[Tried]
+
+    @functools.cached_property
+    def best(self) -> list[Tried]:
+        """The chosen setting of each arm, the one that the others are compared with first."""
+        return best_of_arms(self.tried)
+
+    def label(self, arm: str) -> str:
+        """The optimizer's name; the arm's own name if that is not enough to tell it."""
+        labels = {name: self.recipe.arm(name).label for name in self.recipe.arms}
+        mine = labels[arm]
+        is_clear = "," not in mine and [*labels.values()].count(mine) == 1
+        return mine if is_clear else arm
+
+    def conclusions(self) -> list[str]:
+        """Sentences: the test losses of the chosen settings compared, and what restricts them."""
+        found = [
+            f"Every setting of {self.label(arm)} has a run that diverged."
+            for arm in dict.fromkeys(one.arm for one in self.tried)
+            if arm not in [one.arm for one in self.best]
+        ]
+        compared = [self._comparison(one, self.best[0]) for one in self.best[1:]]
+        return [*found, *compared, *self._edges()]
+
+    def _comparison(self, one: Tried, other: Tried) -> str:
+        seeds = list(one.test)
+        difference = float(np.mean([one.test[s] - other.test[s] for s in seeds]))
+        mine, theirs = self.label(one.arm), self.label(other.arm)
+        paired = paired_t_test(one.test, other.test)
+        way = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
+        if paired is None:
+            return (
+                f"With one seed, the test loss of the best setting of {mine} is {way} than that of "
+                f"{theirs}; a test needs two seeds or more."
+            )
+        test = f"two-sided paired t-test over {len(seeds)} seeds: p = {paired.p:.2g}"
+        if paired.significant:
+            return (
+                f"The test loss of the best setting of {mine} is {way} than that of {theirs} "
+                f"({test})."
+            )
+        return (
+            f"The test losses of the best settings of {mine} and {theirs} cannot be told apart: "
+            f"that of {mine} is {way} ({test})."
+        )
+
+    def _edges(self) -> Iterator[str]:
+        for one in self.best:
+            for name, value in one.setting.values.items():
+                numbers = self._tried_values(one.arm, name)
+                if len(numbers) > 1 and value in (numbers[0], numbers[-1]):
+                    is_lowest = value == numbers[0]
+                    place, more = ("lowest", "lower") if is_lowest else ("highest", "higher")
+                    yield (
+                        f"The best {name} of {self.label(one.arm)}, {as_text(value)}, is the "
+                        f"{place} that was tried: a {more} one may be better."
+                    )
+
+    def _tried_values(self, arm: str, name: str) -> list[float]:
+        """The numbers that were tried for an option of an arm, in ascending order."""
+        mine = [one.setting.values.get(name) for one in self.tried if one.arm == arm]
+        return sorted({value for value in mine if is_number(value)})
+
+    def terminal(self) -> Table:
+        """The table for the terminal; the chosen settings are bold."""
+        recipe = self.recipe
+        size = f"D = {short(recipe.tokens)} tokens, N = {short(recipe.parameters)} parameters"
+        shown = terminal_table(f"{recipe.name}: {size}", "\n".join(self.notes()))
+        shown.caption_justify = "left"
+        for header in ("Optimizer", "setting"):
+            shown.add_column(header)
+        for header in ("L (validation) ↓", "L (test) ↓"):
+            shown.add_column(header, justify="right", no_wrap=True)
+        best = self.best
+        for one in self.tried:
+            style = "bold" if one in best else ""
+            cells = (self.label(one.arm), one.title, one.text, self.test_text(one))
+            shown.add_row(*(Text(cell, style) for cell in cells))
+        return shown
+
+    @staticmethod
+    def test_text(one: Tried) -> str:
+        """The test loss; empty for a setting that was not chosen."""
+        return shorthand(list(one.test.values())) if one.test else ""
+
+    def notes(self) -> list[str]:
+        """The conclusions, and how they were found."""
+        seeds = len(self.recipe.seeds)
+        over = f"mean (standard deviation in the last digit) over {seeds} seeds" * (seeds > 1)
+        return [
+            *self.conclusions(),
+            "Nats per token" + (f", {over}" if over else ", of one seed") + ". The validation loss "
+            "at the end of training chooses the best setting of each arm, in bold; the test loss "
+            "is evaluated for these only.",
+        ]
+
+    def csv(self) -> str:
+        """A line for each run, in full precision."""
+        names = list(dict.fromkeys(name for one in self.tried for name in one.setting.values))
+        lines = []
+        for one in self.tried:
+            values = [one.setting.values.get(name) for name in names]
+            cells = [None if value is None else as_text(value) for value in values]
+            for seed, loss in one.validation.items():
+                folder = f"{one.setting.name}/{one.arm}-seed-{seed}"
+                result = [seed, loss, one.test.get(seed), one in self.best, folder]
+                lines.append([one.arm, *cells, *result])
+        header = ["arm", *names, "seed", "valid_loss", "test_loss", "chosen", "folder"]
+        return csv_text([header, *lines])
+
+    def page(self) -> str:
+        """The page, with the losses as pictures; all text is escaped."""
+        values = {
+            "report": self,
+            "config": yaml.safe_dump(self.recipe.to_dict(), sort_keys=False),
+            "quote": quote,
+        }
+        package = "coupled_adam.lab.reporting"
+        return page.render("sweep.html", values, self._pictures(), package=package)
+
+    def _pictures(self) -> list[Picture]:
+        names = dict.fromkeys(
+            name
+            for one in self.tried
+            for name in one.setting.values
+            if len(self._tried_values(one.arm, name)) > 1
+        )
+        return [
+            single(
+                functools.partial(self._plot, name=name),
+                f"Validation loss against {name}: for each of its values the best setting of the "
+                "other options, with the range over seeds; faint, all other settings. A cross at "
+                "the top: diverged.",
+            )
+            for name in names
+        ]
+
+    def _plot(self, ax: Axes, name: str) -> None:
+        """Plot the validation loss against one option."""
+        colors = arm_colors(self.tried)
+        ticks: set[float] = set()
+        for arm in dict.fromkeys(one.arm for one in self.tried):
+            mine = [one for one in self.tried if one.arm == arm]
+            color = colors[arm]
+            lines: dict[str, list[Tried]] = {}
+            for one in mine:
+                rest = {k: v for k, v in one.setting.values.items() if k != name}
+                lines.setdefault(str(rest), []).append(one)
+            for line in lines.values():
+                points = [(x, one.mean) for x, one in _lowest(line, name).items()]
+                if points and len(lines) > 1:
+                    ax.plot(*zip(*points), color=color, alpha=0.25, linewidth=0.8, marker=".")
+            lowest = _lowest(mine, name)
+            means = np.array([one.mean for one in lowest.values()])
+            ranges = [
+                means - [min(one.validation.values()) for one in lowest.values()],
+                [max(one.validation.values()) for one in lowest.values()] - means,
+            ]
+            label = self.label(arm)
+            ax.errorbar([*lowest], means, ranges, marker="o", capsize=3, color=color, label=label)
+            values = self._tried_values(arm, name)
+            gone = [x for x in values if x not in lowest]
+            top = ax.get_xaxis_transform()
+            ax.plot(gone, [1] * len(gone), "x", color=color, clip_on=False, transform=top)
+            ticks.update(values)
+        ax.set(title=f"Validation loss against {name}", xlabel=name, ylabel="nats per token")
+        if min(ticks) > 0:
+            ax.set_xscale("log")
+        if len(ticks) <= 10:
+            ax.set_xticks(sorted(ticks), labels=[as_text(tick) for tick in sorted(ticks)])
+            ax.minorticks_off()
+        legend(ax)
+
+
+def _lowest(tried: Sequence[Tried], name: str) -> dict[float, Tried]:
+    """The best setting for each value of an option, in ascending order, if it has not diverged."""
+    best: dict[float, Tried] = {}
+    for one in sorted(tried, key=lambda one: one.mean):
+        value = one.setting.values.get(name)
+        if is_number(value) and math.isfinite(one.mean):
+            best.setdefault(value, one)
+    return dict(sorted(best.items()))

@@ -1,0 +1,258 @@
+"""A sweep: the arms of a recipe, each with several settings of its options, in one folder.
+
+The folder holds ``sweep.yaml`` (the recipe and the values), a folder for each setting, which holds
+a run folder for each arm and seed, and the results: ``sweep.html`` and ``sweep.csv``.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.comparison import (
+    check_new,
+    claim_and_prepare,
+    differences,
+    is_used,
+    shared_settings,
+)
+from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
+from coupled_adam.lab.evaluation.loading import load_model
+from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
+from coupled_adam.lab.recipe import parse_recipe
+from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
+from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank
+from coupled_adam.lab.training.errors import DivergedError
+from coupled_adam.lab.training.run import train
+
+_FILE = "sweep.yaml"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The settings to try: all of a grid or, for each arm, as many as Optuna has ``trials``."""
+
+    grid: Grid
+    trials: int | None = None
+
+    @property
+    def settings(self) -> int:
+        """The number of settings, over all arms."""
+        if self.trials is not None:
+            return self.trials * len(self.grid.arms)
+        return sum(map(self.grid.number, self.grid.arms))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``sweep.yaml``."""
+        return {
+            "recipe": self.grid.recipe.to_dict(),
+            "values": {axis.key: axis.to_plain() for axis in self.grid.axes},
+            "trials": self.trials,
+        }
+
+
+def sweep(
+    plan: Sweep,
+    out: Path,
+    *,
+    execution: Execution,
+    cache: Path,
+    resume: bool = False,
+    announce: Callable[[str], None] = lambda _: None,
+) -> SweepReport | None:
+    """Train all runs of a sweep into ``out``, evaluate the best setting of each arm, and report.
+
+    The validation loss at the end of training, averaged over the seeds, chooses the setting. The
+    test loss is evaluated only for what is chosen. A run that diverges ends its setting's chance,
+    but not the sweep.
+
+    Args:
+        cache: the folder of prepared corpora.
+        resume: continue in a folder that holds the same sweep, with the same values and seeds or
+            more of them; with Optuna, with the same number of trials or more.
+        announce: called with a line about each setting before its runs are trained.
+
+    Returns:
+        What was found, on rank 0; None on the others.
+
+    Raises:
+        UsageError: as in :func:`~coupled_adam.lab.comparison.compare`.
+        TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in
+            :func:`~coupled_adam.lab.training.run.train`, except when a run has diverged.
+    """
+    settings = {
+        "command": "sweep",
+        **shared_settings(plan.grid.recipe, out, execution, resume),
+        **{key: plan.to_dict()[key] for key in ("values", "trials")},
+    }
+    with contextlib.ExitStack() as held:
+        with process_group(execution.device, settings):
+            corpus = claim_and_prepare(
+                out / _FILE, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
+            )
+            plan = on_rank_zero(lambda: _stored(out)) or plan  # with what it had before
+            tried: list[Tried] = []
+            number = plan.settings
+
+            def attempt(setting: Setting) -> Tried:
+                place = f"[{len(tried) + 1}/{number}]"
+                announce(f"{place} {setting.arm}: {setting.name.replace(',', ', ')}")
+                runs = {run.seed: run for run in _runs(setting, out)}
+                losses = {s: _validation_loss(run, corpus, execution) for s, run in runs.items()}
+                tried.append(Tried(setting, losses))
+                return tried[-1]
+
+            for arm in plan.grid.arms:
+                if plan.trials is not None:
+                    _search(plan.grid, arm, plan.trials, attempt)
+                else:
+                    for setting in plan.grid.settings(arm):
+                        attempt(setting)
+            own_rank = rank()
+        if own_rank > 0:
+            return None
+        for best in best_of_arms(tried):
+            test = {
+                run.seed: evaluate_run(run.folder, corpus, device=execution.device)["test_loss"]
+                for run in _runs(best.setting, out)
+            }
+            tried[tried.index(best)] = dataclasses.replace(best, test=test)
+        report = SweepReport(plan.grid.recipe, tried)
+        write_atomically(out / "sweep.csv", report.csv())
+        write_atomically(out / "sweep.html", report.page())
+        return report
+
+
+def _runs(setting: Setting, out: Path) -> list[TrainingRun]:
+    arm, folder = setting.arm, out / setting.name
+    return [
+        TrainingRun(setting.recipe, arm, seed, folder / f"{arm}-seed-{seed}")
+        for seed in setting.recipe.seeds
+    ]
+
+
+def _validation_loss(run: TrainingRun, corpus: Corpus, execution: Execution) -> float:
+    """Train a run, and return its final validation loss; infinity if it diverges.
+
+    ``diverged.json`` says that it did, so that it is not trained again when the sweep is resumed.
+    """
+    diverged = run.folder / "diverged.json"
+    if on_rank_zero(diverged.exists):
+        return math.inf
+    try:
+        train(run, corpus, execution)
+    except DivergedError as error:
+        content = json.dumps({"step": error.step})
+        on_rank_zero(lambda: write_atomically(diverged, content))
+        return math.inf
+    return on_rank_zero(lambda: _final_loss(run, corpus, execution.device))
+
+
+def _final_loss(run: TrainingRun, corpus: Corpus, device: str) -> float:
+    training = run.recipe.training
+    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    logged = {line["step"]: line.get("valid_loss") for line in map(json.loads, lines)}
+    loss = logged.get(run.recipe.steps)
+    if loss is None:  # the last evaluation was before the end
+        batches = training.evaluation_batches
+        sequences = None if batches is None else batches * training.batch_size
+        model = load_model(run.folder / "model", device)
+        tokens = corpus.tokens("valid")
+        loss = held_out_loss(model, tokens, training.sequence_length, sequences)["test_loss"]
+    return float(loss) if math.isfinite(loss) else math.inf
+
+
+def _search(grid: Grid, arm: str, trials: int, attempt: Callable[[Setting], Tried]) -> None:
+    """Let Optuna choose the settings of an arm, each after the losses of those before it.
+
+    Its choice depends on these losses only. So a sweep that is resumed goes through its finished
+    runs again, and continues as it would have without the interruption.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
+    found: dict[str, Tried] = {}
+    for _ in range(trials):
+        trial = study.ask()
+        setting = grid.setting(arm, [_suggestion(trial, axis) for axis in grid.of_arm(arm)])
+        if setting.name not in found:
+            found[setting.name] = attempt(setting)
+        study.tell(trial, found[setting.name].mean)
+
+
+def _suggestion(trial: Any, axis: Axis) -> Any:
+    """A value that Optuna chooses; numbers of a range have three digits."""
+    if not axis.is_range:
+        return axis.values[trial.suggest_int(axis.key, 0, len(axis.values) - 1)]
+    low, high = axis.values
+    if isinstance(low, int):
+        return trial.suggest_int(axis.key, low, high, log=low > 0)
+    value = float(f"{trial.suggest_float(axis.key, low, high, log=low > 0):.3g}")
+    return min(max(value, low), high)
+
+
+def _content(plan: Sweep, out: Path, resume: bool) -> str:
+    """The content of ``sweep.yaml``; raises UsageError if the folder holds something else."""
+    found = _stored(out) if resume else None
+    if found is not None:
+        plan = _merged(found, plan, out)
+    elif resume and is_used(out):
+        raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
+    else:
+        check_new(out)
+    return yaml.safe_dump(plan.to_dict(), sort_keys=False)
+
+
+def _stored(out: Path) -> Sweep | None:
+    """The sweep of a folder; None if it holds none."""
+    path = out / _FILE
+    if not path.exists():
+        return None
+    content = read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    try:
+        recipe = parse_recipe(yaml.safe_dump(content["recipe"]), str(path))
+        values = {k: parse_range(str(v)) or v for k, v in content["values"].items()}
+        trials = content["trials"]
+        return Sweep(make_grid(recipe, values, ranges=trials is not None), trials)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UsageError(f"{path} is damaged ({error!r}): choose another --out") from None
+
+
+def _merged(found: Sweep, plan: Sweep, out: Path) -> Sweep:
+    """The values and seeds of both sweeps, or the trials; UsageError if anything else differs.
+
+    With Optuna nothing but the number of trials may grow: its choice depends on everything else.
+    """
+    theirs, ours = found.to_dict(), plan.to_dict()
+    grows = {"trials"}
+    if found.trials is None and plan.trials is None:
+        swept = theirs["values"].keys() & ours["values"].keys()
+        grows = {"recipe.seeds", *(f"values.{key}" for key in swept)}
+    elif found.trials is None or plan.trials is None:
+        grows = set()
+    different = [text for key, text in differences(theirs, ours).items() if key not in grows]
+    if different:
+        raise UsageError(
+            f"--out {out} holds another sweep ({', '.join(different)}): give the same recipe and "
+            "options to continue it, or choose another folder"
+        )
+    if found.trials is not None and plan.trials is not None:
+        return dataclasses.replace(plan, trials=max(found.trials, plan.trials))
+    seeds = sorted({*found.grid.recipe.seeds, *plan.grid.recipe.seeds})
+    recipe = dataclasses.replace(plan.grid.recipe, seeds=seeds)
+    values = {
+        key: [*listed, *(value for value in ours["values"][key] if value not in listed)]
+        for key, listed in theirs["values"].items()
+    }
+    return Sweep(make_grid(recipe, values))

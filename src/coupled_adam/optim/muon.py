@@ -1,0 +1,209 @@
+"""Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from coupled_adam.optim.coupled_adam import CoupledAdamW
+from coupled_adam.optim.param_groups import classify, group_members
+from coupled_adam.optim.token_embeddings import (
+    Couple,
+    Embeddings,
+    Parameters,
+    coupled_matrices,
+    resolve,
+)
+
+
+class MuonWithCoupledAdam(Optimizer):
+    """``torch.optim.Muon`` for hidden matrices and :class:`CoupledAdamW` for all else, as one.
+
+    Muon updates every matrix with two dimensions that is not an embedding, a head, a bias or the
+    weight of a norm. :func:`coupled_adam.param_groups` makes the groups of the other parameters.
+    The groups of both are in ``param_groups`` (Muon's first) and their states in ``state``, so
+    there is one state dict, one learning-rate schedule, which keeps the ratios of the rates, and
+    one step for ``GradScaler``.
+
+    With ``adjust_lr_fn="match_rms_adamw"`` (arXiv 2502.16982) Muon's updates are as large as
+    AdamW's, so that ``lr`` suits all parameters. With ``"original"`` it suits Muon alone, and
+    ``adam_lr`` is required.
+
+    Args:
+        model: any module, on which distributed wrappers have not flattened the parameters.
+        lr: Muon's learning rate.
+        adam_lr: the learning rate of everything else; by default ``lr``.
+        embedding_lr, head_lr: learning rates of the embeddings and of a head that is not tied, as
+            in :func:`coupled_adam.param_groups`; by default ``adam_lr``.
+        weight_decay: the weight decay of matrices other than embeddings.
+        embedding_weight_decay: the weight decay of embeddings.
+        momentum, nesterov, ns_steps: as in :class:`torch.optim.Muon`.
+        adjust_lr_fn: ``"match_rms_adamw"`` or ``"original"``, as in :class:`torch.optim.Muon`,
+            where the latter is the default.
+        betas, eps, fused: as in :class:`CoupledAdamW`.
+        couple, embeddings, vocab_size: as in :func:`coupled_adam.param_groups`.
+        adamw: hidden matrices that Muon should not update, such as the score of a reward model or
+            the router of a mixture of experts: one or several modules, parameters, parameter names
+            or glob patterns over names.
+
+    Raises:
+        RuntimeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
+        TypeError, ValueError: as in :func:`coupled_adam.param_groups`; if there is no hidden
+            matrix; if ``adam_lr`` is missing; if an option is out of range.
+
+    Example:
+        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embedding_lr=3e-3)
+        >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        adam_lr: float | None = None,
+        embedding_lr: float | None = None,
+        head_lr: float | None = None,
+        weight_decay: float = 0.1,
+        embedding_weight_decay: float = 0.0,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+        couple: Couple = "both",
+        embeddings: Embeddings | None = None,
+        vocab_size: int | Iterable[int] | None = None,
+        adamw: Parameters = (),
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(
+                f"MuonWithCoupledAdam needs torch.optim.Muon, which torch {torch.__version__} does "
+                "not have: install torch 2.9 or later"
+            )
+        if adam_lr is None and adjust_lr_fn != "match_rms_adamw":
+            raise ValueError(
+                f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
+                "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
+            )
+        found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
+        members = classify(model, *found)
+        kept = resolve(model, adamw, "adamw")
+        hidden = [
+            m
+            for m in members
+            if m.role == "matrix" and m.parameter.dim() == 2 and m.parameter not in kept
+        ]
+        if not hidden:
+            raise ValueError(
+                "the model has no trainable hidden matrix that Muon could update: use CoupledAdamW"
+            )
+        muon = torch.optim.Muon(
+            [(m.name, m.parameter) for m in hidden],
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+        groups = group_members(
+            [m for m in members if m not in hidden],
+            weight_decay=weight_decay,
+            embedding_weight_decay=embedding_weight_decay,
+            embedding_lr=embedding_lr,
+            head_lr=head_lr,
+        )
+        adam = CoupledAdamW(
+            groups, lr=lr if adam_lr is None else adam_lr, betas=betas, eps=eps, fused=fused
+        )
+        super().__init__([*muon.param_groups, *adam.param_groups], {})
+        self._muon, self._adam = muon, adam
+        self._share()
+
+    def _share(self) -> None:
+        """Give the two inside the groups and the states of this optimizer."""
+        count = len(self._muon.param_groups)
+        self._muon.param_groups = self.param_groups[:count]
+        self._adam.param_groups = self.param_groups[count:]
+        self._muon.state = self._adam.state = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state that pickle and copy use: torch's, and the two inside."""
+        return {**super().__getstate__(), "_muon": self._muon, "_adam": self._adam}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group that is updated as by :class:`CoupledAdamW`, not by Muon."""
+        super().add_param_group(param_group)
+        if "_adam" not in self.__dict__:  # called by Optimizer.__init__
+            return
+        group = self.param_groups.pop()
+        self._adam.add_param_group(group)
+        self.param_groups.append(group)
+
+    def init_state(self) -> None:
+        """Create the state of every trainable parameter without performing a step.
+
+        As :meth:`CoupledAdam.init_state`, for loading a distributed checkpoint.
+        """
+        self._adam.init_state()
+        for group in self._muon.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and not self.state[p]:
+                    buffer = torch.zeros_like(p, memory_format=torch.preserve_format)
+                    self.state[p]["momentum_buffer"] = buffer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step.
+
+        Args:
+            closure: a function that reevaluates the model and returns the loss.
+
+        Returns:
+            The loss that the closure returned, or None without a closure.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adam.step()  # first, as it checks everything before it changes anything
+        self._muon.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class; in the groups of AdamW as :class:`CoupledAdamW` does.
+
+        Raises:
+            ValueError: if the groups are not those of this optimizer, or if a state does not fit
+                its parameter. The optimizer is then unchanged.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        count = len(self._muon.param_groups)
+        parts = []
+        for groups in (state_dict["param_groups"][:count], state_dict["param_groups"][count:]):
+            keys = {key for group in groups for key in group["params"]}
+            state = {key: value for key, value in state_dict["state"].items() if key in keys}
+            parts.append({"state": state, "param_groups": groups})
+        if not all("momentum" in group for group in parts[0]["param_groups"]):
+            raise ValueError(
+                f"the first {count} groups of the checkpoint are not Muon's: was it saved by a "
+                "MuonWithCoupledAdam of the same model?"
+            )
+        try:
+            self._adam.load_state_dict(parts[1])
+            self._muon.load_state_dict(parts[0])
+        except Exception:
+            self._share()
+            raise
+        self.param_groups = [*self._muon.param_groups, *self._adam.param_groups]
+        self.state = defaultdict(dict, {**self._muon.state, **self._adam.state})
+        self._share()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

@@ -1,0 +1,101 @@
+"""What changed between two matrices."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from coupled_adam.embeddings.changes import compare, frequency_slope, linear_cka, match_rows
+from coupled_adam.embeddings.vocabulary import Vocabulary
+
+
+def vocabulary(*texts):
+    kinds = np.array(["ok" if text else "none" for text in texts])
+    return Vocabulary(texts, kinds, kinds == "none")
+
+
+def matrix(rows, columns, seed=0):
+    return np.random.default_rng(seed).normal(size=(rows, columns)) + 0.5
+
+
+def test_rows_match_by_id_where_one_vocabulary_extends_the_other():
+    pairs = match_rows(vocabulary("a", "b", "", ""), vocabulary("a", "b", "c", "", "d"))
+    assert pairs.by == "id"
+    assert pairs.first.tolist() == pairs.second.tolist() == [0, 1, 3]
+    assert (pairs.new.tolist(), pairs.gone.tolist()) == ([2, 4], [])
+
+
+def test_rows_match_by_text_otherwise():
+    pairs = match_rows(vocabulary("a", "b", "x", ""), vocabulary("b", "a", "y", ""))
+    assert pairs.by == "text"
+    assert dict(zip(pairs.first.tolist(), pairs.second.tolist())) == {0: 1, 1: 0}
+    assert (pairs.new.tolist(), pairs.gone.tolist()) == ([2], [2])
+
+
+def test_rows_match_by_id_without_tokenizers():
+    pairs = match_rows(Vocabulary.of_ids(3), Vocabulary.of_ids(5))
+    assert (pairs.first.tolist(), pairs.new.tolist()) == ([0, 1, 2], [3, 4])
+    pairs = match_rows(Vocabulary.of_ids(5), Vocabulary.of_ids(3))
+    assert (pairs.new.tolist(), pairs.gone.tolist()) == ([], [3, 4])
+
+
+def test_numbers_against_numpy():
+    before, after = matrix(60, 5), matrix(70, 5, 1)
+    after[:60] = 2 * before + 0.3 * after[:60]
+    counts = np.arange(70) % 7
+    found = compare(torch.from_numpy(before).float(), torch.from_numpy(after).float(), None, counts)
+    norms = [np.linalg.norm(x, axis=1) for x in (before, after)]
+    cosines = (before * after[:60]).sum(1) / norms[0] / norms[1][:60]
+    assert found.cosines == pytest.approx(cosines, abs=1e-6)
+    assert found.norm_ratios == pytest.approx(norms[1][:60] / norms[0], rel=1e-5)
+    assert found.movers(3).tolist() == np.argsort(cosines)[:3].tolist()
+    seen = counts[:60] > 0
+    assert (found.groups["old"].rows, found.groups["unseen"].rows) == (seen.sum(), (~seen).sum())
+    assert found.groups["unseen"].cosine_min == pytest.approx(cosines[~seen].min(), abs=1e-6)
+    new = found.groups["new"]
+    assert (new.rows, new.cosine_median) == (10, None)
+    assert new.norm_relative == pytest.approx(norms[1][60:].mean() / norms[1].mean(), rel=1e-5)
+    shift = np.linalg.norm(after[:60].mean(0) - before.mean(0)) / norms[0].mean()
+    assert found.mean_shift == pytest.approx(shift, rel=1e-5)
+    rho = stats.pearsonr(norms[1][:60][seen], np.log(counts[:60][seen])).statistic
+    assert found.norm_frequency[1] == pytest.approx(rho, abs=1e-5)
+
+
+def test_cka():
+    """Its definition with centred Gram matrices; invariant to rotation and scale; any widths."""
+    one, other = matrix(40, 6), matrix(40, 9, 2)
+    K, L = ((x - x.mean(0)) @ (x - x.mean(0)).T for x in (one, other))
+    expected = (K * L).sum() / np.sqrt((K * K).sum() * (L * L).sum())
+    assert linear_cka(one, other) == pytest.approx(expected, rel=1e-10)
+    rotation = np.linalg.qr(matrix(6, 6, 3))[0]
+    assert linear_cka(one, 3 * one @ rotation + 7) == pytest.approx(1, abs=1e-12)
+    found = compare(one, other)
+    assert (found.cosines, found.mean_shift) == (None, None)
+    change = np.abs(np.log(found.norm_ratios))
+    assert found.movers(1)[0] == np.argmax(change)
+    with pytest.raises(ValueError, match="40 and 39 rows"):
+        linear_cka(one, other[1:])
+    with pytest.raises(ValueError, match="CKA is not defined"):
+        linear_cka(one, np.ones((40, 2)))
+
+
+def test_rows_that_are_not_finite_are_left_out():
+    before, after = matrix(30, 4), matrix(30, 4, 1)
+    before[3], after[5], after[7] = np.nan, np.inf, 0
+    found = compare(before, after)
+    assert np.flatnonzero(np.isnan(found.cosines)).tolist() == [3, 5, 7]
+    assert np.flatnonzero(np.isnan(found.norm_ratios)).tolist() == [3, 5, 7]
+    rest = np.setdiff1d(np.arange(30), [3, 5])
+    assert found.cka == pytest.approx(linear_cka(before[rest], after[rest]))
+    with pytest.raises(ValueError, match="no finite rows of the same tokens"):
+        compare(np.full((2, 2), np.nan), np.ones((2, 2)))
+
+
+def test_the_slope_against_frequency():
+    """A power law's exponent; tokens that never occur, and dead ones, are left out."""
+    counts = np.arange(50)
+    values = 3.0 * np.maximum(counts, 1) ** 0.7
+    values[[5, 6]] = 0, np.nan
+    values[0] = 1e9
+    assert frequency_slope(values, counts) == pytest.approx(0.7)
+    assert frequency_slope(values, np.ones(50)) is None

@@ -1,0 +1,195 @@
+"""Rows that are dead or under-trained get healthy values, in a copy of the model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
+from transformers import LlamaForCausalLM as Llama
+
+from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
+from coupled_adam.embeddings.vocabulary import Vocabulary
+from coupled_adam.errors import UsageError
+
+V, H = 90, 8
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """Tied; three rows are dead."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    with torch.no_grad():
+        model.transformer.wte.weight += 0.05
+        model.transformer.wte.weight[[3, 4]] = 0
+        model.transformer.wte.weight[5, 2] = torch.nan
+    return save(model, tmp_path / "gpt2")
+
+
+@pytest.fixture
+def llama(tmp_path):
+    """Not tied; its padding row is zero, and so is row 7 of the output."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": H, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=2, tie_word_embeddings=False)
+    model = Llama(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2] = 0
+        model.lm_head.weight[7] = 0
+    return save(model, tmp_path / "llama")
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    (folder / "optimizer.pt").write_bytes(b"state")
+    return folder
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def of_ids(rows):
+    return Vocabulary.of_ids(rows)
+
+
+def test_dead_rows_are_replaced_and_nothing_else(gpt2, tmp_path):
+    before = {path.name: path.read_bytes() for path in gpt2.iterdir()}
+    (report,) = repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    assert {path.name: path.read_bytes() for path in gpt2.iterdir()} == before
+    assert [(row.row, row.reason) for row in report.rows] == [
+        (3, "nearly zero"),
+        (4, "nearly zero"),
+        (5, "not finite"),
+    ]
+    assert (report.rows[0].norm_before, report.rows[2].norm_before) == (0, None)
+    old, new = weights(gpt2), weights(tmp_path / "out")
+    (name,) = (n for n in old if not torch.equal(old[n], new[n]))
+    assert name == report.tensors[0] == "transformer.wte.weight"
+    rest = np.setdiff1d(range(V), [3, 4, 5])
+    assert torch.equal(old[name][rest], new[name][rest])
+    assert new[name].isfinite().all()
+    norms = new[name].norm(dim=1)
+    assert (norms[[3, 4, 5]] > 0.3 * norms.mean()).all()
+    assert not torch.equal(new[name][3], new[name][4])
+    assert (tmp_path / "out" / "optimizer.pt").read_bytes() == b"state"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model(torch.arange(10)[None]).logits.isfinite().all()
+
+
+def test_new_rows_have_the_mean_and_the_covariance_of_healthy_ones():
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+    matrix = torch.randn(5000, 4, generator=generator, dtype=torch.float64) @ mixing + 1
+    matrix[4000:] = 100
+    healthy = np.arange(5000) < 2000
+    new = healthy_rows(matrix, np.arange(2000, 5000), healthy)
+    assert torch.allclose(new.mean(0), matrix[:2000].mean(0), atol=0.2)
+    assert torch.allclose(new.T.cov(), matrix[:2000].T.cov(), rtol=0.2, atol=0.3)
+    exact = healthy_rows(matrix, np.arange(2), healthy, noise=0)
+    assert torch.allclose(exact, matrix[:2000].mean(0).expand(2, 4))
+    with pytest.raises(ValueError, match="fewer than two rows are healthy"):
+        healthy_rows(matrix, np.arange(2), np.zeros(5000, bool))
+
+
+def test_padding_may_be_zero_and_partners_give_directions(llama, tmp_path):
+    inputs, outputs = repair_model(llama, tmp_path / "out", Repair(method="partner"), of_ids)
+    assert inputs.rows == []
+    assert [(row.row, row.method) for row in outputs.rows] == [(7, "partner")]
+    old, new = weights(llama), weights(tmp_path / "out")
+    partner, row = old["model.embed_tokens.weight"][7], new["lm_head.weight"][7]
+    assert torch.cosine_similarity(partner, row, dim=0) == pytest.approx(1, abs=1e-6)
+    rest = np.setdiff1d(range(V), [2, 7])  # the padding's row is no model for others
+    mean_norm = old["lm_head.weight"][rest].norm(dim=1).mean()
+    assert float(row.norm()) == pytest.approx(float(mean_norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_recentering_does_not_change_the_predictions(name, tmp_path, request):
+    folder = request.getfixturevalue(name)
+    repair_model(folder, tmp_path / "healthy", Repair(), of_ids)
+    *_, report = repair_model(tmp_path / "healthy", tmp_path / "out", Repair(recenter=True), of_ids)
+    assert report.rows == []
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / part) for part in ("healthy", "out")
+    )
+    mean = other.get_output_embeddings().weight.mean(0)
+    assert mean.norm() < 1e-6 < report.mean_removed
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        logits = one(ids).logits, other(ids).logits
+    assert torch.allclose(*(x.log_softmax(-1) for x in logits), atol=1e-5)
+    assert not torch.allclose(*logits, atol=1e-3)
+
+
+def test_shards_and_tied_tensors_that_are_stored_twice(gpt2, tmp_path):
+    """Both copies change alike; a shard without embeddings is copied byte by byte."""
+    tensors = weights(gpt2)
+    (gpt2 / "model.safetensors").unlink()
+    parts = {"a": ["transformer.wte.weight"], "b": ["lm_head.weight"], "c": []}
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    parts["c"] = sorted({*tensors} - {*parts["a"], *parts["b"]})
+    for part, names in parts.items():
+        save_file({name: tensors[name] for name in names}, gpt2 / f"{part}.safetensors")
+    index = {name: f"{part}.safetensors" for part, names in parts.items() for name in names}
+    (gpt2 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    reports = repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    assert sorted({name for report in reports for name in report.tensors}) == [
+        "lm_head.weight",
+        "transformer.wte.weight",
+    ]
+    first = load_file(tmp_path / "out" / "a.safetensors")["transformer.wte.weight"]
+    second = load_file(tmp_path / "out" / "b.safetensors")["lm_head.weight"]
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+    names = ("c.safetensors", "model.safetensors.index.json", "config.json")
+    assert all((gpt2 / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)
+
+
+def test_undertrained_rows_are_repaired_on_request(gpt2, tmp_path):
+    path = gpt2 / "model.safetensors"
+    tensors = weights(gpt2)
+    matrix = tensors["transformer.wte.weight"]
+    drift = -0.3 + 0.01 * torch.randn(22, H, generator=torch.Generator().manual_seed(1))
+    matrix[68:] = drift
+    save_file(tensors, path)
+    kinds = np.where(np.arange(V) < 80, "ok", "none")
+    vocabulary = Vocabulary([f"t{i}" for i in range(V)], kinds, kinds == "none")
+    (report,) = repair_model(gpt2, tmp_path / "plain", Repair(), lambda _: vocabulary)
+    assert len(report.rows) == 3
+    (report,) = repair_model(gpt2, tmp_path / "o", Repair(undertrained=True), lambda _: vocabulary)
+    found = {row.row for row in report.rows if row.reason == "under-trained"}
+    assert found <= set(range(68, 80))
+    assert len(found) >= 8
+    new = weights(tmp_path / "o")["transformer.wte.weight"]
+    assert (new[sorted(found)].mean(1) > -0.2).all()  # like the healthy rows, not like the drifted
+    with pytest.raises(UsageError, match="at least three rows that are known to be unused"):
+        repair_model(gpt2, tmp_path / "x", Repair(undertrained=True), of_ids)
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
+    (tmp_path / "there").mkdir()
+    for folder, out, repair, message in (
+        (gpt2, "there", Repair(), "exists: the repaired model is written to a new folder"),
+        (gpt2, "no/where", Repair(), "there is no folder"),
+        (gpt2, "out", Repair(method="partner"), "needs input and output embeddings"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            repair_model(folder, tmp_path / out, repair, of_ids)
+    for name, value, message in (
+        ("final_logit_softcapping", 30.0, "its logits are capped"),
+        ("tie_word_embeddings", True, None),
+    ):
+        config = json.loads((llama / "config.json").read_text())
+        (llama / "config.json").write_text(json.dumps(config | {name: value}))
+        if message:
+            with pytest.raises(UsageError, match=message):
+                repair_model(llama, tmp_path / "out", Repair(recenter=True), of_ids)
+        (llama / "config.json").write_text(json.dumps(config))
+    matrix = torch.full((3, 2), torch.nan)
+    assert dead_rows(matrix) == dict.fromkeys(range(3), "not finite")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "llama", "there"]

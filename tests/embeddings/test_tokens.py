@@ -1,0 +1,236 @@
+"""Which tokens the rows are, which were hardly trained, and which are neighbours."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.decomposition import PCA
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from coupled_adam.embeddings.neighbours import hubness, nearest
+from coupled_adam.embeddings.undertrained import INDICATORS, undertrained
+from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
+from coupled_adam.errors import UsageError
+
+
+def byte_level(*merged, special=("<|end|>",)):
+    """A byte-level BPE: all bytes, then tokens that merge two parts."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate([*alphabet, *("".join(m) for m in merged)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=list(merged)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def kinds(vocabulary):
+    return dict(zip(vocabulary.texts, vocabulary.categories.tolist()))
+
+
+def test_categories_of_a_byte_level_tokenizer():
+    tokenizer = byte_level(("t", "h"), ("th", "e"), ("Ġ", "the"), ("\u00e2", "\u0124"))
+    # "xy" is in the vocabulary, but no merge leads to it.
+    tokenizer.add_tokens([])
+    backend = tokenizer.backend_tokenizer.to_str().replace('"Ġthe":', '"xy":300,"Ġthe":')
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|reserved_7|>"]})
+    vocabulary = read_vocabulary(tokenizer, 310)
+    found = kinds(vocabulary)
+    assert found["the"] == found[" the"] == found["a"] == "ok"
+    assert found["xy"] == "unreachable"
+    assert found["<|end|>"] == "special"
+    assert vocabulary.categories[tokenizer.get_vocab()["\u00e2\u0124"]] == "undecodable"
+    unused = {vocabulary.texts[row] for row in np.flatnonzero(vocabulary.unused)}
+    rows_without_token = {""}
+    bytes_never_used = {chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))}
+    assert unused == rows_without_token | bytes_never_used | {"<|reserved_7|>"}
+    assert (vocabulary.categories == "none").sum() == 310 - len(tokenizer.get_vocab())
+    assert read_vocabulary(tokenizer, 200).surplus == len(tokenizer.get_vocab()) - 200
+
+
+def test_categories_of_other_tokenizers():
+    """WordPiece, whose pieces begin with ##; and bytes as SentencePiece falls back to them."""
+    pieces = ["[UNK]", "run", "##ning", "##zz", "[unused5]"]
+    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
+    vocabulary = read_vocabulary(tokenizer, 5)
+    assert vocabulary.categories[:2].tolist() == ["special", "ok"]
+    assert vocabulary.unused.tolist() == [False] * 4 + [True]
+    tokens = {"<unk>": 0, "<0xC0>": 1, "<0x41>": 2, "▁": 3, "a": 4, "▁a": 5}
+    backend = Tokenizer(models.BPE(tokens, [("▁", "a")], unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    vocabulary = read_vocabulary(tokenizer, 6)
+    assert vocabulary.categories.tolist() == ["special", "byte", "byte", "ok", "ok", "ok"]
+    assert vocabulary.unused.tolist() == [False, True, False, False, False, False]
+    assert (vocabulary.texts[4], vocabulary.texts[5]) == ("a", " a")
+    assert (vocabulary.row("a"), vocabulary.row(" a"), vocabulary.row("#3")) == (4, 5, 3)
+
+
+def test_names_are_harmless_in_a_terminal():
+    vocabulary = Vocabulary(["\x1b[31mred\u202e", ""], np.array(["ok", "none"]), np.zeros(2, bool))
+    assert vocabulary.name(0) == r"'\x1b[31mred\u202e'"
+    assert vocabulary.name(1) == "#1"
+    with pytest.raises(UsageError, match="not a single token"):
+        vocabulary.row("blue")
+    with pytest.raises(UsageError, match="have 2 rows"):
+        vocabulary.row("#2")
+
+
+@pytest.fixture
+def cloud():
+    """Rows with a common direction, of which the last thirty were never trained."""
+    generator = np.random.default_rng(0)
+    rows = generator.normal(size=(300, 12)) * np.linspace(1, 2, 12) + 3
+    rows[270:] = -generator.normal(size=12) + 0.1 * generator.normal(size=(30, 12))
+    unused = np.zeros(300, bool)
+    unused[290:] = True
+    return rows, unused
+
+
+def test_indicators_are_the_papers(cloud):
+    rows, unused = cloud
+    found = undertrained(torch.from_numpy(rows).float(), unused).indicators
+    rows = rows.astype(np.float32).astype(np.float64)
+    first = PCA(1, svd_solver="full").fit(rows).components_[0]
+    for name, matrix in {
+        "cosine": rows,
+        "cosine_without_first": rows - np.outer(rows @ first, first),
+        "cosine_centered": rows - rows.mean(0),
+    }.items():
+        mean = matrix[unused].mean(0)
+        cosine = matrix @ mean / np.linalg.norm(matrix, axis=1) / np.linalg.norm(mean)
+        assert found[name] == pytest.approx(1 - cosine, abs=1e-9)
+    distance = np.linalg.norm(rows - rows[unused].mean(0), axis=1)
+    assert found["distance"] == pytest.approx(distance)
+    assert found["norm"] == pytest.approx(np.linalg.norm(rows, axis=1))
+
+
+@pytest.mark.parametrize("order_by", [name for name in INDICATORS if name != "norm"])
+def test_candidates(cloud, order_by):
+    """They are the untrained ones, of those that may be chosen; the limit is found without them."""
+    rows, unused = cloud
+    found = undertrained(rows, unused, share=20 / 290, order_by=order_by)
+    assert set(found.candidates) == set(range(270, 290))
+    values = found.indicators[order_by]
+    assert (np.diff(values[found.candidates]) >= 0).all()
+    assert set(found.alike) <= set(range(270, 290))
+    assert len(found.alike) > 10
+    among = np.arange(300) % 2 == 0
+    found = undertrained(rows, unused, among=among, order_by=order_by)
+    assert len(found.candidates) == 3  # 2 % of 145, rounded up
+    assert all(row % 2 == 0 and row >= 270 for row in found.candidates)
+
+
+def test_rows_that_are_dead(cloud):
+    """They are named, and change no indicator of another row."""
+    rows, unused = cloud
+    more = np.concatenate([rows, np.full((1, 12), np.nan), np.zeros((1, 12))])
+    found = undertrained(more, np.append(unused, [True, True]))
+    whole = undertrained(rows, unused)
+    assert found.dead.tolist() == [300, 301]
+    for name in INDICATORS:
+        assert found.indicators[name][:300] == pytest.approx(whole.indicators[name], abs=1e-12)
+        assert np.isnan(found.indicators[name][300])
+    assert found.limit == pytest.approx(whole.limit)
+    assert not found.unused[300:].any()
+
+
+def test_without_known_rows_the_norm_remains(cloud):
+    found = undertrained(cloud[0])
+    assert list(found.indicators) == ["norm"]
+    assert (found.order_by, found.limit, len(found.alike)) == ("norm", None, 0)
+    with pytest.raises(ValueError, match="order_by='cosine' needs rows that are known"):
+        undertrained(cloud[0], order_by="cosine")
+    with pytest.raises(ValueError, match="share=0 must be above 0"):
+        undertrained(cloud[0], share=0)
+    with pytest.raises(ValueError, match="boolean for each of the 300"):
+        undertrained(cloud[0], cloud[1][1:])
+    with pytest.raises(ValueError, match="no row of embeddings is finite"):
+        undertrained(np.full((3, 2), np.inf))
+
+
+def brute_force(rows, k, centered):
+    """The neighbours of all rows, by sorting all cosines."""
+    rows = rows - rows.mean(0) if centered else rows
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    cosines = units @ units.T
+    np.fill_diagonal(cosines, -np.inf)
+    order = np.argsort(-cosines, axis=1)[:, :k]
+    return order, np.take_along_axis(cosines, order, 1)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_neighbours(cloud, centered, monkeypatch):
+    """Over several blocks of rows, and of queries."""
+    monkeypatch.setattr("coupled_adam.embeddings.geometry._BLOCK_BYTES", 12 * 8 * 7)
+    monkeypatch.setattr("coupled_adam.embeddings.neighbours._QUERIES", 13)
+    rows, _ = cloud
+    asked = np.random.default_rng(1).permutation(300)[:40]
+    seen = []
+    found = nearest(
+        rows, asked, 5, centered=centered, progress=lambda done, total: seen.append((done, total))
+    )
+    neighbours, cosines = brute_force(rows, 5, centered)
+    assert found.cosines == pytest.approx(cosines[asked], abs=1e-5)
+    assert (found.neighbours == neighbours[asked]).mean() > 0.99  # ties in float32
+    assert seen[-1] == (40, 40)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_neighbours_leave_out_what_has_no_direction(cloud):
+    rows = np.concatenate([[np.zeros(12)], cloud[0][:20], [np.full(12, np.nan)]])
+    found = nearest(rows, range(1, 21), 19)
+    assert set(found.neighbours.reshape(-1)) == set(range(1, 21))
+    assert (found.neighbours != found.rows[:, None]).all()
+    keep = np.arange(22) % 2 == 0
+    assert set(nearest(rows, [3], 9, keep=keep).neighbours[0]) < set(range(2, 21, 2))
+    for arguments, message in {
+        ((0,), 1): "row 0 has no neighbours",
+        ((21,), 1): "row 21 has no neighbours",
+        ((22,), 1): "rows must be between 0 and 21",
+        ((1,), 20): "k=20 must be from 1 to 19",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            nearest(rows, *arguments)
+
+
+def test_hubness(cloud):
+    """All rows: the definition. A sample: the same on average."""
+    rows, _ = cloud
+    counts = np.bincount(brute_force(rows, 10, True)[0].reshape(-1), minlength=300)
+    found = hubness(rows, centered=True)
+    assert found.occurrences.mean() == pytest.approx(10)
+    assert (found.occurrences != counts).mean() < 0.02
+    assert found.skewness == pytest.approx(stats.skew(counts), rel=0.02)
+    assert counts[found.largest(3)].tolist() == sorted(counts)[:-4:-1]
+    sampled = hubness(rows, centered=True, sample=200)
+    assert sampled.asked == 200
+    assert sampled.occurrences.mean() == pytest.approx(10)
+    assert sampled.skewness == pytest.approx(found.skewness, rel=0.3)
+
+
+def test_moments_of_a_sample_are_unbiased():
+    """Over all samples of five of six rows, the estimated moments are those of all six."""
+    from coupled_adam.embeddings.neighbours import _skewness
+
+    lists = np.array([[1, 2], [0, 2], [0, 1], [0, 2], [0, 2], [2, 3]])
+    counts = np.bincount(lists.reshape(-1), minlength=6).astype(float)
+    assert _skewness(counts, 6, 6) == pytest.approx(stats.skew(counts))
+    factorials = []
+    for out in range(6):
+        n = np.bincount(np.delete(lists, out, 0).reshape(-1), minlength=6)
+        scale = np.array([6 / 5, 6 * 5 / (5 * 4), 6 * 5 * 4 / (5 * 4 * 3)])
+        factorials.append(scale * [n.mean(), (n * (n - 1)).mean(), (n * (n - 1) * (n - 2)).mean()])
+    expected = [f.mean() for f in (counts, counts * (counts - 1))]
+    expected.append((counts * (counts - 1) * (counts - 2)).mean())
+    assert np.mean(factorials, axis=0) == pytest.approx(expected)
+    assert _skewness(np.full(6, 2.0), 6, 6) is None

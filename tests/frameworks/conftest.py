@@ -1,0 +1,14 @@
+"""The frameworks' packages, which ``make test-slow`` installs in a folder of their own.
+
+They are installed without their dependencies, whose versions they pin: what is imported from there
+comes last, after this environment's.
+"""
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(sys.prefix) / "frameworks"
+if FOLDER.is_dir():
+    sys.path.append(str(FOLDER))
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "frameworks"))

@@ -1,0 +1,46 @@
+"""Lightning's command line, which passes a plain list of parameters to a class that it is told."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.utils.data import DataLoader
+
+V = 20
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(V, 4), nn.Linear(4, V)
+
+    def training_step(self, ids):
+        return nn.functional.cross_entropy(self.head(self.embed(ids)), ids)
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(V), 10)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_cli(tmp_path):
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    cli = LightningCLI(
+        Model,
+        save_config_callback=None,
+        args=[
+            "fit",
+            "--optimizer=coupled_adam.CoupledAdamW",
+            f"--optimizer.vocab_size={V}",
+            "--optimizer.lr=0.1",
+            "--trainer.max_steps=2",
+            "--trainer.accelerator=cpu",
+            f"--trainer.default_root_dir={tmp_path}",
+            *(f"--trainer.{name}=false" for name in off),
+        ],
+    )
+    optimizer = cli.trainer.optimizers[0]
+    shapes = [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups]
+    assert shapes == [[(V, 4), (V, 4)], [(V,)]]
+    assert [g["coupled"] for g in optimizer.param_groups] == [True, False]
+    assert optimizer.state[cli.model.embed.weight]["exp_avg_sq"].shape == (4,)

@@ -1,0 +1,140 @@
+"""Each framework's own code builds the optimizer, which updates as one made of ``param_groups``."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
+
+V, H = 64, 32
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+class Decoder(nn.Module):
+    """With torchtitan's and OLMo-core's names of the matrices."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok_embeddings = nn.Embedding(V, H)
+        self.layers = nn.ModuleDict({"0": nn.Linear(H, H)})
+        self.norm = nn.RMSNorm(H)
+        self.lm_head = nn.Linear(H, V, bias=False)
+
+    def forward(self, ids):
+        return self.lm_head(self.norm(self.layers["0"](self.tok_embeddings(ids))))
+
+
+def updates(model, optimizer, steps=3):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+
+
+def assert_as_param_groups(model, optimizer, weight_decay, embedding_weight_decay=0.0):
+    """After three steps; and the embeddings are the matrices that are coupled."""
+    coupled = [p for g in optimizer.param_groups if g["coupled"] for p in g["params"]]
+    found = embedding_parameters(model, vocab_size=V).values()
+    assert {id(p) for p in coupled} == {id(p) for p in found}
+    other = copy.deepcopy(model)
+    decays = {"weight_decay": weight_decay, "embedding_weight_decay": embedding_weight_decay}
+    groups = param_groups(other, vocab_size=V, **decays)
+    updates(model, optimizer)
+    updates(other, CoupledAdamW(groups, **OPTIONS))
+    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q[1], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("config", ["class", "name"])
+def test_litgpt(config):
+    """As in its pretrain.py: a plain list, and keyword arguments that the signature must name."""
+    litgpt = pytest.importorskip("litgpt")
+    from litgpt.utils import instantiate_torch_optimizer
+
+    sizes = {"padded_vocab_size": V, "n_layer": 1, "n_head": 2, "n_embd": H, "block_size": 8}
+    model = litgpt.GPT(litgpt.Config(**sizes))
+    options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V}
+    if config == "class":
+        spelled = {"class_path": "coupled_adam.CoupledAdamW", "init_args": options}
+        optimizer = instantiate_torch_optimizer(spelled, model.parameters(), fused=None)
+    else:
+        optimizer = instantiate_torch_optimizer(
+            "coupled_adam.CoupledAdamW", model.parameters(), **options, unknown=1
+        )
+    assert_as_param_groups(model, optimizer, 0.0)
+
+
+def test_torchtitan():
+    pytest.importorskip("torchtitan.components.optimizer")
+    from torchtitan_optimizer import default_coupled_adamw
+
+    model = Decoder()
+    config = default_coupled_adamw(lr=1e-2)
+    config.implementation = "for-loop"
+    container = config.build(model_parts=[model])
+    (optimizer,) = container.optimizers
+    # Its groups go by names alone: vectors have the weight decay of matrices.
+    for group in optimizer.param_groups:
+        if not group["coupled"]:
+            assert group.pop("weight_decay") == 0.1
+            group["weight_decay"] = 0.0
+    assert_as_param_groups(model, optimizer, 0.0)
+    saved = copy.deepcopy(container.state_dict())
+    assert saved["state.tok_embeddings.weight.exp_avg_sq"].shape == (H,)
+    model.zero_grad()  # for then it creates the states to load into
+    again = config.build(model_parts=[model])
+    again.load_state_dict(saved)
+    torch.testing.assert_close(
+        again.optimizers[0].state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0
+    )
+    config.implementation = "fused_opt_states_bf16"
+    with pytest.raises(ValueError, match=r"second moment \[V, H\]"):
+        config.build(model_parts=[model])
+
+
+def test_olmo_core():
+    pytest.importorskip("olmo_core.optim")
+    from olmo_core.nn.transformer import TransformerConfig
+    from olmo_core.optim import OptimConfig
+    from olmo_core_optimizer import CoupledAdamWConfig
+
+    model = TransformerConfig.llama_like(d_model=H, vocab_size=V, n_layers=1, n_heads=2).build()
+    optimizer = CoupledAdamWConfig(lr=1e-2, weight_decay=0.0).build(model)
+    assert_as_param_groups(model, optimizer, 0.0)
+    assert OptimConfig.get_registered_class("coupled_adamw") is CoupledAdamWConfig
+
+
+def test_llama_factory():
+    pytest.importorskip("llamafactory.v1.plugins.trainer_plugins.optimizer")
+    import llamafactory_plugin  # noqa: F401
+    from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
+
+    model = Decoder()
+    config = {"name": "coupled_adamw", **OPTIONS, "weight_decay": 0.3}
+    optimizer = OptimizerPlugin("coupled_adamw")(model, config)
+    assert_as_param_groups(model, optimizer, 0.3)
+
+
+def test_axolotl(tmp_path):
+    """Its plugin manager gives the trainer the factory, to be called as its trainer's mixin does.
+
+    The mixin itself cannot be imported without numba.
+    """
+    pytest.importorskip("axolotl.integrations.base")
+    from axolotl.integrations.base import PluginManager
+    from transformers import Trainer, TrainingArguments
+
+    model = Decoder()
+    options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), **options))
+    manager = PluginManager.get_instance()
+    manager.register("axolotl_plugin.CoupledAdamPlugin")
+    manager.post_trainer_create(None, trainer)
+    factory, options = trainer.optimizer_cls_and_kwargs
+    assert_as_param_groups(model, factory()(model, trainer.args, **options), 0.3)

@@ -1,0 +1,272 @@
+"""Muon for hidden matrices and Coupled Adam beside it: two optimizers' updates, one optimizer.
+
+The same file is the program of each rank.
+"""
+
+import copy
+import pickle
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups
+from processes import run_on_ranks
+
+V, H = 12, 8
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+
+
+class Decoder(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
+        self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
+        self.norm = nn.LayerNorm(H)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+
+
+def loss_of(model, step, rows=8):
+    ids = torch.randint(0, V, (rows, 5), generator=torch.Generator().manual_seed(step))
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def train(model, optimizer, steps, schedule=None):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        if schedule:
+            schedule.step()
+
+
+def assert_equal(one, other):
+    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+RATES = {"adam_lr": 3e-3, "embedding_lr": 0.2, "head_lr": 4e-3}
+
+
+def test_it_is_two_optimizers():
+    """Bit for bit, with separate rates that a schedule scales alike."""
+    model, other = Decoder(), Decoder()
+    optimizer = MuonWithCoupledAdam(
+        model, lr=0.02, adjust_lr_fn="original", betas=(0.8, 0.95), weight_decay=0.2, **RATES
+    )
+    hidden = [other.up.weight, other.down.weight]
+    groups = param_groups(other, embedding_lr=0.2, head_lr=4e-3, weight_decay=0.2, exclude=hidden)
+    both = [
+        torch.optim.Muon(hidden, lr=0.02, weight_decay=0.2),
+        CoupledAdamW(groups, lr=3e-3, betas=(0.8, 0.95)),
+    ]
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, *both)]
+    for step in range(3):
+        train(model, optimizer, [step], schedules[0])
+        loss_of(other, step).backward()
+        for o, schedule in zip(both, schedules[1:]):
+            o.step()
+            o.zero_grad()
+            schedule.step()
+    assert_equal(model, other)
+    assert [g["lr"] for g in optimizer.param_groups] == [lr / 8 for lr in (0.02, 4e-3, 0.2, 3e-3)]
+    assert [g["param_names"] for g in optimizer.param_groups] == [
+        ["up.weight", "down.weight"],
+        ["head.weight"],
+        ["embed.weight"],
+        ["up.bias", "down.bias", "norm.weight", "norm.bias"],
+    ]
+    assert optimizer.state[model.embed.weight]["exp_avg_sq"].shape == (H,)
+
+
+def test_which_matrices():
+    """Frozen ones neither; those named are updated by AdamW; weight decay stays with them."""
+    model = Decoder(tied=True)
+    model.down.weight.requires_grad_(False)
+    model.router = nn.Linear(H, 3)
+    optimizer = MuonWithCoupledAdam(model, adamw=[model.router])
+    assert optimizer.param_groups[0]["param_names"] == ["up.weight"]
+    decays = {
+        name: g["weight_decay"] for g in optimizer.param_groups for name in g.get("param_names")
+    }
+    assert decays["router.weight"] == 0.1
+    assert decays["embed.weight"] == decays["router.bias"] == 0
+    assert "down.weight" not in decays
+
+
+@pytest.mark.parametrize("through", ["state_dict", "pickle", "deepcopy"])
+def test_saved_in_the_middle(through, tmp_path):
+    whole, cut = Decoder(tied=True), Decoder(tied=True)
+    train(whole, MuonWithCoupledAdam(whole), range(6))
+    optimizer = MuonWithCoupledAdam(cut)
+    train(cut, optimizer, range(3))
+    if through == "state_dict":
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        optimizer = MuonWithCoupledAdam(cut, lr=7.0)
+        optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    else:
+        copied = (lambda pair: pickle.loads(pickle.dumps(pair))) if through == "pickle" else None
+        cut, optimizer = (copied or copy.deepcopy)((cut, optimizer))
+    train(cut, optimizer, range(3, 6))
+    assert_equal(whole, cut)
+
+
+def test_loading_in_bfloat16_keeps_the_second_moment():
+    """And calls hooks once; a checkpoint of AdamW beside Muon is averaged."""
+    model = Decoder().bfloat16()
+    optimizer = MuonWithCoupledAdam(model)
+    train(model, optimizer, range(2))
+    called = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: called.append("post"))
+    saved = optimizer.state_dict()
+    rows = copy.deepcopy(saved)
+    index = next(g["params"][0] for g in saved["param_groups"] if g.get("coupled"))
+    rows["state"][index]["exp_avg_sq"] = torch.stack([torch.full((H,), 2.0)] * V)
+    optimizer.load_state_dict(rows)
+    (p,) = optimizer.param_groups[1]["params"][:1]
+    assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.full((H,), 2.0))
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
+    assert called == ["pre", "post"] * 2
+
+
+def test_what_does_not_fit_changes_nothing():
+    model = Decoder()
+    optimizer = MuonWithCoupledAdam(model)
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["state"][2]["exp_avg"] = torch.zeros(3, 3)
+    with pytest.raises(ValueError, match=r"cannot load the state"):
+        optimizer.load_state_dict(wrong)
+    with pytest.raises(ValueError, match=r"are not Muon's"):
+        optimizer.load_state_dict(CoupledAdamW(param_groups(model)).state_dict())
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    train(model, optimizer, [2])  # still one state
+    assert optimizer.state[model.embed.weight]["step"] == 3
+
+
+def test_grad_scaler():
+    """Gradients are unscaled for both, and a step with an overflow is skipped by both."""
+    model, other = Decoder(), Decoder()
+    optimizer, plain = MuonWithCoupledAdam(model), MuonWithCoupledAdam(other)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, step)).backward()
+        if step == 1:
+            model.up.weight.grad[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+    train(other, plain, (0, 2))
+    assert_equal(model, other)
+
+
+def test_a_group_added_later():
+    model = Decoder()
+    optimizer = MuonWithCoupledAdam(model, adam_lr=0.5)
+    extra = nn.Parameter(torch.ones(4, 4))
+    optimizer.add_param_group({"params": [("extra", extra)], "weight_decay": 0.0})
+    extra.grad = torch.ones_like(extra)
+    optimizer.step()
+    torch.testing.assert_close(extra.detach(), torch.full((4, 4), 0.5))
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    torch.testing.assert_close(extra.detach(), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"more than one parameter group"):
+        optimizer.add_param_group({"params": [("up", model.up.weight)]})
+
+
+def test_closure_returns_the_loss():
+    model = Decoder()
+    optimizer = MuonWithCoupledAdam(model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"adjust_lr_fn": "original"}, r"'original' makes lr=0.02 a rate for Muon alone.*adam_lr="),
+        ({"adjust_lr_fn": "rms", "adam_lr": 1.0}, "rms is not supported"),
+        ({"adamw": "up.wieght"}, r"adamw='up.wieght' matches no parameter.*'up.weight'"),
+        ({"adamw": "*"}, "no trainable hidden matrix"),
+        ({"head_lr": 1.0}, "the head is tied"),
+        ({"vocab_size": 5}, "vocab_size=5: no embedding"),
+        ({"embedding_weight_decay": -1.0}, "Invalid embedding_weight_decay"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        MuonWithCoupledAdam(Decoder(tied=True), lr=0.02, **options)
+
+
+def test_errors_of_type_and_version(monkeypatch):
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, not generator"):
+        MuonWithCoupledAdam(Decoder().parameters())
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(RuntimeError, match=r"needs torch.optim.Muon.*2.9 or later"):
+        MuonWithCoupledAdam(Decoder())
+
+
+def sharded():
+    """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint."""
+    whole, model = Decoder(), Decoder()
+    fully_shard(model)
+    optimizers = [MuonWithCoupledAdam(m, lr=1e-3, embedding_lr=3e-3) for m in (whole, model)]
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for m, optimizer in zip((whole, model), optimizers):
+        train(m, optimizer, range(3))
+    state = {"optimizer": get_optimizer_state_dict(model, optimizers[1])}
+    dcp.save(state, checkpoint_id=folder[0])
+    fresh = MuonWithCoupledAdam(model, lr=5.0, embedding_lr=6.0)
+    fresh.init_state()
+    state = {"optimizer": get_optimizer_state_dict(model, fresh)}
+    dcp.load(state, checkpoint_id=folder[0])
+    set_optimizer_state_dict(model, fresh, state["optimizer"])
+    train(whole, optimizers[0], range(3, 6))
+    train(model, fresh, range(3, 6))
+    for (name, p), q in zip(whole.named_parameters(), model.parameters(), strict=True):
+        # Muon iterates in bfloat16, where another order of sums can be seen.
+        torch.testing.assert_close(p, q.full_tensor(), rtol=2e-3, atol=2e-4, msg=name)
+
+
+CASES = {"sharded": sharded}
+
+
+def test_sharded():
+    run_on_ranks(2, __file__, CASES)
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for name, case in CASES.items():
+        case()
+        print(f"<{name}: passed>", flush=True)
+    dist.destroy_process_group()

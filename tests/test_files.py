@@ -1,0 +1,183 @@
+"""Files and folders that are complete or absent, whenever a process is killed."""
+
+import errno
+import os
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import pytest
+
+from coupled_adam import files
+from coupled_adam.errors import UsageError
+
+# A process without threads, which forks one child for each file operation to be killed at.
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from coupled_adam import files
+
+what, place = sys.argv[1], Path(sys.argv[2])
+if what == "folder without exchange":
+    def refused(*_):
+        raise OSError(38, "not implemented")
+    files._exchange = refused
+target = place / "target"
+
+def make():
+    if what == "file":
+        files.write_atomically(target, "new")
+    else:
+        with files.new_folder(target, lambda name: name in ("a", "sub/b")) as folder:
+            (folder / "sub").mkdir()
+            (folder / "a").write_text("new")
+            (folder / "sub" / "b").write_text("new")
+
+def content():
+    if what == "file":
+        return target.read_text()
+    contents = {(target / name).read_text() for name in ("a", "sub/b")}
+    assert len(contents) == 1, "half of a folder"
+    return contents.pop()
+
+def killed_at(number):
+    left = number
+    exchange = files._exchange
+    def operation(event, arguments):
+        nonlocal left
+        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "exchange"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    def exchanged(*paths):
+        sys.audit("exchange")
+        exchange(*paths)
+        sys.audit("exchange")
+    files._exchange = exchanged
+    process = os.fork()
+    if process == 0:
+        sys.addaudithook(operation)
+        make()
+        os._exit(0)
+    files._exchange = exchange
+    return os.WIFSIGNALED(os.waitpid(process, 0)[1])
+
+make()
+number, found = 0, set()
+while True:
+    number += 1
+    if what == "file":
+        target.write_text("old")
+    else:
+        (target / "a").write_text("old")
+        (target / "sub" / "b").write_text("old")
+        (target / "foreign").write_text("kept")
+    was_killed = killed_at(number)
+    if what != "folder without exchange":
+        content()
+    files.clear_leftovers(place)
+    found.add(content())
+    assert [path.name for path in place.iterdir()] == ["target"], number
+    if what != "file":
+        assert {path.name for path in target.iterdir()} - {"foreign"} == {"a", "sub"}
+    if not was_killed:
+        break
+assert found == {"old", "new"}, found
+assert number > 4
+print(what == "file" or (target / "foreign").read_text() == "kept")
+"""
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "folder without exchange"])
+def test_killed_at_every_file_operation(tmp_path, what):
+    """The old content or the new one, whole; and no leftovers once they have been cleared."""
+    command = [sys.executable, "-c", KILLED, what, tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.stdout == "True\n", result.stderr
+
+
+def test_only_leftovers_of_the_dead_are_cleared(tmp_path):
+    """Neither what others call similarly, nor what a process is working on."""
+    others = [tmp_path / name for name in ("a.tmp", ".coupled-adam-1.tmp", ".x.123.old", "b.tmp")]
+    for path in others[:-1]:
+        path.write_text("")
+    others[-1].mkdir()
+    linked = files.temporary_path(tmp_path / "x")
+    linked.symlink_to(others[-1])
+    dead = files.temporary_path(tmp_path / "x")
+    dead.mkdir()
+    (dead / "half").write_text("")
+    with files.new_folder(tmp_path / "alive") as alive:
+        (alive / "file").write_text("")
+        files.clear_leftovers(tmp_path)
+        assert {*tmp_path.iterdir()} == {*others, linked, alive}
+    assert (tmp_path / "alive" / "file").exists()
+
+
+def test_what_fails_leaves_nothing(tmp_path):
+    (tmp_path / "folder").mkdir()
+
+    def fail():
+        with files.new_folder(tmp_path / "folder") as folder:
+            (folder / "file").write_text("")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "folder"]
+
+
+def test_on_the_disk_before_it_has_its_name(tmp_path, disk):
+    """Files, then their folders, then the name, then the folder that holds the name."""
+    files.write_atomically(tmp_path / "file", "content")
+    with files.new_folder(tmp_path / "new") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("content")
+    assert disk.check(tmp_path) == 2
+    with files.new_folder(tmp_path / "new", lambda _: True) as folder:
+        (folder / "file").write_text("content")
+    files.make_folder(tmp_path / "x" / "y")
+    assert disk.check(tmp_path) == 3
+
+
+def test_an_error_of_the_disk_is_one(tmp_path, monkeypatch):
+    """What is not on the disk gets no name; but some file systems cannot sync folders."""
+    sync = os.fsync
+    fails = errno.EIO
+
+    def fsync(descriptor):
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(fails, os.strerror(fails))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output"), files.new_folder(tmp_path / "new"):
+        pass
+    assert not [*tmp_path.iterdir()]
+    fails = errno.EINVAL
+    with files.new_folder(tmp_path / "new"):
+        pass
+    assert (tmp_path / "new").is_dir()
+
+
+def test_locks(tmp_path, monkeypatch):
+    with files.sole_writer(tmp_path):
+        with pytest.raises(UsageError, match="is in use by another process"):
+            files.sole_writer(tmp_path).__enter__()
+        (tmp_path / ".lock").unlink()  # by its holder, with the folder
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        files.sole_writer(tmp_path).__enter__()
+    (tmp_path / ".lock").unlink()
+    for number, raised in ((errno.EACCES, PermissionError), (errno.EIO, OSError)):
+        error = OSError(number, os.strerror(number))
+        monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=error))
+        with pytest.raises(raised, match=r"\.lock"):
+            files.sole_writer(tmp_path).__enter__()
+    error = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=error))
+    with (
+        pytest.warns(UserWarning, match="a file system without locks"),
+        files.sole_writer(tmp_path),
+    ):
+        pass

@@ -1,0 +1,330 @@
+"""Coupled Adam for JAX: against the float64 oracle, alone, batched and on eight devices.
+
+The same file is the program with eight devices.
+"""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from oracle import CoupledAdamOracle
+
+from processes import run_on_ranks
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+jnp = jax.numpy
+
+from coupled_adam.optax import coupled_adamw, scale_by_coupled_adam  # noqa: E402
+
+V, H, STEPS = 16, 8, 20
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1, "second_moment_scale": 0.25},
+    {"zero_sum": True},
+    {"row_exponent": 0.5},
+    {"row_exponent": 1.0, "zero_sum": True, "weight_decay": 0.1},
+]
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def matrix(seed=0):
+    return np.random.default_rng(seed).normal(size=(V, H))
+
+
+def gradients(seed=0):
+    """With the uneven rows of a vocabulary; the last token never has a gradient."""
+    generator = np.random.default_rng(seed + 1000)
+    rows = generator.random((V, 1)) ** 4
+    rows[-1] = 0
+    return [rows * generator.normal(size=(V, H)) for _ in range(STEPS)]
+
+
+def expected(seed=0, **options):
+    oracle = CoupledAdamOracle(matrix(seed), lr=1e-2, beta2=0.95, **options)
+    for g in gradients(seed):
+        oracle.step(g)
+    return oracle
+
+
+def optimizer(labels="coupled", **options):
+    return coupled_adamw(1e-2, b2=0.95, labels=labels, **{"weight_decay": 0.0, **options})
+
+
+def train(tx, params, grads, init=None, update=None):
+    """Take a step for each gradient; return the parameters and the state."""
+    update = update or jax.jit(tx.update)
+    state = (init or tx.init)(params)
+    for g in grads:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def moments(state, label="coupled"):
+    return state[0].inner_states[label].inner_state
+
+
+def close(actual, truth, tolerance=1e-12):
+    np.testing.assert_allclose(np.asarray(actual), truth, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [*((o, False) for o in OPTIONS), ({}, True), (OPTIONS[-1], True)],
+    ids=str,
+)
+def test_oracle(options, columns):
+    stored = (lambda x: x.T) if columns else (lambda x: x)
+    label = "coupled_columns" if columns else "coupled"
+    params, state = train(
+        optimizer(label, **options),
+        jnp.asarray(stored(matrix())),
+        [jnp.asarray(stored(g)) for g in gradients()],
+    )
+    truth = expected(**options)
+    close(stored(params), truth.embeddings)
+    state = moments(state, label)
+    close(stored(state.mu), truth.m)
+    close(state.nu, truth.v.mean(0))
+    if "row_exponent" in options:
+        close(state.nu_row, truth.v.mean(1))
+    else:
+        assert state.nu_row is None
+
+
+def test_eager_and_scan():
+    """Without compilation, and as the body of a loop, where a state must keep its types."""
+    tx = optimizer(row_exponent=0.5)
+    grads = jnp.asarray(gradients())
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update(g, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = jnp.asarray(matrix())
+    (scanned, _), _ = jax.lax.scan(step, (params, tx.init(params)), grads)
+    eager, _ = train(tx, params, grads[:2], update=tx.update)
+    jitted, _ = train(tx, params, grads[:2])
+    close(scanned, expected(row_exponent=0.5).embeddings)
+    close(eager, jitted)
+
+
+@pytest.mark.parametrize("options", [{}, {"row_exponent": 1.0, "zero_sum": True}], ids=str)
+def test_vmap_over_seeds(options):
+    tx = optimizer(**options)
+    seeds = range(3)
+    params, state = train(
+        tx,
+        jnp.asarray([matrix(seed) for seed in seeds]),
+        jnp.asarray([gradients(seed) for seed in seeds]).swapaxes(0, 1),
+        init=jax.vmap(tx.init),
+        update=jax.jit(jax.vmap(tx.update)),
+    )
+    assert moments(state).nu.shape == (3, H)
+    for seed in seeds:
+        close(params[seed], expected(seed, **options).embeddings)
+
+
+def model():
+    """The parameters of a model, untied: embedding, layer, and an output layer [H, V]."""
+    params = {"wte": matrix(), "mlp": {"kernel": matrix(1)[:H], "bias": matrix(2)[0]}}
+    return jax.tree.map(jnp.asarray, {**params, "head": {"kernel": matrix(3).T}})
+
+
+def labels(params):
+    return {
+        "wte": "coupled",
+        "mlp": jax.tree.map(lambda _: "adamw", params["mlp"]),
+        "head": "coupled_columns",
+    }
+
+
+def test_the_rest_is_optax_adamw():
+    """Other parameters, with weight decay by mask, a schedule and clipping around it."""
+    params = model()
+    grads = [jax.tree.map(lambda p, t=t: np.sin((t + 2) * np.asarray(p)), params) for t in range(9)]
+    arguments = {
+        "learning_rate": lambda count: 1e-2 / (1.0 + count.astype(float)),
+        "weight_decay": 0.1,
+        "mask": jax.tree.map(lambda p: p.ndim == 2, params),
+    }
+    chain = functools.partial(optax.chain, optax.clip_by_global_norm(1.0))
+    actual, _ = train(chain(coupled_adamw(**arguments, labels=labels)), params, grads)
+    adamw, _ = train(chain(optax.adamw(**arguments)), params, grads)
+    jax.tree.map(np.testing.assert_array_equal, actual["mlp"], adamw["mlp"])
+    truth = [CoupledAdamOracle(matrix()), CoupledAdamOracle(matrix(3))]
+    for t, g in enumerate(grads):
+        norm = np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(g)))
+        for oracle, part in zip(truth, (g["wte"], g["head"]["kernel"].T)):
+            oracle.lr, oracle.weight_decay = 1e-2 / (1 + t), 0.1
+            oracle.step(part / max(1.0, norm))
+    close(actual["wte"], truth[0].embeddings)
+    close(actual["head"]["kernel"].T, truth[1].embeddings)
+
+
+def test_labels_with_the_structure_of_a_callable_model():
+    """As models of equinox are: neither they nor their labels are functions that label."""
+
+    @functools.partial(
+        jax.tree_util.register_dataclass, data_fields=["wte", "bias"], meta_fields=[]
+    )
+    class Model:
+        def __init__(self, wte, bias):
+            self.wte, self.bias = wte, bias
+
+        def __call__(self):
+            raise AssertionError
+
+    params = Model(jnp.asarray(matrix()), jnp.zeros(3))
+    tx = optimizer(Model("coupled", "adamw"))
+    params, _ = train(tx, params, [Model(jnp.asarray(g), jnp.zeros(3)) for g in gradients()])
+    close(params.wte, expected().embeddings)
+
+
+def test_zero_sum_keeps_the_mean():
+    tx = scale_by_coupled_adam(row_exponent=0.5, zero_sum=True)
+    updates, _ = tx.update(jnp.asarray(matrix()), tx.init(jnp.asarray(matrix())))
+    close(updates.mean(0), 0.0)
+    assert jnp.abs(updates).min() > 0
+
+
+def test_half_precision():
+    """The second moments are float32, the first moment and the updates are as the parameters."""
+    params = jnp.asarray(matrix(), dtype=jnp.bfloat16)
+    grads = [jnp.asarray(g, dtype=jnp.bfloat16) for g in gradients()]
+    tx = scale_by_coupled_adam(b2=0.95, row_exponent=0.5)
+    state = tx.init(params)
+    for g in grads:
+        updates, state = tx.update(g, state)
+    oracle = CoupledAdamOracle(matrix(), lr=1.0, beta2=0.95, row_exponent=0.5)
+    for g in grads:
+        before = oracle.embeddings.copy()
+        oracle.step(np.asarray(g, dtype=np.float64))
+    close(updates.astype(jnp.float64), before - oracle.embeddings, 0.05)
+    np.testing.assert_allclose(state.nu, oracle.v.mean(0), rtol=1e-5)
+    assert updates.dtype == state.mu.dtype == jnp.bfloat16
+    assert state.nu.dtype == state.nu_row.dtype == jnp.float32
+    state = scale_by_coupled_adam(mu_dtype=jnp.float32).init(params)
+    assert state.mu.dtype == jnp.float32
+
+
+def test_injected_learning_rate():
+    """A rate that is set between steps; the other numbers are then arrays, too."""
+    tx = optax.inject_hyperparams(coupled_adamw, static_args="labels")(
+        learning_rate=1.0, b2=0.95, weight_decay=0.0, labels="coupled", row_exponent=0.5
+    )
+    params = jnp.asarray(matrix())
+    state = tx.init(params)
+    state.hyperparams["learning_rate"] = jnp.asarray(1e-2)
+    params, _ = train(tx, params, map(jnp.asarray, gradients()), init=lambda _: state)
+    close(params, expected(row_exponent=0.5).embeddings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"vocab_axis": 2}, r"Invalid vocab_axis: 2 \(0 for"),
+        ({"row_exponent": 1.5}, "Invalid row_exponent: 1.5"),
+        ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
+    ],
+)
+def test_invalid_options(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        scale_by_coupled_adam(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("wte", "label", "message"),
+    [
+        (np.zeros(3), "coupled", r"couple params\['wte'\] of shape \[3\]"),
+        (np.zeros((0, 3)), "coupled", r"of shape \[0, 3\]"),
+        (np.zeros((2, 3), dtype=np.int32), "coupled_columns", "dtype int32"),
+        (np.zeros((2, 3)), "copuled", r"Invalid labels: \['copuled'\]"),
+    ],
+)
+def test_invalid_parameters(wte, label, message):
+    tx = coupled_adamw(1e-3, labels={"wte": label})
+    with pytest.raises(ValueError, match=message):
+        tx.init({"wte": wte})
+
+
+def test_nothing_coupled():
+    with pytest.warns(UserWarning, match="labels couple no parameter"):
+        coupled_adamw(1e-3, labels="adamw").init(jnp.asarray(matrix()))
+
+
+def test_imports_no_torch_and_says_what_is_missing():
+    script = """
+import sys
+import coupled_adam.optax
+assert "torch" not in sys.modules
+del sys.modules["coupled_adam.optax"]
+sys.modules["optax"] = None
+import coupled_adam.optax
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stderr.splitlines()[-1].endswith("pip install 'coupled-adam[jax]'")
+    assert "ImportError: coupled_adam.optax needs jax and optax" in result.stderr
+
+
+def sharded(mesh_shape, spec, options, collectives):
+    """A matrix split over devices; the compiled update has these all-reduces and no other talk."""
+    mesh = jax.make_mesh(mesh_shape, ("x", "y")[: len(mesh_shape)])
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    params = jax.device_put(matrix(), sharding)
+    grads = [jax.device_put(g, sharding) for g in gradients()]
+    tx = optimizer(**options)
+    compiled = jax.jit(tx.update).lower(grads[0], tx.init(params), params).compile().as_text()
+    talk = r"= (.*) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)[a-z-]*\("
+    found = re.findall(talk, compiled)
+    assert {verb for _, verb in found} <= {"all-reduce"}, found
+    shapes = sorted(shape for shape, _ in found for shape in re.findall(r"f64\[\d*\]", shape))
+    assert shapes == sorted(collectives), found
+    params, state = train(tx, params, grads)
+    assert params.sharding.is_equivalent_to(sharding, 2)
+    assert moments(state).mu.sharding.is_equivalent_to(sharding, 2)
+    truth = expected(**options)
+    close(params, truth.embeddings)
+    close(moments(state).nu, truth.v.mean(0))
+
+
+ROWS, COLUMNS, BOTH = ((8,), ("x", None)), ((8,), (None, "x")), ((4, 2), ("x", "y"))
+ROW = {"row_exponent": 0.5}
+CASES = {
+    "rows": lambda: sharded(*ROWS, {}, ["f64[8]"]),
+    "rows, zero_sum": lambda: sharded(*ROWS, {"zero_sum": True}, ["f64[8]"] * 2),
+    "rows, row_exponent": lambda: sharded(*ROWS, ROW, ["f64[8]"]),
+    "columns": lambda: sharded(*COLUMNS, {}, []),
+    "columns, row_exponent": lambda: sharded(*COLUMNS, ROW, ["f64[16]", "f64[]"]),
+    "both": lambda: sharded(*BOTH, {}, ["f64[4]"]),
+    "both, row_exponent": lambda: sharded(*BOTH, ROW, ["f64[4]", "f64[4]", "f64[]"]),
+}
+
+
+@pytest.mark.slow
+def test_eight_devices(monkeypatch):
+    """Rows, columns or both split: equal to the oracle, with an all-reduce of [H] for the rows."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    monkeypatch.setenv("JAX_ENABLE_X64", "true")
+    run_on_ranks(1, __file__, CASES)
+
+
+if __name__ == "__main__":
+    assert os.environ["JAX_ENABLE_X64"]
+    assert jax.device_count() == 8
+    for name, case in CASES.items():
+        case()
+        print(f"<{name}: passed>", flush=True)

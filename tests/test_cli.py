@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.text import Text
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam import cli
 from coupled_adam.cli import main
+from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import install
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.rendering.tables import terminal_table
 from processes import Process
 
 
@@ -175,6 +178,41 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
         assert line.startswith("coupled-adam: error: "), name
         assert message in line, (name, line)
         assert snapshot(tmp_path) == before, name
+
+
+def test_out_of_memory_is_one_line(monkeypatch, capsys):
+    """Python's error, torch's for a CPU and torch's for a GPU; no other RuntimeError."""
+
+    def use(_, error):
+        raise error
+
+    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: torch.empty(2**50))
+    for error in (None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried")):
+        if error is not None:
+            monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _, e=error: use(_, e))
+        assert main(["recipes"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("coupled-adam: error: out of memory: ")
+        assert said.count("\n") == 1
+    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: use(_, RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["recipes"])
+
+
+def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
+    """Of names of files, models and tokens: no escape sequence comes through."""
+    evil = "a\x1b[2J\x1b]0;title\x07\x9bK\rb"
+    print_path(evil, Path(evil))
+    table = terminal_table(evil, evil)
+    table.add_column(evil)
+    table.add_column(Text(evil))
+    table.add_row(evil, Text(evil, "bold"))
+    print_table(table)
+    assert main(["analyze", str(tmp_path / evil)]) == 2
+    out, err = capsys.readouterr()
+    said = out.replace("\n", "") + err.replace("\n", "")
+    assert "a [2J" in said
+    assert said.isprintable()
 
 
 def outputs(model, comparison):

@@ -3,8 +3,11 @@
 import contextlib
 import dataclasses
 import http.server
+import io
 import json
 import pickle
+import shutil
+import struct
 import threading
 import zipfile
 from pathlib import Path
@@ -513,3 +516,80 @@ def test_what_the_hub_does_not_have(hub):
     path.unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors on the hub"):
         load_embeddings("someone/model")
+
+
+def end_record(size, start):
+    return struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0, 0, size, start, 0)
+
+
+@pytest.mark.parametrize("tail", ["second end", "shifted", "empty directory", "junk", "comment"])
+def test_an_archive_that_hides_its_directory(tail, tmp_path):
+    """A check of one directory says nothing of the other, which torch would follow."""
+    torch.save({"wte.weight": torch.zeros(1000, 8)}, tmp_path / "stored.pt")
+    packed, path = io.BytesIO(), tmp_path / "model.pt"
+    with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(packed, "w", 8) as new:
+        for entry in stored.infolist():
+            new.writestr(entry.filename, stored.read(entry))
+    content = packed.getvalue()
+    size, start = struct.unpack_from("<LL", content, len(content) - 10)
+    if tail == "shifted":  # the directory of stored entries lies behind, for those who look there
+        whole = (tmp_path / "stored.pt").read_bytes()
+        content += whole
+    content += {
+        "second end": end_record(0, 0),
+        "shifted": b"",
+        "empty directory": end_record(0, len(content)),
+        "junk": b"\0" * 30,
+        "comment": end_record(size, start)[:-2] + b"\5\0PK\5\6\0",
+    }[tail]
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.pt cannot be read"):
+        load_embeddings(path)
+    (tmp_path / "longer.pt").write_bytes((tmp_path / "stored.pt").read_bytes() + end_record(0, 0))
+    with pytest.raises(ValueError, match="its directory is not where its end says"):
+        load_embeddings(tmp_path / "longer.pt")
+    assert load_embeddings(tmp_path / "stored.pt")[0].matrix.shape == (1000, 8)
+
+
+def test_matrices_without_content(tmp_path):
+    """[2^40, 0] needs no byte in a file, and terabytes for a number to each row."""
+    header = json.dumps(
+        {"wte.weight": {"dtype": "F32", "shape": [2**40, 0], "data_offsets": [0, 0]}}
+    ).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    np.save(tmp_path / "model.npy", np.zeros((2**40, 0), np.float32))
+    for name in ("model.safetensors", "model.npy"):
+        with pytest.raises(ValueError, match=rf"{name}: .*\[1099511627776, 0\] is empty"):
+            load_embeddings(tmp_path / name)
+
+
+def test_an_index_that_names_a_link(tmp_path):
+    """To outside of its folder it is refused; the hub's cache consists of such links to itself."""
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    save_file({"wte.weight": torch.ones(3, 2)}, secret / "other.safetensors")
+    repository = tmp_path / "models--me--mine"
+    folder = repository / "snapshots" / ("1" * 40)
+    folder.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    shutil.copy(secret / "other.safetensors", repository / "blobs" / "abc")
+    index = {"weight_map": {"wte.weight": "part.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    part = folder / "part.safetensors"
+    part.symlink_to("../../blobs/abc")
+    assert load_embeddings(folder)[0].matrix.shape == (3, 2)
+    part.unlink()
+    part.symlink_to(secret / "other.safetensors")
+    with pytest.raises(ValueError, match=r"part\.safetensors is a link to outside of its folder"):
+        load_embeddings(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_distributed_checkpoint_that_names_a_link(tmp_path):
+    dcp.save({"wte.weight": torch.ones(3, 2)}, checkpoint_id=tmp_path / "dcp")
+    (part,) = (tmp_path / "dcp").glob("*.distcp")
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="is a link to outside of its folder"):
+        load_embeddings(tmp_path / "dcp")

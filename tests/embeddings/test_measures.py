@@ -172,6 +172,52 @@ def test_tensors_and_arrays(dtype):
     assert measures.analyze(parameter) == measures.analyze(tensor.to(torch.float64).numpy())
 
 
+def test_large_matrices_have_exponents_in_float32(monkeypatch):
+    """Within the bound that is stated, and of nothing but Z; not if the rows are too long."""
+    matrix = torch.from_numpy(cloud(400, 64, shift=0.2) / 16).bfloat16()
+    expected = measures.analyze(matrix).to_dict()
+    alone = measures.isotropy(matrix)
+    monkeypatch.setattr(geometry, "_LARGE", 0)
+    monkeypatch.setattr(geometry, "_BLOCK_BYTES", 8 * 64 * 50)
+    norms = matrix.double().norm(dim=1)
+    largest = float(norms.max() / min(norms.mean(), 1))  # of isotropy_unit, too
+    assert geometry.exponent_dtype(matrix, largest) == torch.float32
+    bound = (8 * 64**0.5 + 3) * 2**-24 * largest
+    assert 2 * bound < 1e-4
+    axes = torch.linalg.eigh(geometry.gram(matrix))[1]
+    exact = geometry.project(matrix.double(), axes)
+    rounded = geometry.project(matrix.float(), axes.float())
+    assert 0 < (rounded - exact).abs().max() < bound
+    parts = [geometry.LogPartition(), geometry.LogPartition()]
+    for part, exponents in zip(parts, (exact, rounded)):
+        part.add(exponents)
+    assert 0 < np.abs(parts[0].log_z() - parts[1].log_z()).max() < bound
+    assert measures.isotropy(matrix) != alone
+    assert measures.isotropy(matrix) == pytest.approx(alone, rel=2 * bound)
+    found = measures.analyze(matrix).to_dict()
+    for ours, theirs in (
+        (found, expected),
+        (found["centered"], expected["centered"]),
+        (found["all_but_the_top"], expected["all_but_the_top"]),
+    ):
+        for name, value in theirs.items():
+            if isinstance(value, float):
+                rel = 2 * bound if name.startswith("isotropy") else 1e-11
+                assert ours[name] == pytest.approx(value, rel=rel, abs=1e-14), name
+    long = matrix * 64
+    assert geometry.exponent_dtype(long, 64 * largest) == torch.float64
+    in_float32 = measures.isotropy(long)
+    monkeypatch.undo()
+    assert in_float32 == pytest.approx(measures.isotropy(long), rel=1e-12)
+
+
+def test_the_matrix_is_not_changed():
+    matrix = torch.from_numpy(cloud())
+    before = matrix.clone()
+    measures.analyze(matrix)
+    assert torch.equal(matrix, before)
+
+
 BAD = [
     (np.zeros((0, 4)), r"shape \[0, 4\]"),
     (torch.zeros(4, 0), r"shape \[4, 0\]"),

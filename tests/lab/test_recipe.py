@@ -1,5 +1,6 @@
 """Recipes: what they say, what they build, and what is refused before any work."""
 
+import dataclasses
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import (
+    RecipeReader,
     load_recipe,
     override,
     parse_overrides,
@@ -447,3 +449,25 @@ def test_messages_hold_no_control_characters():
     with pytest.raises(UsageError) as error:
         override(load_recipe("tiny"), parse_overrides(['model.architecture="\\e[2J"']))
     assert str(error.value).isprintable()
+
+
+def test_many_recipes_are_read_as_one_is():
+    """Those that differ in their seeds are parsed once, and checked each."""
+    reader, recipe = RecipeReader(), load_recipe("tiny")
+    values = recipe.to_dict()
+    for seeds in ([1], [2, 3], [1]):
+        expected = dataclasses.replace(recipe, seeds=seeds)
+        assert reader.read({**values, "seeds": seeds}, "here") == expected
+    text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
+    assert reader.read(text, "here").training.lr == 0.25
+    for wrong, message in (
+        ({**values, "seeds": [-1]}, r"here.*seeds=\[-1\]"),
+        ({**values, "seeds": [1, 1]}, "here.*seeds"),
+        ({**values, "seeds": ["one"]}, "here.*seeds"),
+        ({**values, "seeds": 1.5}, "here.*seeds"),
+        ({**values, "name": 1}, "here.*name"),
+        ({**values, 1: 2}, "here must consist of keys and values"),
+        ([values], "here must consist of keys and values"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            reader.read(wrong, "here")

@@ -2,12 +2,14 @@
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -18,6 +20,7 @@ from pyarrow import parquet
 
 from coupled_adam.errors import UsageError
 from coupled_adam.text.documents import (
+    _json_rows,
     open_documents,
     passages,
     python_documentation,
@@ -197,6 +200,88 @@ def test_unreadable_files(tmp_path):
             read(Data(text=str(tmp_path / name)))
         assert "\n" not in str(caught.value), name
         assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["line", "array", "separator", "parquet", "hub"])
+def test_a_document_that_is_too_long(kind, tmp_path, hub_folder, monkeypatch):
+    """Is refused before it is read whole; the limit can be raised, as the message says."""
+    monkeypatch.setenv("COUPLED_ADAM_MAX_DOCUMENT", "1000")
+    long, path = "word " * 400, tmp_path / "a.jsonl.gz"
+    if kind == "line":
+        path.write_bytes(gzip.compress(json_lines(["short", long]).encode()))
+    elif kind == "array":
+        path = tmp_path / "a.json"
+        path.write_text(json.dumps([{"text": "short"}, {"text": long}]))
+    elif kind == "separator":
+        path = tmp_path / "a.txt"
+        path.write_text(f"short|{long}|short")
+    else:
+        path = tmp_path / "a.parquet"
+        parquet.write_table(pa.table({"text": ["short", long]}), path)
+    data = Data(text=str(path), separator="|")
+    if kind == "hub":
+        shutil.copy(path, hub_folder / "data" / "train-0.parquet")
+        data = Data(hub=str(hub_folder))
+    reader = open_documents(data).readers["train"]()
+    assert next(reader) == "short"
+    with pytest.raises(
+        UsageError, match=r"more than 1000 characters.*COUPLED_ADAM_MAX_DOCUMENT to a higher"
+    ):
+        next(reader)
+    monkeypatch.setenv("COUPLED_ADAM_MAX_DOCUMENT", "2000")
+    assert len(read(data)[1]) in (1999, 2000)
+    monkeypatch.setenv("COUPLED_ADAM_MAX_DOCUMENT", "many")
+    with pytest.raises(UsageError, match="COUPLED_ADAM_MAX_DOCUMENT='many' must be a whole number"):
+        read(data)
+
+
+@pytest.mark.parametrize("ending", COMPRESSIONS)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_archives_that_expand_too_far(name, ending, tmp_path, monkeypatch):
+    """A line, an array or blanks of 8 MB in a few kB; what has the usual size may expand."""
+    content = {"a.jsonl": b'{"text": "' + b"a" * 2**23, "a.json": b"[" + b" " * 2**23}
+    path = tmp_path / (name + ending)
+    path.write_bytes(COMPRESSIONS[ending](content.get(name, b"\n" * 2**23)))
+    with monkeypatch.context() as patch:
+        patch.setattr("coupled_adam.text.documents._ALWAYS", 2**20)
+        with pytest.raises(UsageError, match=r"100 times its size.*COUPLED_ADAM_MAX_EXPANSION"):
+            read(Data(text=str(path)))
+        patch.setenv("COUPLED_ADAM_MAX_EXPANSION", "1000000")
+        with pytest.raises(UsageError, match=r"no text in it|not JSON"):
+            read(Data(text=str(path)))
+    with pytest.raises(UsageError, match=r"no text in it|not JSON"):
+        read(Data(text=str(path)))
+
+
+def test_a_table_that_expands_too_far(tmp_path, monkeypatch):
+    path = tmp_path / "a.parquet"
+    parquet.write_table(
+        pa.table({"text": ["a" * 2**22 + str(i) for i in range(4)]}), path, compression="zstd"
+    )
+    monkeypatch.setattr("coupled_adam.text.documents._ALWAYS", 2**20)
+    with pytest.raises(UsageError, match=r"a\.parquet.*COUPLED_ADAM_MAX_EXPANSION"):
+        read(Data(text=str(path)))
+
+
+@given(
+    st.lists(st.fixed_dictionaries({"text": st.text(max_size=30)}), max_size=5),
+    st.sampled_from([None, 1]),
+    st.sampled_from(["", " \n", "]", ", 1]", "{}", "\n[]"]),
+    st.integers(1, 40),
+)
+def test_arrays_are_read_as_json_reads_them(rows, indent, tail, size):
+    """However they are divided into chunks, and whatever follows."""
+    text = " " + json.dumps(rows, indent=indent) + tail
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("coupled_adam.text.documents._CHUNK", size)
+        found = []
+        try:
+            expected = json.loads(text)
+        except ValueError:
+            with pytest.raises(UsageError, match="not JSON"):
+                found.extend(_json_rows(io.StringIO(text), Path("a.json")))
+        else:
+            assert list(_json_rows(io.StringIO(text), Path("a.json"))) == expected
 
 
 def test_a_device_has_no_end():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coupled_adam.errors import UsageError
 from coupled_adam.text.source import Data
-from coupled_adam.text.token_files import Tokens, find_token_files
+from coupled_adam.text.token_files import Tokens, find_token_files, token_file
 
 
 def ids(count, dtype="<u2", seed=0):
@@ -38,6 +38,19 @@ def test_slices_of_several_files(lengths, data):
     bound = st.none() | st.integers(-len(whole) - 2, len(whole) + 2)
     where = slice(data.draw(bound), data.draw(bound))
     np.testing.assert_array_equal(tokens[where], whole[where])
+
+
+def test_a_file_that_is_truncated_while_it_is_in_use(tmp_path):
+    """An error that names it; a memory map would kill the process with SIGBUS."""
+    path = tmp_path / "train.bin"
+    ids(5000, "<u2").tofile(path)
+    tokens = Tokens([token_file(path, 300).open(Path())])
+    assert len(tokens[4000:]) == 1000
+    with path.open("r+b") as file:
+        file.truncate(100)
+    assert len(tokens[:50]) == 50
+    with pytest.raises(UsageError, match=r"train\.bin was truncated while it was in use"):
+        tokens[4000:4010]
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

@@ -34,7 +34,7 @@ except ModuleNotFoundError as error:
 
     sys.exit(f"coupled-adam: {error}; install the command with: {install('lab')}")
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 
 PREEMPTED = 75
@@ -82,9 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None:
             raise
-        where = f": {error.filename}" if error.filename else ""
+        where = f": {printable(str(error.filename))}" if error.filename else ""
         kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
         return _fail(1, f"error: {os.strerror(error.errno)}{where}{kept}")
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        what = one_line(error) if str(error) else "no more can be allocated"
+        kept = ". What was finished is kept, continue with --resume" if "resume" in given else ""
+        return _fail(1, f"error: out of memory: {what}{kept}")
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
         return _fail(PREEMPTED, f"{one_line(error, longest=None)}; continue with --resume")
@@ -93,6 +99,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = "; add --resume to the command to continue" if "resume" in given else ""
         return _fail(130, f"interrupted{more}")
     return 0
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is Python's MemoryError, or torch's for a CPU, which is no class of its own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool({"MemoryError", "OutOfMemoryError"} & names) or (
+        "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _command_name(arguments: list[str]) -> str:

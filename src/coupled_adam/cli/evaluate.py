@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TASK",
         help="tasks of the lm-evaluation-harness; without names, the seven of the paper",
     )
-    parser.add_argument("--lm-eval-path", metavar="DIR", help="a folder with tasks of your own")
+    parser.add_argument(
+        "--lm-eval-path",
+        metavar="DIR",
+        help="a folder with tasks of your own; Python that they name with !function is executed",
+    )
     parser.add_argument(
         "--limit",
         type=positive_int,

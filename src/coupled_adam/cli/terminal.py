@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from coupled_adam.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -22,10 +24,10 @@ def console() -> Console:
 
 
 def print_path(what: str, path: Path) -> None:
-    """Print a path unchanged: brackets in it are not markup."""
+    """Print a path: brackets in it are not markup, and a terminal obeys none of its characters."""
     from rich.text import Text
 
-    console().print(Text(f"{what} {path}"), soft_wrap=True)
+    console().print(Text(printable(f"{what} {path}")), soft_wrap=True)
 
 
 def print_table(table: RenderableType) -> None:

@@ -27,7 +27,7 @@ from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.undertrained import finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
 
@@ -161,7 +161,7 @@ def analyze_model(
             measured = rows if keep is None else int(keep.sum())
             with tqdm(
                 total=PASSES * measured,
-                desc=f"measuring {Path(model).name}",
+                desc=f"measuring {printable(Path(model).name)}",
                 unit=" rows",
                 unit_scale=True,
                 disable=None,

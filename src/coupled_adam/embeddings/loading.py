@@ -17,6 +17,7 @@ from torch import Tensor
 from coupled_adam.embeddings.weights import (
     SUFFIXES,
     Weights,
+    check_inside,
     open_archive,
     open_distributed,
     open_file,
@@ -160,6 +161,9 @@ def _is_tied(config: Mapping[str, Any] | None) -> bool:
 
 
 def _read(weights: Weights, name: str) -> Tensor:
+    shape = weights.shapes[name]
+    if 0 in shape:  # without a byte of content, it can have any number of rows
+        raise ValueError(f"{weights.source}: {name or 'the array'} {list(shape)} is empty")
     matrix = weights.read(name)
     if not matrix.is_floating_point():
         raise ValueError(
@@ -182,6 +186,8 @@ def _open_folder(folder: Path) -> Weights:
         whole = folder / f"{stem}{ending}"
         if index.exists():
             files = _indexed(_json(index), index)
+            for file in sorted({*files.values()}):
+                check_inside(folder, file)
             return _join(str(folder), files, lambda file: open_file(folder / file), config)
         if whole.exists():
             opened = open_file(whole)

@@ -347,7 +347,9 @@ def analyze(
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
     The measures are exact. They take four passes over the rows and two eigendecompositions of
-    H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V.
+    H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V. All are
+    computed in float64, except for the exponents of the isotropy of a large matrix, if the relative
+    error of the isotropy is then at most 1e-4 (see :func:`geometry.exponent_dtype`).
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
@@ -409,20 +411,26 @@ def analyze(
         _Cloud(topless_norms, floor),
     )
     along = torch.empty_like(norms)
+    longest, units = float(centred_norms.max()), (centred.unit, topless.unit)
+    largest = max(float(norms.max()) / min(raw.unit, 1), longest / min(*units, 1))
+    dtype = geometry.exponent_dtype(embeddings, largest)
+    axes, centred_axes = basis.to(dtype), centred_basis.to(dtype)
     for block in geometry.blocks(embeddings, kept, on_rows):
         along[raw.rows : raw.rows + len(block)] = block @ mean
-        raw.add(block, geometry.project(block, basis))
+        raw.add(block, geometry.project(block.to(dtype), axes))
         # In the basis of the principal directions, removing the top ones means dropping columns.
-        projections = geometry.project(block - mean, centred_basis)
-        centred.add(projections, projections)
-        topless.add(projections[:, : columns - top], projections[:, : columns - top])
+        difference = block - mean
+        projections = geometry.project(difference.to(dtype), centred_axes)
+        centred.add(difference, projections)
+        difference = difference - difference @ taken @ taken.T
+        topless.add(difference, projections[:, : columns - top])
     topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 
     p = p if p is None or kept is None else p[kept]
     centred_vectors = vectors - as_array(mean)
-    axes = as_array(taken)
-    topless_vectors = centred_vectors - centred_vectors @ axes @ axes.T
+    removed = as_array(taken)
+    topless_vectors = centred_vectors - centred_vectors @ removed @ removed.T
     scores = [
         None if sets is None else similarity_of(words, rows, sets, cloud.floor)
         for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
@@ -483,7 +491,7 @@ class _Cloud:
         self.partition = geometry.LogPartition()
         self.unit_partition = geometry.LogPartition()
         self.angles = geometry.Angles()
-        self._mean_norm = float(self.norms.mean()) or 1.0
+        self.unit = float(self.norms.mean()) or 1.0
 
     def add(self, vectors: Tensor, projections: Tensor) -> None:
         """Add a block of rows [rows, any], and its projections onto the eigenvectors."""
@@ -491,7 +499,7 @@ class _Cloud:
         self.rows += len(vectors)
         self.angles.add(vectors, norms, self.floor)
         self.partition.add(projections)
-        self.unit_partition.add(projections / self._mean_norm)
+        self.unit_partition.add(projections / self.unit)
 
 
 def _measures(

@@ -10,12 +10,14 @@ the files hold data for.
 import dataclasses
 import io
 import math
+import os
 import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -106,8 +108,10 @@ def open_archive(path: Path) -> Weights:
         ValueError: if the file is damaged or needs unpickling.
     """
     try:
-        # The format before torch 1.6 is not a zip file and cannot be memory-mapped.
-        is_zip = zipfile.is_zipfile(path)
+        # The format before torch 1.6 is not a zip file and cannot be memory-mapped. torch, too,
+        # looks at the first bytes, where zipfile looks for an end.
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\3\4"
         if is_zip:
             _check_not_compressed(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
@@ -124,12 +128,37 @@ def open_archive(path: Path) -> Weights:
 def _check_not_compressed(path: Path) -> None:
     """Raise ValueError for a compressed archive, which could expand to any size.
 
-    torch never writes compressed archives.
+    torch never writes compressed archives, nor anything after them. An archive with a second
+    directory is refused, since torch could follow the one that is not looked at here.
     """
-    with zipfile.ZipFile(path) as archive:
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        _check_one_directory(file)
         for entry in archive.infolist():
-            if entry.file_size > entry.compress_size:
+            stored = entry.compress_type == zipfile.ZIP_STORED
+            if not stored or entry.file_size != entry.compress_size:
                 raise ValueError(f"its entry {entry.filename} is compressed")
+
+
+def _check_one_directory(file: BinaryIO) -> None:
+    """Raise ValueError unless the directory of a zip file is where its end record says.
+
+    The end record, and the one of zip64 with its locator, must follow it without a gap and end the
+    file.
+    """
+    end = file.seek(0, os.SEEK_END) - 22
+    file.seek(max(end - 76, 0))
+    tail = file.read().rjust(98, b"\0")  # zip64's record of 56 bytes, its locator of 20, 22
+    record, locator, last = tail[:56], tail[56:76], tail[76:]
+    size, start = struct.unpack_from("<LL", last, 12)
+    comment = int.from_bytes(last[20:], "little")
+    if locator[:4] == b"PK\6\7":
+        end -= 76
+        at = struct.unpack_from("<Q", locator, 8)[0]
+        size, start = struct.unpack_from("<QQ", record, 40)
+        if record[:4] != b"PK\6\6" or at != end:
+            raise ValueError("its zip64 record is not where its end says")
+    if last[:4] != b"PK\5\6" or comment or start + size != end:
+        raise ValueError("its directory is not where its end says, or more follows it")
 
 
 def _tensors(content: Any) -> dict[str, Tensor]:
@@ -205,7 +234,22 @@ def _index(folder: Path) -> Any:
     return _IndexUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
 
 
+def check_inside(folder: Path, name: str) -> None:
+    """Raise ValueError if a file that an index names is a link to outside of the folder.
+
+    The hub's cache is known: its snapshots are links to ``../../blobs``.
+    """
+    target = (folder / name).resolve()
+    home = folder.resolve()
+    places = [home]
+    if home.parent.name == "snapshots":
+        places.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in places):
+        raise ValueError(f"{folder / name} is a link to outside of its folder: copy the file there")
+
+
 def _bytes(path: Path, start: int, length: int) -> io.BytesIO:
+    check_inside(path.parent, path.name)
     with path.open("rb") as file:
         file.seek(start)
         return io.BytesIO(file.read(length))

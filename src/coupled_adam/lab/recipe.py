@@ -25,6 +25,7 @@ from coupled_adam.lab.sections import Model, Training, require, require_counts
 from coupled_adam.text.source import Data
 
 _parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # creating one is slow
+_arms: dict[str, Arm] = {}  # so is parsing; by name and options
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 
@@ -110,6 +111,12 @@ class Recipe:
 
     def arm(self, name: str) -> Arm:
         """Create the arm of that name from its options."""
+        key = repr((name, self.arms[name]))
+        if key not in _arms:
+            _arms[key] = self._parsed_arm(name)
+        return _arms[key]
+
+    def _parsed_arm(self, name: str) -> Arm:
         options = dict(self.arms[name])
         kind = options.pop("optimizer", None)
         if kind not in OPTIMIZERS:
@@ -186,6 +193,31 @@ def parse_recipe(text: str, source: str) -> Recipe:
     return _build(_read_mapping(text, source), source)
 
 
+class RecipeReader:
+    """Reads many recipes, most of which differ in nothing but their seeds, in a short time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Recipe] = {}
+
+    def read(self, values: Any, source: str) -> Recipe:
+        """A complete recipe from plain values; ``source`` is its name in errors.
+
+        Raises:
+            UsageError: they are not those of a recipe.
+        """
+        values = _mapping(values, source)
+        seeds = values.get("seeds")
+        if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
+            return _build(values, source)
+        key = repr({**values, "seeds": None})  # which tells 1 from 1.0 and "1"
+        if key not in self._known:
+            self._known[key] = _build(values, source)
+        try:
+            return dataclasses.replace(self._known[key], seeds=seeds)
+        except UsageError as error:
+            raise UsageError(f"{source}: {one_line(error)}") from None
+
+
 def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     """Read the values of a recipe and of all recipes that it extends."""
     if name in extended:
@@ -222,7 +254,10 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
 
 
 def _read_mapping(text: str, source: str) -> dict[str, Any]:
-    values = read_yaml(text, source)
+    return _mapping(read_yaml(text, source), source)
+
+
+def _mapping(values: Any, source: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
     return values

@@ -9,14 +9,35 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from coupled_adam.errors import printable
+
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+class _Table(Table):
+    """A table whose texts, such as names of files and tokens, do not control the terminal."""
+
+    def add_column(self, header: Any = "", *args: Any, **options: Any) -> None:
+        super().add_column(_without_controls(header), *args, **options)
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*map(_without_controls, cells), **options)
+
+
+def _without_controls(cell: Any) -> Any:
+    if isinstance(cell, str):
+        return "\n".join(map(printable, cell.split("\n")))
+    if isinstance(cell, Text):
+        cell = cell.copy()
+        cell.plain = "\n".join(map(printable, cell.plain.split("\n")))
+    return cell
 
 
 def terminal_table(title: str = "", caption: str = "") -> Table:
     """An empty table in the style of this package; brackets in texts are not read as markup."""
-    return Table(
-        title=Text(title) if title else None,
-        caption=Text(caption) if caption else None,
+    return _Table(
+        title=Text(printable(title)) if title else None,
+        caption=Text(printable(caption)) if caption else None,
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,

@@ -9,6 +9,8 @@ import io
 import itertools
 import json
 import lzma
+import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -35,6 +37,11 @@ _PLAIN = (".txt", ".md", ".rst")
 _TABLES = (".jsonl", ".json", ".parquet")
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _CHUNK = 2**20
+_MAX_DOCUMENT = "COUPLED_ADAM_MAX_DOCUMENT", 10_000_000
+"""Characters in a document: the tokenizer needs up to 500 bytes of memory for each."""
+_MAX_EXPANSION = "COUPLED_ADAM_MAX_EXPANSION", 100
+"""How many times its size a compressed file may have, unless it has less than _ALWAYS bytes."""
+_ALWAYS = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,12 +247,18 @@ def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
     yield "".join(kept).strip()
 
 
-def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
-    """Split a stream of text at a separator, which may lie across two chunks."""
+def separated(chunks: Iterable[str], separator: str, longest: int = sys.maxsize) -> Iterator[str]:
+    """Split a stream of text at a separator, which may lie across two chunks.
+
+    Text without a separator is cut soon after ``longest`` characters.
+    """
     rest = ""
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(separator)
         yield from map(str.strip, whole)
+        if len(rest) > longest + len(separator):
+            yield rest
+            rest = ""
     yield rest.strip()
 
 
@@ -304,9 +317,9 @@ def _read(path: Path, data: Data, files: _Files) -> Iterator[str]:
                 # Only very long lines are read in pieces.
                 yield from passages(iter(functools.partial(stream.readline, _CHUNK), ""))
             else:
-                yield from separated(
-                    iter(functools.partial(stream.read, _CHUNK), ""), data.separator
-                )
+                chunks = iter(functools.partial(stream.read, _CHUNK), "")
+                for document in separated(chunks, data.separator, _limit(*_MAX_DOCUMENT)):
+                    yield _not_too_long(document, f"data.text={path}")
 
 
 @contextmanager
@@ -315,7 +328,10 @@ def _opened(path: Path, files: _Files) -> Iterator[TextIO]:
     try:
         compression = infer_compression(path.name)
         with files.open(path) as file:
-            content = file if compression is None else compr[compression](file, mode="rb")
+            content = file
+            if compression is not None:
+                unpacked = compr[compression](file, mode="rb")
+                content = io.BufferedReader(_Limited(unpacked, path), _CHUNK)
             with io.TextIOWrapper(content, encoding="utf-8-sig") as stream:
                 yield stream
     except UnicodeDecodeError as error:
@@ -328,16 +344,78 @@ def _opened(path: Path, files: _Files) -> Iterator[TextIO]:
         raise UsageError(f"data.text={path}: {reason}") from None
 
 
+class _Limited(io.RawIOBase):
+    """The bytes of a file that may be compressed; a few of them can stand for any number."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self._file, self._path = file, path
+        self._left = _largest_expansion(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = self._file.read(len(buffer))
+        buffer[: len(content)] = content
+        self._left -= len(content)
+        if self._left < 0:
+            raise _expands_too_far(self._path)
+        return len(content)
+
+
+def _largest_expansion(path: Path) -> int:
+    return max(_ALWAYS, _limit(*_MAX_EXPANSION) * path.stat().st_size)
+
+
+def _expands_too_far(path: Path) -> UsageError:
+    name, _ = _MAX_EXPANSION
+    return UsageError(
+        f"data.text={path}: it expands to more than {_limit(*_MAX_EXPANSION)} times its size, "
+        f"which texts hardly do. If it should, set the environment variable {name} to a higher "
+        "number"
+    )
+
+
+def _limit(name: str, default: int) -> int:
+    """A limit, from the environment variable of that name."""
+    given = os.environ.get(name) or str(default)
+    if not re.fullmatch("[0-9]{1,18}", given) or int(given) == 0:
+        raise UsageError(f"{name}={given!r} must be a whole number, at least 1")
+    return int(given)
+
+
+def _not_too_long(document: str, where: str) -> str:
+    """The document, whose length is limited as the memory is that the tokenizer needs."""
+    if len(document) > _limit(*_MAX_DOCUMENT):
+        raise _too_long(where)
+    return document
+
+
+def _too_long(where: str) -> UsageError:
+    name, _ = _MAX_DOCUMENT
+    return UsageError(
+        f"{where}: a document has more than {_limit(*_MAX_DOCUMENT)} characters. Divide it, or set "
+        f"the environment variable {name} to a higher number"
+    )
+
+
 def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
-    """Yield the rows of JSON Lines, or of a single array, which is read as a whole."""
-    first = stream.readline()
+    """Yield the rows of JSON Lines, or of a single array."""
+    longest = 6 * _limit(*_MAX_DOCUMENT) + _CHUNK  # \u0061 for each character, and other columns
     number = 0
     try:
-        if first.lstrip().startswith("["):
-            yield from json.loads(first + stream.read())
+        while (start := stream.readline(_CHUNK)).isspace():
+            number += start.endswith("\n")
+        if start.lstrip().startswith("["):
+            number = 0
+            yield from _array_rows(stream, start, longest, f"data.text={path}")
             return
-        for line in itertools.chain([first], stream):
+        if not start.endswith("\n"):
+            start += stream.readline(longest)
+        for line in itertools.chain([start], iter(lambda: stream.readline(longest), "")):
             number += 1
+            if len(line) >= longest:
+                raise _too_long(f"data.text={path}, line {number}")
             if line.strip():
                 yield json.loads(line)
     except UnicodeDecodeError:
@@ -347,17 +425,68 @@ def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
         raise UsageError(f"{where}: not JSON ({error})") from None
 
 
+def _array_rows(stream: TextIO, text: str, longest: int, where: str) -> Iterator[Any]:
+    """Yield the items of a JSON array of which ``text`` is the start; only one is held at a time.
+
+    Raises:
+        ValueError: it is not a JSON array, or more follows it.
+        UsageError: an item is too long.
+    """
+    decoder = json.JSONDecoder()
+    at = text.index("[") + 1
+    items, expected = 0, "]"  # or an item; after each item "]" or ","
+    while True:
+        at = _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        if at == len(text):
+            text, at = stream.read(_CHUNK), 0
+            if not text:
+                raise ValueError("the array does not end")
+        elif text[at] == "]" and expected:
+            break
+        elif expected == "," and text[at] != ",":
+            raise ValueError(f"there is no comma after item {items}")
+        elif expected == ",":
+            at, expected = at + 1, ""
+        else:
+            try:
+                row, end = decoder.raw_decode(text, at)
+            except json.JSONDecodeError as error:  # it may not be complete
+                end = len(text)
+                if end - at > longest:
+                    raise _too_long(where) from None
+                more = stream.read(max(_CHUNK, end - at))
+                if not more:
+                    raise ValueError(f"item {items + 1}: {error.msg}") from None
+                text, at = text[at:] + more, 0
+                continue
+            yield row
+            items += 1
+            at, expected = end, ","
+    for rest in itertools.chain([text[at + 1 :]], iter(lambda: stream.read(_CHUNK), "")):
+        if rest and not rest.isspace():
+            raise ValueError("there is more after the array")
+
+
+_BLANK = re.compile(r"[ \t\n\r]*")
+
+
 def _parquet(path: Path, column: str) -> Iterator[str]:
     import pyarrow
     from pyarrow import parquet
 
     where = f"data.text={path}"
     try:
-        with parquet.ParquetFile(path) as table:
-            _check_column(table.schema_arrow.names, column, where)
+        metadata = parquet.read_metadata(path)
+        _check_column(metadata.schema.to_arrow_schema().names, column, where)
+        paths = {metadata.schema.column(i).path for i in range(metadata.num_columns)}
+        # As dictionaries, since a short file may repeat a long text any number of times.
+        with parquet.ParquetFile(path, read_dictionary=[*({column} & paths)]) as table:
+            groups = (table.metadata.row_group(i) for i in range(table.num_row_groups))
+            if sum(group.total_byte_size for group in groups) > _largest_expansion(path):
+                raise _expands_too_far(path)
             for batch in table.iter_batches(batch_size=1024, columns=[column]):
-                for row in batch.to_pylist():
-                    yield _cell(row, column, where)
+                for value in batch.column(0):
+                    yield _cell({column: value.as_py()}, column, where)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise UsageError(f"{where}: {one_line(error)}") from None
 
@@ -372,6 +501,7 @@ def _cell(row: Any, column: str, where: str) -> str:
         return ""
     if not isinstance(text, str):
         raise UsageError(f"{where}: column {column!r} is not text, but {str(text)[:50]!r}")
+    _not_too_long(text, where)
     return text.encode(errors="replace").decode()  # JSON may contain half a surrogate pair
 
 

@@ -1,6 +1,9 @@
 """Token ids on disk: the files of prepared corpora, and those written by nanoGPT and llm.c."""
 
 import dataclasses
+import os
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +34,9 @@ class TokenFile:
         if not fits or self.dtype not in ("<u2", "<u4") or min(self.offset, self.length) < 0:
             raise ValueError(f"{self} is not a range of token ids")
 
-    def open(self, folder: Path) -> NDArray[Any]:
-        """Memory-map the ids; a relative path is relative to ``folder``."""
-        if not self.length:  # an empty range cannot be mapped
-            return np.empty(0, self.dtype)
-        return np.memmap(folder / self.path, self.dtype, "r", self.offset, (self.length,))
+    def open(self, folder: Path) -> "TokenIds":
+        """Open the ids; a relative path is relative to ``folder``."""
+        return TokenIds(folder / self.path, self)
 
     def is_there(self, folder: Path) -> bool:
         """Whether the file exists and is still long enough."""
@@ -52,14 +53,53 @@ class TokenFile:
         )
 
 
+class TokenIds:
+    """Token ids in a file, with ``len`` and slices, which are read when they are asked for.
+
+    They are not memory-mapped: a file that is truncated later would then kill the process (SIGBUS).
+    """
+
+    def __init__(self, path: Path, range_: TokenFile) -> None:
+        self.filename, self._range = path, range_
+        self._dtype = np.dtype(range_.dtype)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+
+    def __len__(self) -> int:
+        return self._range.length
+
+    def __getitem__(self, where: slice) -> NDArray[Any]:
+        """The ids [tokens].
+
+        Raises:
+            UsageError: the file has become shorter.
+        """
+        start, stop, step = where.indices(len(self))
+        size = self._dtype.itemsize
+        ids = np.empty(max(0, stop - start), self._dtype)
+        left, at = ids.view(np.uint8), self._range.offset + start * size
+        while len(left):
+            content = os.pread(self._file, min(len(left), 2**26), at)
+            if not content:
+                raise UsageError(
+                    f"{self.filename} was truncated while it was in use: restore it, and continue "
+                    "with --resume"
+                )
+            left[: len(content)] = np.frombuffer(content, np.uint8)
+            left, at = left[len(content) :], at + len(content)
+        return ids[::step]
+
+
 class Tokens:
-    """Memory-mapped token ids of one or several files, with ``len`` and slices.
+    """Token ids of one or several files, with ``len`` and slices.
 
     Slicing raises UsageError for ids that are not below ``vocab_size``, as in a file that has been
     replaced since it was checked.
     """
 
-    def __init__(self, parts: list[NDArray[Any]], vocab_size: int | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[TokenIds | NDArray[Any]], vocab_size: int | None = None
+    ) -> None:
         self._parts = parts
         self._vocab_size = vocab_size
         self._ends = np.cumsum([len(part) for part in parts])

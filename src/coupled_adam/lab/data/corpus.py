@@ -52,7 +52,7 @@ class Corpus:
     facts: dict[str, Any]
 
     def tokens(self, split: str) -> Tokens:
-        """The token ids of ``"train"``, ``"valid"`` or ``"test"``, memory-mapped."""
+        """The token ids of ``"train"``, ``"valid"`` or ``"test"``."""
         files = [TokenFile(**file) for file in self.facts["files"][split]]
         return Tokens([file.open(self.folder) for file in files], self.facts["vocab_size"])
 

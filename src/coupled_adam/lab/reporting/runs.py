@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.arms import AdamWArm
-from coupled_adam.lab.recipe import Recipe, parse_recipe
+from coupled_adam.lab.recipe import Recipe, RecipeReader
 from coupled_adam.lab.safe_yaml import read_yaml
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
@@ -162,7 +161,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
     Raises:
         UsageError: a file of a run is damaged.
     """
-    runs, left_out = [], {}
+    runs, left_out, recipes = [], {}, RecipeReader()
     configs = {path.resolve(): path for folder in folders for path in folder.rglob("config.yaml")}
     for _, path in sorted(configs.items()):
         folder = path.parent
@@ -178,7 +177,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
                 left_out[folder] = _why_unfinished(folder)
             else:
                 metrics = _json(folder / "metrics.jsonl")
-                recipe = parse_recipe(yaml.safe_dump(config["recipe"]), path.name)
+                recipe = recipes.read(config["recipe"], path.name)
                 run = Run(folder, config["arm"], config["seed"], recipe, metrics, *evaluation)
                 _check(run)
                 runs.append(run)

@@ -644,10 +644,10 @@ shift
 """
     command = lab.command("cut", *ARM, *SHORT, "--resume")
     result = in_namespace(script, out, *command)
-    assert result.returncode == 1, result.stderr
-    assert f"Read-only file system: {out}" in error(result.stderr)
+    assert result.returncode == 2, result.stderr
+    assert f"--out {out} cannot be written (Read-only file system)" in error(result.stderr)
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
     result = in_namespace(script, out, *lab.command("cut/new", *ARM, *SHORT))
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "Read-only file system" in error(result.stderr)
     lab.run("cut", *ARM, *SHORT, "--resume")

@@ -536,7 +536,7 @@ def test_page_in_a_browser(comparison, tmp_path):
         ).stdout
         found = json.loads(dump.partition("<title>")[2].partition("</title>")[0])
         assert found["images"] == page.count("<img ")
-        assert found == {**found, "broken": 0, "cells": 20, "links": 6, "wide": True, "requests": 0}
+        assert found == {**found, "broken": 0, "cells": 28, "links": 6, "wide": True, "requests": 0}
 
 
 def test_toy_example():

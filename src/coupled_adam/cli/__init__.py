@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
         more = "; add --resume to the command to continue" if "resume" in given else ""
+        print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         return _fail(130, f"interrupted{more}")
     return 0
 

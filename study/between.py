@@ -4,7 +4,6 @@
 How much is lost without the moment of every element?
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ from transformers import PreTrainedModel
 
 from coupled_adam import param_groups
 from coupled_adam.lab.arms import AdamWArm
+from coupled_adam.lab.embedding_sgd import PartlyAdamW
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.variant import Variant
 
 
-class ZeroSumAdamW(torch.optim.AdamW):
+class ZeroSumAdamW(PartlyAdamW):
     """AdamW, except that groups with an ``exponent`` a have zero-sum updates between two extremes.
 
     With v_ij Adam's second moment and nu_j its mean over the rows, the denominator of the update is
@@ -26,23 +26,12 @@ class ZeroSumAdamW(torch.optim.AdamW):
     rows' updates is subtracted from each of them.
     """
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; groups with an ``exponent`` must not have weight decay."""
-        loss = None
-        if closure is not None:  # before the groups change: it may call zero_grad
-            with torch.enable_grad():
-                loss = closure()
-        groups = self.param_groups
-        try:
-            self.param_groups = [group for group in groups if "exponent" not in group]
-            super().step()
-        finally:
-            self.param_groups = groups
-        for group in groups:
-            if "exponent" in group:
-                for p in group["params"]:
-                    self._step_zero_sum(group, p, self.state[p])
-        return loss
+    option = "exponent"
+
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the group's parameters, which must not have weight decay."""
+        for p in group["params"]:
+            self._step_zero_sum(group, p, self.state[p])
 
     @torch.no_grad()
     def _step_zero_sum(self, group: dict[str, Any], p: Tensor, state: dict[str, Tensor]) -> None:

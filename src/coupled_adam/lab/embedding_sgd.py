@@ -1,40 +1,58 @@
 """A single optimizer that uses SGD for the embeddings and AdamW for all other parameters."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
 
-class EmbeddingSGD(torch.optim.AdamW):
-    """AdamW, except that param groups with the option ``sgd`` are updated by SGD.
+class PartlyAdamW(torch.optim.AdamW):
+    """AdamW, except that param groups with a certain option are updated by :meth:`step_group`.
 
-    ``sgd`` contains the options momentum, dampening and nesterov of :class:`torch.optim.SGD`; SGD
-    also uses the group's ``lr`` and ``weight_decay``. Since this is a single optimizer, it needs
-    only one schedule and one checkpoint.
+    Since this is a single optimizer, it needs only one schedule and one checkpoint.
+
+    Attributes:
+        option: the name of the option.
     """
 
+    option: ClassVar[str]
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step, by AdamW or SGD depending on the param group."""
+        """Make one step, by AdamW or by :meth:`step_group` depending on the param group."""
         loss = None
         if closure is not None:  # before the groups change: it may call zero_grad
             with torch.enable_grad():
                 loss = closure()
         groups = self.param_groups
         try:
-            self.param_groups = [group for group in groups if "sgd" not in group]
+            self.param_groups = [group for group in groups if self.option not in group]
             super().step()
         finally:
             self.param_groups = groups
         for group in groups:
-            if "sgd" in group:
-                self._step_sgd(group)
+            if self.option in group:
+                self.step_group(group)
         return loss
 
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group that has the option."""
+        raise NotImplementedError
+
+
+class EmbeddingSGD(PartlyAdamW):
+    """AdamW, except that param groups with the option ``sgd`` are updated by SGD.
+
+    ``sgd`` contains the options momentum, dampening and nesterov of :class:`torch.optim.SGD`; SGD
+    also uses the group's ``lr`` and ``weight_decay``.
+    """
+
+    option = "sgd"
+
     @torch.no_grad()
-    def _step_sgd(self, group: dict[str, Any]) -> None:
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the group's parameters by SGD."""
         params: list[Tensor] = [p for p in group["params"] if p.grad is not None]
         buffers = [self.state[p].get("momentum_buffer") for p in params]
         sgd(

@@ -2,8 +2,8 @@
 
     python benchmarks/token_questions.py benchmarks/results/token_questions.json [QUESTION ...]
 
-Each question is asked in a process of its own with one thread, of matrices in safetensors files that
-are written in pieces. CPU seconds depend little on other work on the machine.
+Each question is asked in a process of its own with one thread, of matrices in safetensors files
+that are written in pieces. CPU seconds depend little on other work on the machine.
 The peak memory is that of the whole process; of it, the pages of the files, which the system
 can take back, are given apart. Questions named on the command line are asked again; the results of
 the others are kept.

@@ -90,7 +90,9 @@ ERRORS = {
     "no value": (["training.lr="], "lr=null must be a value"),
     "unknown key": (["training.lrr=1,2"], "did you mean lr?"),
     "unknown section": (["trainin.lr=1,2"], "trainin.lr cannot be swept"),
-    "seeds": (["seeds=1,2"], "seeds cannot be swept"),
+    "seeds": (["seeds=1,2"], "seeds cannot be swept: give them with --seeds 1 2 3"),
+    "no section": (["lr=1,2"], "lr cannot be swept: did you mean training.lr?"),
+    "nothing to resume": (["--resume"], "holds no sweep to resume"),
     "text": (["data.max_tokens=5,6"], "losses on other text"),
     "vocabulary": (["model.vocab_size=300,400"], "cannot be compared"),
     "optimizer": (["arms.*.optimizer=adamw,sgd"], "cannot be swept"),
@@ -119,6 +121,8 @@ def test_errors(recipe, small_recipe, text_file, tmp_path, capsys):
         assert cli.main([*common, "--out", str(tmp_path / "out"), *arguments]) == 2, name
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, (name, line)
+    assert cli.main([*common, "--text", str(tmp_path / "x"), "training.lr=1,2"]) == 2
+    assert "results in" not in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -65,6 +65,8 @@ def run(options: Options) -> None:
     stored = stored_sweep(out) if options.resume else None
     known = stored.grid.axes if stored else ()
     fixed, swept = several_values(options.overrides, known)
+    if options.resume and not stored and not swept:
+        raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
     if options.steps is not None and (both := swept.keys() & {"training.steps", "training.tokens"}):
         raise UsageError(f"--steps gives one length, {both.pop()} several: leave out one of them")
     trials = stored.trials if stored and options.optuna is None else options.optuna
@@ -83,13 +85,13 @@ def run(options: Options) -> None:
         f"{', '.join(map(str, recipe.seeds))}",
         highlight=False,
     )
-    print_path("results in", out)
     report = sweep(
         plan,
         out,
         execution=how,
         cache=cache_folder(options.cache),
         resume=options.resume,
+        on_start=lambda: print_path("results in", out),
         announce=lambda line: console().print(line, highlight=False, markup=False),
     )
     if report is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Recipe, override, parse_overrides
+from coupled_adam.lab.recipe import Recipe, override, parse_overrides, suggestion
 
 _LARGEST = 1000  # settings of an arm; all of them are checked before the first is trained
 _OTHER_TEXT = ("data.*", "model.vocab_size", "training.evaluation_batches", "training.test_batches")
@@ -236,6 +236,9 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
     if section in ("model", "training") and "*" not in pattern:
         return [pattern]
     arm, _, option = option.partition(".")
+    if "." not in pattern:
+        hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(pattern)
+        raise UsageError(f"{pattern} cannot be swept: {hint}")
     if section != "arms" or not option or option == "optimizer":
         raise UsageError(
             f"{pattern} cannot be swept: give several values of a key of model or training, or of "

@@ -68,6 +68,7 @@ def sweep(
     execution: Execution,
     cache: Path,
     resume: bool = False,
+    on_start: Callable[[], object] = lambda: None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> SweepReport | None:
     """Train all runs of a sweep into ``out``, evaluate the best setting of each arm, and report.
@@ -80,6 +81,7 @@ def sweep(
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same sweep, with the same values and seeds or
             more of them; with Optuna, with the same number of trials or more.
+        on_start: called when the folder and the corpus are there, before the first run starts.
         announce: called with a line about each setting before its runs are trained.
 
     Returns:
@@ -101,6 +103,7 @@ def sweep(
                 out / _FILE, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
             )
             plan = on_rank_zero(lambda: stored_sweep(out)) or plan  # with what it had before
+            on_start()
             tried: list[Tried] = []
             number = plan.settings
 

@@ -227,8 +227,9 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_full({0.5: (7, 8, 9), 1.0: (8, 9, 10)}),
     },
     "between_longer": {
+        # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
         **_between({0.5: (4, 5, 6)}, **_steps(2400)),
-        **_faster({"adamw": (3, 4, 5), "coupled": (3, 4, 5)}, **_steps(2400)),
+        **_faster({"adamw": (3, 4)}, **_steps(2400)),
     },
     "between_rates": _core_rates(),
     "between_models": _other_models(),

@@ -540,6 +540,9 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     assert torch.equal(fixed.matrix[4:], model.transformer.wte.weight[4:])
     assert fixed.matrix[3].norm() > 0
 
+    runs = tmp_path / "runs"
+    (runs / "seed-1").mkdir(parents=True)
+    (runs / "seed-1" / "config.yaml").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "two")]) == 0
     shards = sorted(path.name for path in hub.folder.glob("*.safetensors"))
@@ -549,6 +552,8 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
         (["someone/else"], "someone/else: there is no such folder here, nor a model on the hub"),
         (["someone/model", "--revision", "v2"], "this is not in its cache here"),
         ([str(hub.folder), "--revision", "v2"], "--revision is for models on the hub, and"),
+        ([str(hub.folder), "--batches", "2"], "--batches is for the loss: name a text for it"),
+        ([str(runs)], f"is not a model, but holds runs: name one, such as {runs}/seed-1"),
     ):
         assert cli.main(["repair", *arguments, "--out", str(tmp_path / "three")]) == 2
         assert message in capsys.readouterr().err

@@ -104,6 +104,8 @@ def run(options: Options) -> None:
 
     if options.revision is not None and Path(options.model).exists():
         raise UsageError(f"--revision is for models on the hub, and {options.model} is a path here")
+    if options.batches is not None and options.text is None:
+        raise UsageError("--batches is for the loss: name a text for it with --text")
     target = device(options.device)
     check_folder("--out", Path(options.out))
     quiet_libraries()

@@ -25,6 +25,7 @@ from coupled_adam.embeddings.loading import (
     INPUT_NAMES,
     OUTPUT_NAMES,
     EmbeddingMatrix,
+    inner_runs,
     load_embeddings,
 )
 from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, undertrained
@@ -166,6 +167,9 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         if not folder.exists():
             raise UsageError(f"{model} is a run that has no model yet: let it finish first")
     if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        runs = inner_runs(folder)
+        if runs:
+            raise UsageError(f"{model} is not a model, but holds runs: name one, such as {runs[0]}")
         if not (folder / "config.json").exists():
             raise UsageError(f"{model} is not a model in Hugging Face format: no config.json in it")
         return folder
@@ -206,6 +210,8 @@ def repair_model(
     """
     if out.exists():
         raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    if folder.resolve() in out.resolve().parents:
+        raise UsageError(f"--out {out} is inside of the model's folder: choose one beside it")
     if not out.parent.is_dir():
         raise UsageError(f"--out: there is no folder {out.parent}: create it first")
     try:

@@ -99,6 +99,7 @@ undertrained(torch.randn(9, 3), np.arange(9) > 5)  # load what is loaded once
 analyze(torch.randn(9, 3))
 extra = 0.0
 if question.startswith("callback"):  # without the logits themselves, which training needs anyway
+    ask()
     start = time.process_time()
     with torch.no_grad():
         model(hidden)

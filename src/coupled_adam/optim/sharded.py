@@ -169,12 +169,13 @@ def add_up(total: Tensor, ranks: tuple[Any, ...]) -> Tensor:
     if not ranks:
         return total
     from torch.distributed import _functional_collectives as collectives
-    from torch.distributed.distributed_c10d import _get_pg_default_device
 
     device = total.device
     for each in ranks:  # FSDP can keep parameters on the host, whose vectors may have to move
-        of_mesh = isinstance(each, tuple)
-        total = total.to(each[0].device_type if of_mesh else _get_pg_default_device(each))
+        if isinstance(each, tuple):
+            total = total.to(each[0].device_type)
+        elif total.device.type not in [served.type for served in each._device_types]:
+            total = total.to(each._device_types[0].type)
         total = collectives.all_reduce(total, "sum", each)
     added: Tensor = collectives.wait_tensor(total).to(device)
     return added

@@ -97,6 +97,11 @@ class MuonWithCoupledAdam(Optimizer):
             )
         found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
         members = classify(model, *found)
+        if flat := [m.name for m in members if m.shard is not None]:
+            raise ValueError(
+                f"FSDP1 has flattened {flat[0]!r}, but Muon needs whole matrices or DTensors: use "
+                "FSDP2, torch.distributed.fsdp.fully_shard"
+            )
         kept = resolve(model, adamw, "adamw")
         hidden = [
             m

@@ -20,8 +20,8 @@ def test_patches_hold_our_lines_alone():
     assert len(PATCHES) == 3
     for patch in PATCHES:
         text = patch.read_text(encoding="utf-8")
-        ours = r"^(?!\+|diff --git |new file mode |--- |@@ -\d+,0 \+|\Z)"
-    assert not re.search(ours, text, flags=re.MULTILINE)
+        known = r"\+|diff --git |new file mode |--- |@@ -\d+,0 \+|\Z"
+        assert not re.search(rf"^(?!{known})", text, flags=re.MULTILINE)
         assert not re.search(r"^@@.*@@.", text, flags=re.MULTILINE)
         added = len(re.findall(r"^\+(?!\+\+ )", text, flags=re.MULTILINE))
         hunks = re.findall(r"^@@ -\d+,0 \+\d+(?:,(\d+))? @@$", text, flags=re.MULTILINE)

@@ -174,13 +174,16 @@ def run(options: Options) -> None:
     analyses = [entry for found in by_model for entry in found]
     undertrained, neighbours, comparisons = [], [], []
     if options.undertrained or options.explore or options.parquet:
-        undertrained = [tokens.find_undertrained(entry) for entry in analyses]
+        for entry in analyses:
+            with progress_bar(f"under-trained tokens, {entry.label}") as progress:
+                undertrained.append(tokens.find_undertrained(entry, progress=progress))
     if options.neighbours is not None:
         for entry in analyses:
             with progress_bar(f"neighbours, {entry.label}") as progress:
                 neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
     if options.compare:
-        comparisons = tokens.compare_analyses(*by_model)
+        with progress_bar("what changed") as progress:
+            comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
     files: dict[str, tuple[str, str | bytes]] = {}
     if options.csv is not None:
         files["--csv"] = options.csv, tables.analyses_csv(analyses)

@@ -115,12 +115,9 @@ def test_jax_equinox():
     assert coupled_loss < adamw_loss + 0.3 < 3.7
 
 
-def notebook():
-    return json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
-
-
 def test_notebook_is_committed_with_its_outputs():
-    cells = [cell for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert {output["output_type"] for output in outputs} == {"display_data", "execute_result"}
@@ -132,8 +129,7 @@ def test_notebook_is_committed_with_its_outputs():
 def test_notebook(tmp_path):
     """In a kernel of Jupyter; it draws as many pictures as the committed one."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    shown = nbformat.from_dict(notebook())
-    run = nbformat.from_dict(notebook())
+    shown, run = (nbformat.read(EXAMPLES / "tour.ipynb", as_version=4) for _ in range(2))
     resources = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(run, timeout=1800, resources=resources).execute()
     for before, after in zip(shown.cells, run.cells):

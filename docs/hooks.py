@@ -27,6 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The README is the first page, and the notebook is one."""
     readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")
     readme = readme.replace('<img src="docs/', '<img src="')
+    readme = readme.replace("](examples/tour.ipynb)", "](docs/tour.md)")
     files.append(File.generated(config, "index.md", content=readme))
     notebook = Path(config.docs_dir).with_name("examples") / "tour.ipynb"
     text, pictures = as_markdown(json.loads(notebook.read_text(encoding="utf-8")))

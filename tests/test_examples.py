@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -103,16 +102,6 @@ def test_muon():
     _, adamw_loss, adamw = run("muon.py", "--steps", 100, "--embeddings", "adamw")
     assert coupled < 0.1 < 0.4 < adamw
     assert coupled_loss < adamw_loss + 0.3 < 3.5
-
-
-@pytest.mark.slow
-def test_jax_equinox():
-    pytest.importorskip("optax")
-    pytest.importorskip("equinox")
-    _, coupled_loss, coupled = run("jax_equinox.py", "--steps", 60)
-    _, adamw_loss, adamw = run("jax_equinox.py", "--steps", 60, "--optimizer", "adamw")
-    assert coupled < 0.1 < 0.5 < adamw
-    assert coupled_loss < adamw_loss + 0.3 < 3.7
 
 
 def test_notebook_is_committed_with_its_outputs():

@@ -1,10 +1,12 @@
 """Muon for the hidden matrices, and the arm's optimizer for all other parameters."""
 
+from typing import Any
+
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from coupled_adam import MuonWithCoupledAdam
-from coupled_adam.lab.arms import AdamWArm
+from coupled_adam.lab.arms import AdamWArm, CoupledAdamArm
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.variant import Variant
 
@@ -19,17 +21,21 @@ def with_rates(name: str, embeddings: float = 1.0, head: float | None = None) ->
     """
 
     def build(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
-        options = recipe.training
+        training, options = recipe.training, recipe.arm(arm)
+        between: dict[str, Any] = {}
+        if isinstance(options, CoupledAdamArm):
+            between = {"row_exponent": options.row_exponent, "zero_sum": options.zero_sum}
         optimizer = MuonWithCoupledAdam(
             model,
-            options.lr,
-            embedding_lr=embeddings * options.lr,
-            head_lr=None if head is None else head * options.lr,
-            weight_decay=options.weight_decay,
-            betas=options.betas,
-            eps=options.eps,
+            training.lr,
+            embedding_lr=embeddings * training.lr,
+            head_lr=None if head is None else head * training.lr,
+            weight_decay=training.weight_decay,
+            betas=training.betas,
+            eps=training.eps,
+            **between,
         )
-        if isinstance(recipe.arm(arm), AdamWArm):
+        if isinstance(options, AdamWArm):
             for group in optimizer.param_groups:
                 group["coupled"] = False  # which makes CoupledAdamW torch's AdamW
         return optimizer

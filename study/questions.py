@@ -98,6 +98,53 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
     }
 
 
+def _finalists(
+    prefix: str,
+    exponents: Mapping[float, Iterable[int]],
+    factors: Mapping[str, Iterable[int]],
+    **overrides: Any,
+) -> dict[str, Entry]:
+    """Adam, Coupled Adam and what is between them in another setting, with its name in front."""
+    found = {**_between(exponents, **overrides), **_faster(factors, **overrides)}
+    return {f"{prefix} {name}": entry for name, entry in found.items()}
+
+
+def _core_rates() -> dict[str, Entry]:
+    """Half and twice the core's rate, with the best embedding rates relative to it, and absolute.
+
+    At a rate of 5e-3 the best n is 9 (AdamW), 5 (Coupled Adam) and 7 (a = 0.5).
+    """
+    return {
+        name: entry
+        for lr, shift in ((2.5e-3, 2), (1e-2, -2))
+        for name, entry in _finalists(
+            f"lr={lr:g}",
+            {0.5: (7, 7 + shift)},
+            {"adamw": (9, 9 + shift), "coupled": (5, 5 + shift)},
+            **{"training.lr": lr},
+        ).items()
+    }
+
+
+def _other_models() -> dict[str, Entry]:
+    """The same in a model that is not tied, has rotary positions, is larger, or beside Muon."""
+    settings: dict[str, dict[str, Any]] = {
+        "untied": {"model.tied": False},
+        "rotary": {"model.architecture": "stablelm", "model.intermediate_size": 192},
+        "1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3),
+    }
+    found: dict[str, Entry] = {}
+    for setting, overrides in settings.items():
+        factors = {"adamw": (7, 9), "coupled": (5, 7)}
+        found |= _finalists(setting, {0.5: (5, 7)}, factors, **overrides)
+    half = {**COUPLED, "row_exponent": 0.5, "zero_sum": True}
+    beside_muon = {
+        f"muon f={f:g} a=0.5": Entry(half, {"training.lr": 1e-2}, with_rates(f"muon_{f:g}", f))
+        for f in (0.25, 1, 4)
+    }
+    return {**found, **beside_muon}
+
+
 def _muon_rates() -> dict[str, Entry]:
     """Rates of their own for the embeddings, and for the head of an untied model, beside Muon."""
     tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4)}
@@ -180,9 +227,12 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_full({0.5: (7, 8, 9), 1.0: (8, 9, 10)}),
     },
     "between_longer": {
+        # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
         **_between({0.5: (4, 5, 6)}, **_steps(2400)),
-        **_faster({"adamw": (3, 4, 5), "coupled": (3, 4, 5)}, **_steps(2400)),
+        **_faster({"adamw": (3, 4)}, **_steps(2400)),
     },
+    "between_rates": _core_rates(),
+    "between_models": _other_models(),
     "paper_ratio": {
         **_between({0.5: (2, 4)}, **_steps(9768)),
         **_faster({"adamw": (2, 4), "coupled": (2, 4)}, **_steps(9768)),
@@ -191,5 +241,12 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
-UNFINISHED = ("between", "between_longer", "muon_rates", "paper_ratio")
+UNFINISHED = (
+    "between",
+    "between_longer",
+    "between_models",
+    "between_rates",
+    "muon_rates",
+    "paper_ratio",
+)
 """Questions that have no result yet, or not with all names and seeds."""

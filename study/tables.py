@@ -368,20 +368,45 @@ def _alternatives(lr: float) -> str:
 
 def _between() -> str:
     """AdamW at its best n, followed by everything else that has runs, in the order of a."""
-    first = Line("AdamW, n = 9", "between", "adamw n=9")
-    lines = [
-        Line(_between_label(name), "between", name)
-        for name in sorted(QUESTIONS["between"], key=lambda name: ("full" in name, "a=" in name))
-        if name != first.name and name in results("between")
-    ]
-    return markdown([[first, *lines]], MORE)
+    first = between("between", "adamw n=9")
+    names = sorted(QUESTIONS["between"], key=lambda name: ("full" in name, "a=" in name))
+    lines = [between("between", name) for name in names if name in results("between")]
+    return markdown([[first, *(line for line in lines if line != first)]], MORE)
 
 
-def _between_label(name: str) -> str:
+def between(question: str, name: str) -> Line:
+    """A row of question 12, from any question whose embeddings have rates of their own."""
     arm, _, n = name.rpartition(" n=")
     names = {str(key): label for key, label in LABELS.items()}
     label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,"))
-    return f"{label}, n = {n}"
+    return Line(f"{label}, n = {n}", question, name)
+
+
+def _between_longer() -> str:
+    """4.9M tokens: AdamW and a = 0.5, and what question 2 has of AdamW and Coupled Adam.
+
+    There n scales Coupled Adam's second moment, with nearly the effect of the same n here.
+    """
+    own = [between("between_longer", name) for name in ("adamw n=4", "adamw n=3")]
+    others = [between("scaled_longer", f"{arm} n={n}") for arm, n in LONGER]
+    half = [between("between_longer", f"a=0.5 n={n}") for n in (4, 5, 6)]
+    return markdown([[line for line in (*own, *others, *half) if runs(line)]], MORE)
+
+
+LONGER: tuple[tuple[Arm, int], ...] = (("adamw", 5), ("coupled", 3), ("coupled", 5))
+"""The rows of question 2 that question 12 borrows."""
+
+
+def _muon_rates() -> str:
+    """Pairs with the same rates, relative to the core; those with f = 1 are of question 8."""
+    names = list(dict.fromkeys(name.rpartition(" ")[0] for name in QUESTIONS["muon_rates"]))
+    rows = [pair("tied, f = 1:", "muon", "lr=0.01")]
+    for name in names:
+        label = (
+            name.replace("=", " = ").replace("f =", "tied, f =").replace("input", "untied, input")
+        )
+        rows.append(pair(f"{label}:", "muon_rates", name))
+    return markdown([row for row in rows if runs(row[0])], ("valid_loss", *ALL))
 
 
 def _switching() -> str:
@@ -408,6 +433,8 @@ TABLES: dict[str, Callable[[], str]] = {
     **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in RATES},
     "switching": _switching,
     "between": _between,
+    "between_longer": _between_longer,
+    "muon_rates": _muon_rates,
 }
 
 

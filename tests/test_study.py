@@ -247,7 +247,9 @@ def test_alternatives_are_what_their_papers_say(base, tmp_path):
 
 @pytest.mark.parametrize(("arm", "coupled"), [("adamw", False), ("coupled_adam", True)])
 def test_muon_has_the_hidden_matrices(base, arm, coupled):
-    recipe = override(base, {"arms": {arm: {"optimizer": arm}}, "model.tied": False})
+    options = {"row_exponent": 0.5, "zero_sum": True} if coupled else {}
+    arms = {arm: {"optimizer": arm, **options}}
+    recipe = override(base, {"arms": arms, "model.tied": False})
     model = build_model(recipe)
     optimizer = muon.with_rates("some", 4, 0.25).build_optimizer(model, recipe, arm)
     names = [set(group["param_names"]) for group in optimizer.param_groups]
@@ -266,6 +268,8 @@ def test_muon_has_the_hidden_matrices(base, arm, coupled):
     assert set(factors.values()) == {1}
     flags = [group.get("coupled", False) for group in optimizer.param_groups]
     assert any(flags) == coupled
+    for group, flag in zip(optimizer.param_groups, flags):
+        assert not flag or options.items() <= group.items()
 
 
 def test_coupled_router_keeps_its_mean(base):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
+    from coupled_adam.optim.flat import FlatShard
     from coupled_adam.optim.kernels import kernels
     from coupled_adam.optim.muon import MuonWithCoupledAdam
     from coupled_adam.optim.param_groups import param_groups
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CoupledAdam",
     "CoupledAdamW",
+    "FlatShard",
     "MuonWithCoupledAdam",
     "embedding_parameters",
     "kernels",
@@ -32,6 +34,7 @@ __all__ = [
 _MODULES = {
     "CoupledAdam": "coupled_adam",
     "CoupledAdamW": "coupled_adam",
+    "FlatShard": "flat",
     "MuonWithCoupledAdam": "muon",
     "embedding_parameters": "token_embeddings",
     "kernels": "kernels",

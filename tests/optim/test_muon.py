@@ -66,14 +66,21 @@ RATES = {"adam_lr": 3e-3, "embedding_lr": 0.2, "head_lr": 4e-3}
 def test_it_is_two_optimizers():
     """Bit for bit, with separate rates that a schedule scales alike."""
     model, other = Decoder(), Decoder()
+    between = {"row_exponent": 0.5, "zero_sum": True, "second_moment_scale": 0.5}
     optimizer = MuonWithCoupledAdam(
-        model, lr=0.02, adjust_lr_fn="original", betas=(0.8, 0.95), weight_decay=0.2, **RATES
+        model,
+        lr=0.02,
+        adjust_lr_fn="original",
+        betas=(0.8, 0.95),
+        weight_decay=0.2,
+        **between,
+        **RATES,
     )
     hidden = [other.up.weight, other.down.weight]
     groups = param_groups(other, embedding_lr=0.2, head_lr=4e-3, weight_decay=0.2, exclude=hidden)
     both = [
         torch.optim.Muon(hidden, lr=0.02, weight_decay=0.2),
-        CoupledAdamW(groups, lr=3e-3, betas=(0.8, 0.95)),
+        CoupledAdamW(groups, lr=3e-3, betas=(0.8, 0.95), **between),
     ]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, *both)]
     for step in range(3):

@@ -21,6 +21,8 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 Embeddings = Tensor | NDArray[Any]
+Progress = Callable[[int, int], None]
+"""Called with what is done and what is to do, in any unit."""
 
 _BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
 _LARGE = 2**38  # multiplications, about ten seconds of a processor core in float64
@@ -448,6 +450,26 @@ def blocks(
             on_rows(len(block))
     if largest < 1 / _LARGEST and tiny > 0:
         raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
+
+
+class RowsDone:
+    """Counts the rows that several passes have dealt with, and reports them.
+
+    Args:
+        progress: called with the rows done and the rows to do, over all passes.
+        total: the rows to do; the last passes may turn out to be unnecessary.
+    """
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress = progress
+        self.total = total
+        self.done = 0
+
+    def __call__(self, rows: int) -> None:
+        """Count the rows of a block."""
+        self.done = min(self.done + rows, self.total)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
 
 
 def as_float64(values: Embeddings) -> Tensor:

@@ -201,6 +201,7 @@ class Healthy:
 
 _PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
 _STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
+_ONE_RUN = "one run each of the recipe tiny"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +256,8 @@ MEASURES = (
         ("mean_cosine_similarity",),
         4,
         Healthy(
-            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); 0.007 with Coupled "
-            "Adam, 0.39 with AdamW (recipe tiny)",
+            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
+            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})",
             -0.05,
             0.05,
         ),
@@ -298,8 +299,8 @@ MEASURES = (
         ("mean_frequency_correlation",),
         4,
         Healthy(
-            "0 if rare tokens have not drifted (arXiv 2502.08441); -0.33 with Coupled Adam, -0.91 "
-            "with AdamW (recipe tiny)",
+            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
+            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})",
             -0.5,
             0.5,
         ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import kernels, reference, sharded
+from coupled_adam.optim import flat, kernels, reference, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.param_groups import couple_by_size
 from coupled_adam.optim.update import Update, number
@@ -49,6 +49,12 @@ class CoupledAdam(torch.optim.Adam):
     shared second moment of its column non-finite, and with it that column of every row. Guard
     against this as usual: use ``GradScaler`` or ``clip_grad_norm_(error_if_nonfinite=True)``, or
     skip the step.
+
+    Where a wrapper has flattened matrices and left a piece of each on every rank, groups need the
+    option ``flat_shards``: a list with a :class:`coupled_adam.FlatShard` for each parameter, with a
+    list of them for a tensor that holds pieces of several matrices, or with None for a whole
+    parameter. :func:`coupled_adam.param_groups` sets it for FSDP1. The state dict then has Adam's
+    layout, in which the second moments have the parameter's shape.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` have the same meaning for coupled
     parameters as in torch, and rows are coupled with every one of them. Coupled matrices are always
@@ -138,6 +144,7 @@ class CoupledAdam(torch.optim.Adam):
             "zero_sum": zero_sum,
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
+            "flat_shards": None,
         }
         if vocab_size is not None and not isinstance(params, Tensor):
             params = list(params)  # type: ignore[assignment]
@@ -229,18 +236,21 @@ class CoupledAdam(torch.optim.Adam):
                         "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
                     )
             return has_complex
+        shards = flat.shards_of(group)
         for index, p in enumerate(group["params"]):
             # Checked even without a gradient: if a wrapper has flattened a matrix, ranks that hold
             # none of its elements must raise as well, or they would wait for the others forever.
             coupled_state.check_parameter(group, index)
-            if p.grad is None:
+            is_flat = p in shards and p.requires_grad
+            if p.grad is None and not is_flat:
                 continue
             state = self.state[p]
             if not state:
                 state.update(coupled_state.new_state(group, p))
             coupled_state.check_state(group, index, state)
             params_with_grad.append(p)
-            grads.append(p.grad)
+            # Without a piece's gradient, too, this rank takes part in the sums over all ranks.
+            grads.append(torch.zeros_like(p) if p.grad is None else p.grad)
             exp_avgs.append(state["exp_avg"])
             exp_avg_sqs.append(state["exp_avg_sq"])
             if group["amsgrad"]:
@@ -332,8 +342,8 @@ class CoupledAdam(torch.optim.Adam):
         for update in reversed(stepping):  # the last one's gradient may still be in the cache
             update.kernel.apply(update)
         if unscale is not None:
-            for update in coupled:
-                _unscale(update.parameter, unscale)
+            for p in dict.fromkeys(update.parameter for update in coupled):
+                _unscale(p, unscale)
         for group, tensors, has_complex in plain:
             beta1, beta2 = group["betas"]
             adam(
@@ -371,6 +381,7 @@ class CoupledAdam(torch.optim.Adam):
                 continue
             params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = tensors
             rows = exp_avg_sqs[len(params) :]
+            shards = flat.shards_of(group)
             for i, p in enumerate(params):
                 moments = _Moments(
                     exp_avgs[i],
@@ -378,8 +389,24 @@ class CoupledAdam(torch.optim.Adam):
                     max_exp_avg_sqs[i] if max_exp_avg_sqs else None,
                     rows[i] if rows else None,
                 )
-                coupled.append(_update(group, p, grads[i], moments, steps[i]))
+                if p in shards:
+                    coupled += _flat_updates(group, p, shards[p], grads[i], moments, steps[i])
+                else:
+                    coupled.append(_update(group, p, grads[i], moments, steps[i]))
+        if self.max_grad_norm is not None:
+            self._check_norm_is_known()
         return coupled, plain
+
+    def _check_norm_is_known(self) -> None:
+        """Raise ValueError if some groups' parameters may be pieces and do not say of what."""
+        silent = [i for i, group in enumerate(self.param_groups) if group["flat_shards"] is None]
+        if 0 < len(silent) < len(self.param_groups):
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm} needs the norm of all gradients, but param "
+                f"group {silent[0]} has no flat_shards, while others have: give it a list with a "
+                "FlatShard, or None for a whole parameter, for each of its parameters; or clip "
+                "before the step, with max_grad_norm=None"
+            )
 
     def _clip_factor(
         self, coupled: Sequence[Update], plain: Sequence[_Plain], grad_scale: Tensor | None
@@ -393,13 +420,16 @@ class CoupledAdam(torch.optim.Adam):
             dtype = torch.promote_types(dtype, update.grad.dtype)
             sums = sharded.as_dtensor(update.sums, update.moment)
             norms.append(sharded.full_tensor(sums.sum()).sqrt())
-        for _, (_, grads, *_), _ in plain:
+        for group, (params, grads, *_), _ in plain:
             for grad in grads:
                 dtype = torch.promote_types(dtype, grad.dtype.to_real())
+            shards = flat.shards_of(group)
+            whole = [grad for p, grad in zip(params, grads) if p not in shards]
             norms += [
                 sharded.full_tensor(torch.nn.utils.get_total_norm(same_mesh))
-                for same_mesh in sharded.group_by_mesh(grads)
+                for same_mesh in sharded.group_by_mesh(whole)
             ]
+            norms += flat.norms(shards)
         if not norms:
             self._clipping.norm = torch.tensor(0.0)
             return None
@@ -411,6 +441,25 @@ class CoupledAdam(torch.optim.Adam):
         self._clipping.norm = norm
         factor: Tensor = self.max_grad_norm / (norm + 1e-6)
         return factor.clamp(max=1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the groups, as in torch.
+
+        With ``flat_shards`` the second moments have Adam's layout, in which every element has its
+        own, in the dtype of ``exp_avg``. So what saves and loads Adam's state of flattened
+        parameters works, and the result fits any other layout.
+        """
+
+        def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+            return coupled_state.without_shards(self.param_groups, saved)
+
+        # As the first post-hook, so that the user's hooks see what is returned.
+        hook = self.register_state_dict_post_hook(adapt, prepend=True)
+        try:
+            result: dict[str, Any] = super().state_dict()
+        finally:
+            hook.remove()
+        return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of ``torch.optim.Adam(W)``, or of another Coupled Adam.
@@ -429,6 +478,8 @@ class CoupledAdam(torch.optim.Adam):
         ``exp_avg_sq_row``. A checkpoint of Coupled Adam without ``row_exponent`` has nothing to
         tell the rows apart; all then start with the mean of ``exp_avg_sq``.
 
+        With ``flat_shards``, all ranks that share a matrix must call this together.
+
         Args:
             state_dict: as returned by ``state_dict()``; it is not changed.
 
@@ -436,6 +487,7 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
         moments: dict[Tensor, dict[str, Tensor]] = {}
+        flat_shards = [group["flat_shards"] for group in self.param_groups]
 
         def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             adapted, found = coupled_state.from_adam(self.param_groups, loaded)
@@ -443,6 +495,8 @@ class CoupledAdam(torch.optim.Adam):
             return adapted
 
         def restore(_: torch.optim.Optimizer) -> None:
+            for group, shards in zip(self.param_groups, flat_shards):
+                group["flat_shards"] = shards  # these are not saved
             for p, found in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
@@ -549,16 +603,23 @@ class _Moments(NamedTuple):
 
 
 def _update(
-    group: dict[str, Any], parameter: Tensor, grad: Tensor, moments: _Moments, step: Tensor
+    group: dict[str, Any],
+    parameter: Tensor,
+    grad: Tensor,
+    moments: _Moments,
+    step: Tensor,
+    shard: flat.FlatShard | None = None,
 ) -> Update:
     """Build the update of a matrix from this rank's parts, oriented so that rows are tokens."""
     param, moment = parameter, moments.exp_avg_sq
-    if type(parameter) not in sharded.PLAIN:
+    if shard is not None:
+        param = shard.of(param)
+    elif type(parameter) not in sharded.PLAIN:
         grad = sharded.placed_as(grad, parameter)
         param, grad = sharded.to_local(parameter), sharded.to_local(grad)
         moments = moments.to_local()
     exp_avg = moments.exp_avg
-    if group["vocab_dim"] == 1:
+    if group["vocab_dim"] == 1 and shard is None:
         param, grad, exp_avg = param.T, grad.T, exp_avg.T
     traced = group["differentiable"] or torch.compiler.is_compiling()
     beta1, beta2 = group["betas"]
@@ -578,14 +639,50 @@ def _update(
         beta1=number(beta1, traced),
         beta2=number(beta2, traced),
         kernel=reference,
+        shard=shard,
     )
     update.kernel = kernels.choose(update)
     return update
 
 
+def _flat_updates(
+    group: dict[str, Any],
+    parameter: Tensor,
+    shards: list[flat.FlatShard],
+    grad: Tensor,
+    moments: _Moments,
+    step: Tensor,
+) -> list[Update]:
+    """Build the updates of the flattened matrices of which pieces lie in a parameter."""
+    vocab_dim = group["vocab_dim"]
+    features = [shard.shape[1 - vocab_dim] for shard in shards]
+    tokens = [shard.shape[vocab_dim] for shard in shards]
+    exp_avg, exp_avg_sq, maximum, rows = moments
+    nothing = [None] * len(shards)
+    vectors = zip(
+        exp_avg_sq.split(features),
+        nothing if maximum is None else maximum.split(features),
+        nothing if rows is None else rows.split(tokens),
+    )
+    updates: list[Update] = []
+    for shard, parts in zip(shards, vectors):
+        update = _update(
+            group,
+            parameter,
+            shard.of(grad),
+            _Moments(shard.of(exp_avg), *parts),
+            step.clone() if updates else step,  # each counts its own
+            shard,
+        )
+        update.absent = parameter.grad is None
+        updates.append(update)
+    return updates
+
+
 def _unscale(p: Tensor, unscale: Tensor) -> None:
     """Multiply ``p.grad`` by the inverse scale, as torch's fused kernels do."""
-    assert p.grad is not None
+    if p.grad is None:  # of a piece of a flattened matrix
+        return
     unscale = unscale.to(p.device)
     # Not in place if the gradient is expanded, as several of its elements then share memory.
     p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)

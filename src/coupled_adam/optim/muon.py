@@ -44,6 +44,7 @@ class MuonWithCoupledAdam(Optimizer):
         adjust_lr_fn: ``"match_rms_adamw"`` or ``"original"``, as in :class:`torch.optim.Muon`,
             where the latter is the default.
         betas, eps, fused: as in :class:`CoupledAdamW`.
+        second_moment_scale, row_exponent, zero_sum: likewise, for the coupled matrices.
         couple, embeddings, vocab_size: as in :func:`coupled_adam.param_groups`.
         adamw: hidden matrices that Muon should not update, such as the score of a reward model or
             the router of a mixture of experts: one or several modules, parameters, parameter names
@@ -76,6 +77,9 @@ class MuonWithCoupledAdam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         fused: bool | None = None,
+        second_moment_scale: float = 1.0,
+        row_exponent: float = 0.0,
+        zero_sum: bool = False,
         couple: Couple = "both",
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
@@ -93,6 +97,11 @@ class MuonWithCoupledAdam(Optimizer):
             )
         found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
         members = classify(model, *found)
+        if flat := [m.name for m in members if m.shard is not None]:
+            raise ValueError(
+                f"FSDP1 has flattened {flat[0]!r}, but Muon needs whole matrices or DTensors: use "
+                "FSDP2, torch.distributed.fsdp.fully_shard"
+            )
         kept = resolve(model, adamw, "adamw")
         hidden = [
             m
@@ -120,7 +129,14 @@ class MuonWithCoupledAdam(Optimizer):
             head_lr=head_lr,
         )
         adam = CoupledAdamW(
-            groups, lr=lr if adam_lr is None else adam_lr, betas=betas, eps=eps, fused=fused
+            groups,
+            lr=lr if adam_lr is None else adam_lr,
+            betas=betas,
+            eps=eps,
+            fused=fused,
+            second_moment_scale=second_moment_scale,
+            row_exponent=row_exponent,
+            zero_sum=zero_sum,
         )
         super().__init__([*muon.param_groups, *adam.param_groups], {})
         self._muon, self._adam = muon, adam

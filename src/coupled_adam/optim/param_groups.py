@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from coupled_adam.optim.flat import FlatShard, of_fsdp1
 from coupled_adam.optim.token_embeddings import (
     Couple,
     Embeddings,
@@ -54,10 +55,15 @@ class ParamGroups(list[dict[str, Any]]):
                 label += f", lr={group['lr']:g}"
             if group["coupled"]:
                 label += ", coupled" + (" by columns" if group.get("vocab_dim") else "")
-            for name, p in zip(group["param_names"], group["params"]):
-                saved = _state_saved(p, group.get("vocab_dim", 0)) if group["coupled"] else 0
+            shards = group.get("flat_shards") or [None] * len(group["params"])
+            for name, p, shard in zip(group["param_names"], group["params"], shards):
+                whole = p.shape if shard is None else shard.shape
+                columns = whole[1 - group.get("vocab_dim", 0)] if group["coupled"] else 0
+                saved = _state_saved(p, columns) if group["coupled"] else 0
                 total += saved
-                shape = " x ".join(map(str, p.shape))
+                shape = " x ".join(map(str, whole))
+                if shard is not None:
+                    shape = f"{p.numel()} of {shape}"
                 rows.append((name, shape, label, f"{saved:,} B" if saved else ""))
         return [*rows, ("total", "", "", f"{total:,} B")]
 
@@ -83,7 +89,8 @@ def param_groups(
     other exemptions are the same there, with both optimizers.
 
     Args:
-        model: any module, also on the meta device.
+        model: any module, also on the meta device, or wrapped by FSDP1 with
+            ``use_orig_params=True``.
         weight_decay: the weight decay of matrices other than embeddings.
         embedding_weight_decay: the weight decay of embeddings, coupled or not.
         embedding_lr: the learning rate of embeddings, coupled or not, except for a head that is not
@@ -102,9 +109,10 @@ def param_groups(
     Returns:
         A list of groups to pass to the optimizer (at most four if no learning rate is given), each
         with ``params``, ``param_names``, ``weight_decay`` and ``coupled``, with ``vocab_dim`` if
-        its matrices are stored as [H, V], and with ``lr`` if it has a learning rate of its own. It
-        prints as a table with each parameter's name, shape and group, and the number of bytes of
-        optimizer state that coupling saves compared with AdamW.
+        its matrices are stored as [H, V], with ``flat_shards`` if FSDP1 has flattened them, and
+        with ``lr`` if it has a learning rate of its own. It prints as a table with each parameter's
+        name, shape and group, and the number of bytes of optimizer state that coupling saves
+        compared with AdamW.
 
     Raises:
         TypeError: as in :func:`embedding_parameters`.
@@ -144,6 +152,7 @@ class Member:
         tied: whether it is input and output embedding.
         coupled: whether to couple its rows.
         vocab_dim: the dimension of a token embedding that indexes tokens.
+        shard: the piece that FSDP1 has left on this rank; None for a whole parameter.
     """
 
     name: str
@@ -152,6 +161,7 @@ class Member:
     tied: bool = False
     coupled: bool = False
     vocab_dim: int = 0
+    shard: FlatShard | None = None
 
 
 def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matrix]) -> list[Member]:
@@ -169,16 +179,22 @@ def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matri
         for p in module.parameters(recurse=False)
     }
     members = []
+    shards = of_fsdp1(model)
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
         if m := found.get(p):
             member = Member(name, p, "head" if m.is_head else "embedding", m.is_tied)
             member.coupled, member.vocab_dim = m in coupled, m.vocab_dim
-        elif p.dim() < 2 or p in norms or name.rpartition(".")[2] == "bias":
+        elif (
+            len(shards[p].shape if p in shards else p.shape) < 2
+            or p in norms
+            or name.rpartition(".")[2] == "bias"
+        ):
             member = Member(name, p, "vector")
         else:
             member = Member(name, p, "matrix")
+        member.shard = shards.get(p)
         members.append(member)
     return members
 
@@ -203,6 +219,7 @@ def group_members(
     rates = {"embedding": embedding_lr, "head": head_lr}
     decays = {"embedding": embedding_weight_decay, "head": embedding_weight_decay}
 
+    is_flat = any(m.shard for m in members)
     groups: dict[tuple[bool, int, float, float], dict[str, Any]] = {}
     for m in members:
         if m.tied and head_lr not in (None, embedding_lr):
@@ -217,10 +234,14 @@ def group_members(
             empty["vocab_dim"] = m.vocab_dim
         if lr is not None:
             empty["lr"] = lr
+        if is_flat:
+            empty["flat_shards"] = []
         key = (not m.coupled, m.coupled and m.vocab_dim, -decay, -1.0 if lr is None else lr)
         group = groups.setdefault(key, empty)
         group["params"].append(m.parameter)
         group["param_names"].append(m.name)
+        if is_flat:
+            group["flat_shards"].append(m.shard)
     # Coupled groups first, then by descending weight decay: the same order for every model.
     return ParamGroups(groups[key] for key in sorted(groups))
 
@@ -264,7 +285,7 @@ def _names(group: dict[str, Any]) -> list[str]:
     return names
 
 
-def _state_saved(p: Tensor, vocab_dim: int) -> int:
+def _state_saved(p: Tensor, columns: int) -> int:
     """How many bytes of optimizer state coupling a matrix saves compared with AdamW."""
     width = torch.promote_types(p.dtype, torch.float32).itemsize
-    return p.numel() * p.element_size() - p.shape[1 - vocab_dim] * width
+    return p.numel() * p.element_size() - columns * width

@@ -1,4 +1,4 @@
-"""DTensors: this rank's part of a matrix, and sums over the parts of all ranks.
+"""Sums over the parts of all ranks, and, of a DTensor, this rank's part.
 
 ``torch.distributed.tensor`` is imported inside the functions, and only once there is a DTensor, as
 importing it here would double the time that ``import coupled_adam`` takes.
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from coupled_adam.optim.update import Update
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -88,17 +90,21 @@ def splits(p: Tensor, dimension: int) -> tuple[int, ...]:
 
 def splits_columns(update: "Update") -> bool:
     """Whether this rank may hold only a part of each row."""
-    return bool(splits(update.parameter, 1 - update.group["vocab_dim"]))
+    return update.shard is not None or bool(splits(update.parameter, 1 - update.group["vocab_dim"]))
 
 
 def all_reduce(updates: Sequence["Update"]) -> None:
     """Replace each update's sums over this rank's part of the gradient by those over the whole.
 
     ``sums`` are added over the rows of all ranks, and so are ``moment_sums`` if ``measure`` has
-    computed them. ``row_sums`` are added over the columns of all ranks.
+    computed them. ``row_sums`` are added over the columns of all ranks. Those of flattened matrices
+    are of all rows and columns already, and are added over the ranks that share the matrix.
     """
     _all_reduce([(u, name, u.group["vocab_dim"]) for u in updates for name in _SUMS_OVER_ROWS])
-    weighted = [u for u in updates if u.row_sums is not None and splits_columns(u)]
+    _all_reduce([(u, "row_sums", 1) for u in updates if u.shard is not None])
+    weighted = [
+        u for u in updates if u.row_sums is not None and u.shard is None and splits_columns(u)
+    ]
     for update in weighted:
         assert update.row_sums is not None
         assert update.sums is not None
@@ -116,7 +122,7 @@ def all_reduce_moments(updates: Sequence["Update"]) -> None:
     _all_reduce([(u, "moment_sums", u.group["vocab_dim"]) for u in updates])
 
 
-_SUMS_OVER_ROWS = ("sums", "moment_sums")
+_SUMS_OVER_ROWS = ("sums", "moment_sums", "present")
 
 
 def _all_reduce(vectors: Iterable[tuple["Update", str, int]]) -> None:
@@ -128,22 +134,51 @@ def _all_reduce(vectors: Iterable[tuple["Update", str, int]]) -> None:
     groups: dict[Any, list[tuple[Update, str, Tensor]]] = {}
     for update, name, dimension in vectors:
         p, vector = update.parameter, getattr(update, name)
-        mesh_dims = splits(p, dimension)
-        if mesh_dims and vector is not None:
-            key = (p.device_mesh, mesh_dims, p.device)  # type: ignore[attr-defined]
-            groups.setdefault(key, []).append((update, name, vector))
-    for (mesh, mesh_dims, device), members in groups.items():
-        from torch.distributed import _functional_collectives as collectives
-
+        if update.shard is not None:
+            ranks = ranks_of(update.shard.process_group)
+        else:
+            ranks = tuple((p.device_mesh, i) for i in splits(p, dimension))  # type: ignore[attr-defined]
+        if ranks and vector is not None:
+            groups.setdefault((ranks, p.device), []).append((update, name, vector))
+    for (ranks, device), members in groups.items():
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if device.type == "cpu" else torch.float32
-        total = torch.cat([vector.to(wide) for *_, vector in members])
-        total = total.to(mesh.device_type)  # FSDP2 can keep parameters on the host
-        for mesh_dim in mesh_dims:
-            total = collectives.all_reduce(total, "sum", (mesh, mesh_dim))
-        parts = collectives.wait_tensor(total).split([len(vector) for *_, vector in members])
+        total = add_up(torch.cat([vector.to(wide) for *_, vector in members]), ranks)
+        parts = total.split([len(vector) for *_, vector in members])
         for (update, name, old), part in zip(members, parts):
             setattr(update, name, part.to(old))
+
+
+def ranks_of(process_group: "ProcessGroup | None") -> tuple[Any, ...]:
+    """The ranks of a process group, of the default one if None, as :func:`add_up` takes them."""
+    if process_group is not None:
+        return (process_group,)
+    import torch.distributed as dist
+
+    return (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
+
+
+def add_up(total: Tensor, ranks: tuple[Any, ...]) -> Tensor:
+    """Add a vector over ranks.
+
+    Args:
+        total: this rank's vector, on any device.
+        ranks: process groups, or pairs of a device mesh and one of its dimensions, over which to
+            add one after the other.
+    """
+    if not ranks:
+        return total
+    from torch.distributed import _functional_collectives as collectives
+
+    device = total.device
+    for each in ranks:  # FSDP can keep parameters on the host, whose vectors may have to move
+        if isinstance(each, tuple):
+            total = total.to(each[0].device_type)
+        elif total.device.type not in [served.type for served in each._device_types]:
+            total = total.to(each._device_types[0].type)
+        total = collectives.all_reduce(total, "sum", each)
+    added: Tensor = collectives.wait_tensor(total).to(device)
+    return added
 
 
 def as_dtensor(part: Tensor, like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     _get_scalar_dtype,
 )
 
-from coupled_adam.optim import sharded
+from coupled_adam.optim import flat, sharded
 from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
 
 OPTIONS = (
@@ -52,8 +52,13 @@ def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
         else torch.tensor(0.0, dtype=dtype),
         "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
     }
+    shards = flat.shards_of(group).get(p)
     for name, dim in _moments(group).items():
-        state[name] = sharded.zero_moment(p, dim, _moment_dtype(p))
+        if shards is None:
+            state[name] = sharded.zero_moment(p, dim, _moment_dtype(p))
+        else:
+            shape = _moment_shape(group, p, dim)
+            state[name] = torch.zeros(shape, dtype=_moment_dtype(p), device=p.device)
     return state
 
 
@@ -91,6 +96,7 @@ def check_group(group: Group) -> None:
         raise ValueError(
             f"Invalid stochastic_rounding: {group['stochastic_rounding']!r} (True or False)"
         )
+    _check_flat_shards(group)
     if not group["coupled"]:
         return
     if group["stochastic_rounding"] and group["differentiable"]:
@@ -155,16 +161,17 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             f"{exp_avg.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the state"
         )
     vocab_dim = group["vocab_dim"]
-    if exp_avg.shape != p.shape or exp_avg_sq.shape != _moment_shape(p, vocab_dim):
+    shape = _moment_shape(group, p, vocab_dim)
+    if exp_avg.shape != p.shape or exp_avg_sq.shape != shape:
         raise RuntimeError(
             f"the state of {_describe(group, index)} has exp_avg {list(exp_avg.shape)} and "
             f"exp_avg_sq {list(exp_avg_sq.shape)}; the shapes must be {list(p.shape)} and "
-            f"{list(_moment_shape(p, vocab_dim))}. If 'coupled' was set after the first step, "
+            f"{list(shape)}. If 'coupled' was set after the first step, "
             "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
     rows = state.get(ROW_MOMENT)
     if group["row_exponent"] != 0 and (
-        rows is None or rows.shape != _moment_shape(p, 1 - vocab_dim)
+        rows is None or rows.shape != _moment_shape(group, p, 1 - vocab_dim)
     ):
         raise RuntimeError(
             f"the state of {_describe(group, index)} has no {ROW_MOMENT} with a number for each "
@@ -227,15 +234,18 @@ def from_adam(
         fitted = {**group, **saved, "params": group["params"]}
         check_group(fitted)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
-            if not state.get(key):
+            is_flat = p in flat.shards_of(fitted)
+            if not state.get(key) and not (is_flat and saved["coupled"]):
                 continue
-            for name, value in state[key].items():
+            for name, value in state.get(key, {}).items():
                 if name != "step" and sharded.is_dtensor(value) != sharded.is_dtensor(p):
                     raise ValueError(
                         f"cannot load the state of {_describe(fitted, index)}: the parameter is a "
                         f"{_kind(p)}, but its {name} is a {_kind(value)}. {_HOW_TO_LOAD}"
                     )
-            if saved["coupled"]:
+            if is_flat and saved["coupled"]:
+                state[key], moments[p] = _flat_averages(fitted, index, state.get(key, {}))
+            elif saved["coupled"]:
                 moments[p] = _averages(fitted, index, state[key])
                 state[key] = {**state[key], **moments[p]}
             shapes = {name: value.shape for name, value in state[key].items() if name != "step"}
@@ -268,19 +278,51 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state, "param_groups": groups}
 
 
+def without_shards(param_groups: list[Group], state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Give the pieces of flattened matrices Adam's layout, and leave out ``flat_shards``.
+
+    Args:
+        param_groups: the optimizer's param groups.
+        state_dict: its state dict; it is not changed.
+    """
+    state = dict(state_dict["state"])
+    groups = []
+    for group, saved in zip(param_groups, state_dict["param_groups"]):
+        shards = flat.shards_of(group)
+        for key, p in zip(saved["params"], group["params"]):
+            if not group["coupled"] or p not in shards or not state.get(key):
+                continue
+            adam = {name: value for name, value in state[key].items() if name != ROW_MOMENT}
+            relative: Tensor | float = 1.0
+            if ROW_MOMENT in state[key]:
+                tokens = [shard.shape[group["vocab_dim"]] for shard in shards[p]]
+                rows = torch.cat([_relative(r) for r in state[key][ROW_MOMENT].split(tokens)])
+                relative = flat.spread(rows, shards[p], 1 - group["vocab_dim"], p)
+            for name in SECOND_MOMENTS:
+                if name in adam:
+                    moment = flat.spread(adam[name], shards[p], group["vocab_dim"], p)
+                    adam[name] = (moment * relative).to(adam["exp_avg"].dtype)
+            state[key] = adam
+        groups.append({name: value for name, value in saved.items() if name != "flat_shards"})
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
 def _spread(state: dict[str, Tensor], vocab_dim: int) -> dict[str, Tensor]:
     """A state of Coupled Adam as Adam's, with second moments of the shape [V, H]."""
     adam = {name: value for name, value in state.items() if name != ROW_MOMENT}
     for name in SECOND_MOMENTS:
-        if name in state:
+        if name in state and state[name].shape != state["exp_avg"].shape:  # not flat shards'
             moment = state[name].unsqueeze(vocab_dim)
             if ROW_MOMENT in state:
-                rows = state[ROW_MOMENT]
-                # All zeros before the first gradient: then nothing has to be divided.
-                relative = rows / rows.mean().clamp(min=torch.finfo(rows.dtype).tiny)
-                moment = moment * relative.unsqueeze(1 - vocab_dim)
+                moment = moment * _relative(state[ROW_MOMENT]).unsqueeze(1 - vocab_dim)
             adam[name] = torch.empty_like(state["exp_avg"]).copy_(moment)
     return adam
+
+
+def _relative(rows: Tensor) -> Tensor:
+    """The rows' moments relative to their mean."""
+    # All zeros before the first gradient: then nothing has to be divided.
+    return rows / rows.mean().clamp(min=torch.finfo(rows.dtype).tiny)
 
 
 _HOW_TO_LOAD = (
@@ -301,8 +343,10 @@ def _moment_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def _moment_shape(p: Tensor, dim: int) -> torch.Size:
-    """The shape of a mean of ``p`` over a dimension."""
+def _moment_shape(group: Group, p: Tensor, dim: int) -> torch.Size:
+    """The shape of a mean over a dimension of ``p``, or of all matrices of which it has pieces."""
+    if (shards := flat.shards_of(group).get(p)) is not None:
+        return torch.Size([sum(shard.shape[1 - dim] for shard in shards)])
     return p.shape[1:] if dim == 0 else p.shape[:1]
 
 
@@ -325,16 +369,86 @@ def _averages(group: Group, index: int, state: dict[str, Tensor]) -> dict[str, T
     return averages
 
 
+def _flat_averages(
+    group: Group, index: int, state: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Reduce the loaded second moments of pieces, of which this rank may have none.
+
+    Returns:
+        The state in Coupled Adam's layout, and the second moments again. Both are empty if no rank
+        has loaded a state.
+    """
+    p = group["params"][index]
+    averages = {}
+    for name, dim in _moments(group).items():
+        values = state.get("exp_avg_sq" if name == ROW_MOMENT else name)
+        if values is not None and values.shape != p.shape:
+            raise ValueError(
+                f"cannot load the state of {_describe(group, index)}: its {name} has the shape "
+                f"{list(values.shape)}, but a piece of a flattened matrix needs a number for each "
+                f"of its elements, {list(p.shape)}. To load a checkpoint of whole matrices, "
+                "convert it with coupled_adam.to_adam_state_dict before the wrapper cuts it"
+            )
+        if values is not None:
+            values = values.to(p.device)
+        means = flat.mean_over(values, flat.shards_of(group)[p], dim, p)
+        if means is not None:
+            averages[name] = means.to(_moment_dtype(p))
+    if averages and not state:  # of an empty piece, for which wrappers save nothing
+        state = new_state(group, p)
+    return {**state, **averages}, averages
+
+
 def _describe(group: Group, index: int) -> str:
     """Describe a parameter by its name and shape in an error message."""
     shape = list(group["params"][index].shape)
-    if "param_names" in group:
-        return f"{group['param_names'][index]!r} {shape}"
+    names = group.get("param_names", ())
+    if len(names) == len(group["params"]):  # a wrapper may have put one tensor in place of several
+        return f"{names[index]!r} {shape}"
     return f"parameter {index} {shape} of its group"
+
+
+def _check_flat_shards(group: Group) -> None:
+    if group["flat_shards"] is None:
+        return
+    if len(group["flat_shards"]) != len(group["params"]):
+        raise ValueError(
+            f"flat_shards has {len(group['flat_shards'])} entries for {len(group['params'])} "
+            "parameters: give one for each, None for a whole parameter"
+        )
+    if group["coupled"] and group["differentiable"]:
+        raise ValueError(
+            "differentiable=True is not supported for pieces of flattened matrices: leave out "
+            "differentiable, or flat_shards"
+        )
+
+
+def _check_pieces(group: Group, index: int, shards: list[flat.FlatShard]) -> None:
+    """Raise ValueError if a flat parameter does not hold the pieces that ``flat_shards`` says."""
+    p = group["params"][index]
+    for shard in shards:
+        problem = None
+        end = p.numel() if shard.numel is None else shard.start + shard.numel
+        if len(shard.shape) != 2 or min(shard.shape) < 1:
+            problem = "only matrices [V, H] can be coupled"
+        elif p.dim() != 1 or not p.is_floating_point() or sharded.is_dtensor(p):
+            problem = (
+                f"the parameter must be a real, plain tensor with one dimension, not a {p.dtype} "
+                f"{_kind(p)} of shape {list(p.shape)}"
+            )
+        elif not 0 <= shard.start <= end <= p.numel():
+            problem = f"the parameter has {p.numel()} elements"
+        elif not 0 <= shard.offset <= shard.shape[0] * shard.shape[1] - (end - shard.start):
+            problem = f"{end - shard.start} elements do not fit into the matrix at this offset"
+        if problem:
+            raise ValueError(f"cannot couple {_describe(group, index)} as {shard}: {problem}")
 
 
 def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
+    if (shards := flat.shards_of(group).get(p)) is not None:
+        _check_pieces(group, index, shards)
+        return
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
     if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
         return
@@ -346,7 +460,10 @@ def _check_matrix(group: Group, index: int) -> None:
     elif p.dim() == 1:
         problem = (
             "only matrices [V, H] can be coupled. Move it to a group without coupled=True; or, if "
-            "a wrapper has flattened a matrix into it (FSDP1, ZeRO), use one that does not (FSDP2)"
+            "a wrapper has flattened a matrix into it, make the param groups of the model that "
+            "FSDP1 has wrapped with use_orig_params=True, call "
+            "coupled_adam.deepspeed.couple(engine) for ZeRO 1 and 2, or use a wrapper that keeps "
+            "matrices (FSDP2)"
         )
     elif p.dim() != 2:
         problem = "only matrices [V, H] can be coupled. Move it to a group without coupled=True"
@@ -361,7 +478,7 @@ def _check_shapes(group: Group, index: int, shapes: dict[str, torch.Size]) -> No
     p = group["params"][index]
     for name, shape in shapes.items():
         moments = _moments(group) if group["coupled"] else {}
-        expected = _moment_shape(p, moments[name]) if name in moments else p.shape
+        expected = _moment_shape(group, p, moments[name]) if name in moments else p.shape
         if shape != expected:
             raise ValueError(
                 f"cannot load the state of {_describe(group, index)}: its {name} has the shape "

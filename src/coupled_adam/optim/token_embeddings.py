@@ -8,12 +8,14 @@ import difflib
 import fnmatch
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+
+from coupled_adam.optim.flat import FlatShard, of_fsdp1
 
 Couple = Literal["both", "input", "output"]
 Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
@@ -34,6 +36,7 @@ class Matrix:
     Attributes:
         name: its name in the model.
         parameter: the parameter itself.
+        shard: the piece of the matrix that FSDP1 has left in the parameter; None if it is whole.
         modules: the modules that hold it; two or more for a tied matrix, none if only the
             parameter is known.
         sides: "input", "output" or both for a token embedding; empty for any other matrix.
@@ -45,6 +48,7 @@ class Matrix:
     modules: list[nn.Module] = dataclasses.field(default_factory=list)
     sides: set[str] = dataclasses.field(default_factory=set)
     vocab_dim: int = 0
+    shard: FlatShard | None = None
 
     def __str__(self) -> str:
         return f"{self.name!r} {list(self.shape)}"
@@ -52,7 +56,7 @@ class Matrix:
     @property
     def shape(self) -> torch.Size:
         """Rows and columns."""
-        return self.parameter.shape
+        return self.parameter.shape if self.shard is None else torch.Size(self.shard.shape)
 
     @property
     def kinds(self) -> set[str]:
@@ -139,8 +143,9 @@ def embedding_parameters(
         ValueError: if token embeddings cannot be told apart from other matrices; if no matrix has
             the size ``vocab_size``; if an entry of ``embeddings`` matches no parameter, or one that
             is not a matrix; if ``couple`` is not one of the three values, or not ``"both"``
-            although ``embeddings`` is given; if a wrapper (FSDP1, ZeRO-3) has flattened the model's
-            matrices; if Megatron's tensor parallelism has split a matrix by its rows.
+            although ``embeddings`` is given; if a wrapper (FSDP1 with ``use_orig_params=False``,
+            ZeRO-3) has flattened the model's matrices; if Megatron's tensor parallelism has split
+            a matrix by its rows.
 
     Warns:
         UserWarning: if some matrices have the size of the vocabulary but are not coupled, or if the
@@ -168,8 +173,9 @@ def coupled_matrices(
             "matrices to couple: leave one of the two out"
         )
     given = _given_sizes(vocab_size)
-    _check_not_flattened(model)
-    matrices = _matrices(model)
+    shards = of_fsdp1(model)
+    _check_not_flattened(model, shards)
+    matrices = _matrices(model, shards)
     if embeddings is not None:
         coupled = _named_outright(model, matrices, embeddings, given or _configured_sizes(model))
     else:
@@ -220,10 +226,10 @@ def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
         )
 
 
-def _matrices(model: nn.Module) -> list[Matrix]:
+def _matrices(model: nn.Module, shards: dict[Tensor, FlatShard]) -> list[Matrix]:
     """All parameters with two dimensions, and the modules that hold them."""
-    named = model.named_parameters()
-    matrices: dict[Tensor, Matrix] = {p: Matrix(name, p) for name, p in named if p.dim() == 2}
+    found = (Matrix(name, p, shard=shards.get(p)) for name, p in model.named_parameters())
+    matrices = {m.parameter: m for m in found if len(m.shape) == 2}
     for module in model.modules():
         for p in _own_parameters(module):
             if p in matrices:
@@ -465,26 +471,25 @@ def _spelled(sizes: set[int]) -> str:
     return str(*sizes) if len(sizes) == 1 else str(tuple(sorted(sizes, reverse=True)))
 
 
-def _check_not_flattened(model: nn.Module) -> None:
+def _check_not_flattened(model: nn.Module, shards: dict[Tensor, FlatShard]) -> None:
     """Raise ValueError for a model in which FSDP1 or ZeRO-3 has flattened matrices to vectors.
 
-    It is then no longer known which of the vectors were matrices and should have weight decay.
+    It is then no longer known which of the vectors were matrices and should have weight decay,
+    except for those of which FSDP1 has kept the shapes.
     """
     flattened: set[Tensor] = set()
     for module in model.modules():
-        # FullyShardedDataParallel(use_orig_params=True) records the shapes in its flat parameter.
-        flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        parts, shapes = getattr(flat, "_params", None) or (), getattr(flat, "_shapes", ())
-        flattened.update(p for p, shape in zip(parts, shapes) if p.dim() != len(shape))
         if _kind(module) in ("embedding", "linear"):
             weight = module._parameters.get("weight")
-            flattened.update(p for p in [weight] if p is not None and p.dim() < 2)
+            if weight is not None and weight.dim() < 2 and weight not in shards:
+                flattened.add(weight)
     for name, p in model.named_parameters():
         if p in flattened or getattr(p, "_is_flat_param", False):
             raise ValueError(
                 f"{name!r} has the shape {list(p.shape)}: it was flattened by a wrapper (FSDP1, "
-                "ZeRO-3), so that matrices and biases cannot be told apart. Use a wrapper that "
-                "keeps matrices, such as FSDP2: torch.distributed.fsdp.fully_shard"
+                "ZeRO-3), so that matrices and biases cannot be told apart. Pass "
+                "use_orig_params=True to FullyShardedDataParallel, or use a wrapper that keeps "
+                "matrices, such as FSDP2: torch.distributed.fsdp.fully_shard"
             )
 
 
@@ -501,7 +506,7 @@ def _named_outright(
                     f"embeddings={{{entry!r}: {dim!r}}} must give the dimension that indexes "
                     "tokens: 0 for a matrix [V, H], 1 for [H, V]"
                 )
-            for p in _resolve(model, entry):
+            for p in _resolve(model, entry, by_parameter):
                 m = by_parameter[p]
                 if dims.setdefault(m, dim) != dim:
                     raise ValueError(
@@ -511,7 +516,7 @@ def _named_outright(
         if isinstance(embeddings, nn.Module | Tensor | str):
             embeddings = [embeddings]
         for entry in embeddings:
-            for p in _resolve(model, entry):
+            for p in _resolve(model, entry, by_parameter):
                 dims[by_parameter[p]] = _vocab_dim(by_parameter[p], sizes)
     for m, dim in dims.items():
         m.vocab_dim = dim
@@ -532,16 +537,18 @@ def _vocab_dim(m: Matrix, sizes: set[int]) -> int:
     )
 
 
-def _resolve(model: nn.Module, entry: nn.Module | Tensor | str) -> list[Tensor]:
+def _resolve(
+    model: nn.Module, entry: nn.Module | Tensor | str, matrices: Container[Tensor]
+) -> list[Tensor]:
     """The matrices that one entry of ``embeddings`` refers to."""
     found = _matching(model, entry, "embeddings")
     if isinstance(entry, nn.Module):
         own = set(_own_parameters(entry))  # without a head's bias
-        found = {n: p for n, p in found.items() if p in own and p.dim() == 2}
+        found = {n: p for n, p in found.items() if p in own and p in matrices}
     if not found:
         raise _not_of_the_model(entry, "embeddings", "matrix")
     for name, p in found.items():
-        if p.dim() != 2:
+        if p not in matrices:
             raise ValueError(
                 f"embeddings={entry!r} matches {name!r} of shape {list(p.shape)}, "
                 "which is not a matrix [V, H]: use a more specific name"

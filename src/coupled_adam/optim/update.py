@@ -8,12 +8,15 @@ between the two with ``zero_sum``. A :class:`Kernel` implements these passes ove
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from coupled_adam.optim.rounding import Noise, noise_of
+
+if TYPE_CHECKING:
+    from coupled_adam.optim.flat import FlatShard
 
 
 class Kernel(Protocol):
@@ -59,7 +62,8 @@ class Update:
     """All that a kernel needs to update one matrix in one step.
 
     ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, transposed if
-    ``vocab_dim`` is 1, so that each row belongs to one token.
+    ``vocab_dim`` is 1, so that each row belongs to one token. Of a matrix that has been flattened
+    they are this rank's piece, with one dimension, and the vectors are those of the whole matrix.
 
     Attributes:
         group: the matrix's param group, for its options.
@@ -89,6 +93,10 @@ class Update:
         factor: the factor that clips and unscales the gradient, negative to maximize.
         skip: a tensor with one element, on the device; nothing is changed unless it is 0.
         noise: the random numbers for stochastic rounding; None to round to nearest.
+        shard: where the piece of a flattened matrix lies; None for all other matrices.
+        absent: whether zeros stand for a gradient that this rank does not have, while other ranks
+            that share a flattened matrix may have one.
+        present: on how many ranks a flattened matrix has a gradient, [1]; None for all others.
     """
 
     group: dict[str, Any]
@@ -117,18 +125,25 @@ class Update:
     factor: float | Tensor = 1.0
     skip: Tensor | None = None
     noise: Noise | None = None
+    shard: "FlatShard | None" = None
+    absent: bool = False
+    present: Tensor | None = None
 
     @property
     def vocab_size(self) -> int:
         """The number of tokens V, over all ranks."""
-        size: int = self.parameter.shape[self.group["vocab_dim"]]
+        size: int = self._shape[self.group["vocab_dim"]]
         return size
 
     @property
     def hidden_size(self) -> int:
         """The number of features H, over all ranks."""
-        size: int = self.parameter.shape[1 - self.group["vocab_dim"]]
+        size: int = self._shape[1 - self.group["vocab_dim"]]
         return size
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return self.parameter.shape if self.shard is None else self.shard.shape
 
     @property
     def decay(self) -> float | Tensor:
@@ -145,7 +160,8 @@ class Update:
 
     def measure(self, update_moment: bool) -> None:
         """Sum this rank's squared gradient; see :meth:`Kernel.measure`."""
-        self.kernel.measure(self, update_moment and not self.group["maximize"])
+        used_as_is = update_moment and not self.group["maximize"] and not self.absent
+        self.kernel.measure(self, used_as_is)
 
     def add_penalty(self, factor: Tensor | None) -> None:
         """Replace the gradient by ``factor * grad + weight_decay * param``."""
@@ -165,8 +181,11 @@ class Update:
             found_inf: GradScaler's flag; nothing is changed unless it is 0.
 
         Returns:
-            Whether ``center`` and ``apply`` must be called: not if the host skips the step.
+            Whether ``center`` and ``apply`` must be called: not if the host skips the step, or if
+            no rank has a gradient.
         """
+        if self.absent and self.present is not None and not self.present.item():
+            return False
         if found_inf is not None and self.kernel.skips:
             self.skip = found_inf.to(self.param.device)  # the host need not wait for its value
         elif found_inf is not None and found_inf.item():

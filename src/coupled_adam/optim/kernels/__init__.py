@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import reference
+from coupled_adam.optim import flat, reference
 from coupled_adam.optim.kernels import native, operations
 from coupled_adam.optim.sharded import PLAIN
 from coupled_adam.optim.update import Kernel, Update
@@ -46,8 +46,16 @@ def kernels() -> dict[str, str]:
 
 
 def choose(update: Update) -> Kernel:
-    """Choose the kernel for a matrix. The ranks of one matrix may choose different ones."""
+    """Choose the kernel for a matrix, and for each part of a piece that was flattened.
+
+    The ranks of one matrix may choose different ones.
+    """
     group, param = update.group, update.param
+    if param.dim() == 1:
+        update.memo = flat.split(update)
+        for part in update.memo:
+            part.update.kernel = choose(part.update)
+        return flat
     if group["fused"] is False or update.traced or isinstance(update.beta1, Tensor):
         return reference
     if param.is_cpu:

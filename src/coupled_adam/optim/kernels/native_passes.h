@@ -16,66 +16,25 @@
 /* As torch.lerp, exact at both ends: without momentum the first moment equals the gradient. */
 #define LERP(old, x) (light ? old + weight * (x - old) : x - (1 - weight) * (x - old))
 #define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
-#define LANES 32                   /* sums of a row's squares that are computed at a time */
+#define LANES 8                    /* sums of a row's squares that are computed at a time */
 
-/* For one row of each run in `pairs` pairs of `width` runs: add the squared gradient to the pair's
- * `partial` sums, and update the first moment if `moment` is set. `row` is the row of the first run,
- * and each further run starts `run` rows after the one before. */
-ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_t run,
-                                            const int pairs, const int width, const int moment,
-                                            WIDE *restrict partial) {
-    const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)u->weight;
-    const int light = weight < (WIDE)0.5;
-    const T *g[4];
-    T *m[4];
-    for (int r = 0; r < pairs * width; r++) {
-        g[r] = (const T *)u->grad + (row + r * run) * u->grad_stride;
-        m[r] = moment ? (T *)u->exp_avg + (row + r * run) * u->exp_avg_stride : NULL;
-    }
-    const int64_t block = pairs == 2 ? BLOCK : columns;
-    for (int64_t start = 0; start < columns; start += block) {
-        const int64_t stop = start + block < columns ? start + block : columns;
-        if (pairs == 2) /* four streams: prefetch their cache lines */
-            for (int64_t i = start; i < stop; i += LINE)
-                for (int r = 0; r < pairs * width; r++) {
-                    __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
-                    if (moment) __builtin_prefetch((const char *)(m[r] + i) + AHEAD);
-                }
-        NO_ALIASES
-        for (int64_t i = start; i < stop; i++)
-            for (int pair = 0; pair < pairs; pair++) {
-                WIDE total = 0;
-                for (int r = pair * width; r < (pair + 1) * width; r++) {
-                    const WIDE x = LOAD(g[r][i]);
-                    total += x * x;
-                    if (moment) {
-                        const WIDE old = LOAD(m[r][i]);
-                        m[r][i] = STORE(LERP(old, x));
-                    }
-                }
-                partial[pair * columns + i] += total;
-            }
-    }
-}
+/* What measure does besides summing the squared gradient, as constants: whether it updates the first
+ * moment, sums each row's squares, and sums the first moment, with the rows' weights if they are
+ * known from the rows' squares. */
+typedef struct {
+    int moment, rows, center;
+} NAME(Work);
 
-/* The sum of the squares of a row, always in the same order. */
-ALWAYS_INLINE static WIDE NAME(sum_of_squares)(const T *restrict row, int64_t columns) {
-    WIDE lanes[LANES] = {0};
-    int64_t i = 0;
-    for (; i + LANES <= columns; i += LANES)
-        for (int k = 0; k < LANES; k++) {
-            const WIDE x = LOAD(row[i + k]);
-            lanes[k] += x * x;
-        }
-    for (int k = 0; i < columns; i++, k++) {
-        const WIDE x = LOAD(row[i]);
-        lanes[k] += x * x;
-    }
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int k = 0; k < half; k++) lanes[k] += lanes[k + half];
-    return lanes[0];
-}
+/* The sums of one or two pairs of runs: of the squared gradient and of the weighted first moment; in
+ * WIDE for some rows, and in double precision for all. A row's weight is known after its last column:
+ * `m` and `weight` are those of the rows before, which are still in the cache; they are added while
+ * the next rows are on their way from memory. Before the first rows there are `zeros`. */
+typedef struct {
+    WIDE *partial, *partial_moment;
+    double *sums[2], *moment_sums[2];
+    const T *m[4], *zeros;
+    WIDE weight[4];
+} NAME(Sums);
 
 /* r^-exponent, and 0 for a row that never had a gradient. */
 ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
@@ -85,26 +44,104 @@ ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
     return (WIDE)pow(r, -exponent); /* slow, and its last bit may depend on the C library */
 }
 
-/* For a row that measure_row has just brought into the cache: sum its squares, update r and compute
- * the row's weight, and add the weighted first moment to `partial`, unless this is NULL. */
-ALWAYS_INLINE static void NAME(weigh_row)(const Update *u, int64_t row, WIDE *restrict partial) {
-    const int64_t columns = u->columns;
-    WIDE weight = 1;
-    if (u->row_sums != NULL) {
-        const T *g = (const T *)u->grad + row * u->grad_stride;
-        const WIDE total = NAME(sum_of_squares)(g, columns);
-        ((WIDE *)u->row_sums)[row] = total;
-        if (u->exp_avg_sq_row != NULL) {
-            WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
-            *r = (WIDE)(u->beta2 * *r + u->row_share * total);
-            weight = NAME(weight)(*r, u->exponent);
-            ((WIDE *)u->weights)[row] = weight;
-        }
-    }
-    if (partial == NULL) return;
-    const T *m = (const T *)u->exp_avg + row * u->exp_avg_stride;
+/* Given the sums of a row's squares in lanes, store their sum, update r and return the weight. */
+ALWAYS_INLINE static WIDE NAME(weigh_row)(const Update *u, int64_t row, WIDE *restrict lanes) {
+    for (int half = LANES / 2; half > 0; half /= 2) /* always in the same order */
+        for (int k = 0; k < half; k++) lanes[k] += lanes[k + half];
+    ((WIDE *)u->row_sums)[row] = lanes[0];
+    if (u->exp_avg_sq_row == NULL) return 1;
+    WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
+    *r = (WIDE)(u->beta2 * *r + u->row_share * lanes[0]);
+    return ((WIDE *)u->weights)[row] = NAME(weight)(*r, u->exponent);
+}
+
+/* The pointers of measure_columns, to one row of each run. */
+typedef struct {
+    const T *g[4];
+    T *m[4];
+    WIDE lanes[4][LANES];
+} NAME(Rows);
+
+/* Measure `count` columns, starting with `first`, of one row of each run. */
+ALWAYS_INLINE static void NAME(measure_columns)(const Update *u, int64_t first, const int64_t count,
+                                                const int pairs, const int width,
+                                                const NAME(Work) work,
+                                                NAME(Rows) *restrict rows,
+                                                NAME(Sums) *restrict s) {
+    const WIDE weight = (WIDE)u->weight;
+    const int light = weight < (WIDE)0.5;
     NO_ALIASES
-    for (int64_t i = 0; i < columns; i++) partial[i] += weight * LOAD(m[i]);
+    for (int64_t k = 0; k < count; k++)
+        for (int pair = 0; pair < pairs; pair++) {
+            const int64_t i = first + k, at = pair * u->columns + i;
+            WIDE total = 0, moments = 0;
+            for (int r = pair * width; r < (pair + 1) * width; r++) {
+                const WIDE x = LOAD(rows->g[r][i]);
+                total += x * x;
+                if (work.rows) rows->lanes[r][k] += x * x;
+                if (work.moment) {
+                    const WIDE old = LOAD(rows->m[r][i]);
+                    rows->m[r][i] = STORE(LERP(old, x));
+                }
+                if (work.center)
+                    moments += work.rows ? s->weight[r] * LOAD(s->m[r][i]) : LOAD(rows->m[r][i]);
+            }
+            s->partial[at] += total;
+            if (work.center) s->partial_moment[at] += moments;
+        }
+}
+
+/* The last columns, fewer than LANES. Its options are no constants, as that would be compiled often. */
+__attribute__((noinline)) static void NAME(measure_last)(const Update *u, int64_t first, int pairs,
+                                                         int width, NAME(Work) work,
+                                                         NAME(Rows) *rows, NAME(Sums) *s) {
+    NAME(measure_columns)(u, first, u->columns - first, pairs, width, work, rows, s);
+}
+
+/* For one row of each run in `pairs` pairs of `width` runs: add the squared gradient to the pair's
+ * partial sums, and do the other work. `row` is the row of the first run, and each further run starts
+ * `run` rows after the one before. */
+ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_t run,
+                                            const int pairs, const int width,
+                                            const NAME(Work) work, NAME(Sums) *s) {
+    const int64_t columns = u->columns;
+    const int runs = pairs * width;
+    NAME(Rows) rows;
+    for (int r = 0; r < runs; r++) {
+        rows.g[r] = (const T *)u->grad + (row + r * run) * u->grad_stride;
+        rows.m[r] = work.moment ? (T *)u->exp_avg + (row + r * run) * u->exp_avg_stride : NULL;
+        for (int k = 0; work.rows && k < LANES; k++) rows.lanes[r][k] = 0;
+    }
+    const int64_t block = pairs == 2 ? BLOCK : columns;
+    for (int64_t start = 0; start < columns; start += block) {
+        const int64_t stop = start + block < columns ? start + block : columns;
+        if (pairs == 2) /* four streams: prefetch their cache lines */
+            for (int64_t i = start; i < stop; i += LINE)
+                for (int r = 0; r < runs; r++) {
+                    __builtin_prefetch((const char *)(rows.g[r] + i) + AHEAD);
+                    if (work.moment) __builtin_prefetch((const char *)(rows.m[r] + i) + AHEAD);
+                }
+        int64_t i = start;
+        for (; i + LANES <= stop; i += LANES)
+            NAME(measure_columns)(u, i, LANES, pairs, width, work, &rows, s);
+        if (i < stop) NAME(measure_last)(u, i, pairs, width, work, &rows, s);
+    }
+    for (int r = 0; work.rows && r < runs; r++) {
+        s->weight[r] = NAME(weigh_row)(u, row + r * run, rows.lanes[r]);
+        s->m[r] = rows.m[r];
+    }
+}
+
+/* Add the first moments of the last rows of `pairs` pairs of `width` runs, with their weights. */
+ALWAYS_INLINE static void NAME(add_last)(const Update *u, const int pairs, const int width,
+                                         const NAME(Work) work, NAME(Sums) *s) {
+    if (!work.rows || !work.center) return;
+    for (int r = 0; r < pairs * width; r++) {
+        WIDE *restrict partial = s->partial_moment + r / width * u->columns;
+        NO_ALIASES
+        for (int64_t i = 0; i < u->columns; i++) partial[i] += s->weight[r] * LOAD(s->m[r][i]);
+        s->m[r] = s->zeros;
+    }
 }
 
 /* For one row of each of two runs that are `run` rows apart: update the first moment, unless measure
@@ -145,13 +182,6 @@ static void NAME(collect)(WIDE *restrict partial, double *restrict sums, int64_t
     }
 }
 
-/* The sums of one or two pairs of runs: of the squared gradient and, unless NULL, of the weighted
- * first moment; in WIDE for some rows, and in double precision for all. */
-typedef struct {
-    WIDE *partial, *partial_moment;
-    double *sums[2], *moment_sums[2];
-} NAME(Sums);
-
 ALWAYS_INLINE static void NAME(collect_all)(NAME(Sums) *s, int pair, int from, int64_t columns) {
     NAME(collect)(s->partial + from * columns, s->sums[pair], columns);
     if (s->partial_moment != NULL)
@@ -160,35 +190,41 @@ ALWAYS_INLINE static void NAME(collect_all)(NAME(Sums) *s, int pair, int from, i
 
 /* Measure all rows of the `pair`-th pair of runs, or of both pairs. */
 ALWAYS_INLINE static void NAME(measure_runs)(const Update *u, int64_t first, int64_t run,
-                                             const int pairs, int pair, const int moment,
-                                             const int weigh, NAME(Sums) *s) {
+                                             const int pairs, int pair, const NAME(Work) work,
+                                             NAME(Sums) *s) {
     for (int64_t done = 1; done <= run; done++) {
-        const int64_t row = first + done - 1;
-        NAME(measure_row)(u, row, run, pairs, 2, moment, s->partial);
-        if (weigh)
-            for (int r = 0; r < 2 * pairs; r++)
-                NAME(weigh_row)(u, row + r * run,
-                                s->partial_moment ? s->partial_moment + r / 2 * u->columns : NULL);
+        NAME(measure_row)(u, first + done - 1, run, pairs, 2, work, s);
+        if (done == run) NAME(add_last)(u, pairs, 2, work, s);
         if (done % (SUM_ROWS / 2) == 0 || done == run)
             for (int k = 0; k < pairs; k++) NAME(collect_all)(s, pair + k, k, u->columns);
     }
 }
 
-ALWAYS_INLINE static void NAME(measure_share)(Share *share, const int moment, const int weigh,
-                                              NAME(Sums) *s) {
+ALWAYS_INLINE static void NAME(measure_share)(Share *share, const NAME(Work) work, NAME(Sums) *s) {
     const Update *u = share->update;
     const int64_t first = share->first, run = (share->last - first) / 4;
     if (coupled_adam_streams == 4) {
-        NAME(measure_runs)(u, first, run, 2, 0, moment, weigh, s);
+        NAME(measure_runs)(u, first, run, 2, 0, work, s);
     } else {
-        NAME(measure_runs)(u, first, run, 1, 0, moment, weigh, s);
-        NAME(measure_runs)(u, first + 2 * run, run, 1, 1, moment, weigh, s);
+        for (int pair = 0; pair < 2; pair++)
+            NAME(measure_runs)(u, first + 2 * pair * run, run, 1, pair, work, s);
     }
     for (int64_t row = first + 4 * run; row < share->last; row++) {
-        NAME(measure_row)(u, row, 0, 1, 1, moment, s->partial);
-        if (weigh) NAME(weigh_row)(u, row, s->partial_moment);
+        NAME(measure_row)(u, row, 0, 1, 1, work, s);
+        NAME(add_last)(u, 1, 1, work, s);
     }
     NAME(collect_all)(s, 0, 0, u->columns);
+}
+
+/* As constants, the options cost nothing where they are not used. */
+ALWAYS_INLINE static void NAME(measure_with)(Share *share, const int moment, NAME(Sums) *s) {
+    const int rows = share->update->row_sums != NULL, center = share->moment_sums != NULL;
+    if (center)
+        rows ? NAME(measure_share)(share, (NAME(Work)){moment, 1, 1}, s)
+             : NAME(measure_share)(share, (NAME(Work)){moment, 0, 1}, s);
+    else
+        rows ? NAME(measure_share)(share, (NAME(Work)){moment, 1, 0}, s)
+             : NAME(measure_share)(share, (NAME(Work)){moment, 0, 0}, s);
 }
 
 FOR_EACH_CPU static void NAME(center)(Share *share) {
@@ -215,10 +251,12 @@ FOR_EACH_CPU static void NAME(measure)(Share *share) {
     const size_t columns = (size_t)u->columns;
     WIDE *partial = calloc(4 * columns + 1, sizeof(WIDE));
     double *second = calloc(2 * columns + 1, sizeof(double));
-    if (partial == NULL || second == NULL) {
+    T *zeros = calloc(columns + 1, sizeof(T));
+    if (partial == NULL || second == NULL || zeros == NULL) {
         share->failed = 1;
     } else {
-        NAME(Sums) s = {partial, NULL, {share->sums, second}, {NULL, NULL}};
+        NAME(Sums) s = {.partial = partial, .sums = {share->sums, second}, .zeros = zeros};
+        for (int r = 0; r < 4; r++) s.m[r] = zeros, s.weight[r] = 0;
         memset(share->sums, 0, columns * sizeof(double));
         if (u->moment_sums != NULL) {
             s.partial_moment = partial + 2 * columns;
@@ -226,17 +264,19 @@ FOR_EACH_CPU static void NAME(measure)(Share *share) {
             s.moment_sums[1] = second + columns;
             memset(share->moment_sums, 0, columns * sizeof(double));
         }
-        const int weigh = u->row_sums != NULL || u->moment_sums != NULL;
-        if (u->update_moment)
-            weigh ? NAME(measure_share)(share, 1, 1, &s) : NAME(measure_share)(share, 1, 0, &s);
+        if (u->update_moment) /* without it, there is nothing to center yet */
+            NAME(measure_with)(share, 1, &s);
+        else if (u->row_sums != NULL)
+            NAME(measure_share)(share, (NAME(Work)){0, 1, 0}, &s);
         else
-            weigh ? NAME(measure_share)(share, 0, 1, &s) : NAME(measure_share)(share, 0, 0, &s);
+            NAME(measure_share)(share, (NAME(Work)){0, 0, 0}, &s);
         for (size_t i = 0; i < columns; i++) share->sums[i] += second[i];
         for (size_t i = 0; u->moment_sums != NULL && i < columns; i++)
             share->moment_sums[i] += second[columns + i];
     }
     free(partial);
     free(second);
+    free(zeros);
 }
 
 /* For one row of each of `runs` runs: update the first moment if `moment` is set, then the

@@ -1,0 +1,240 @@
+"""Pieces of flattened matrices, cut anywhere: against the whole matrix, in one process.
+
+Each rank is a thread with an optimizer of its own, and the all-reduce is between threads.
+"""
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from coupled_adam import CoupledAdam, FlatShard
+from coupled_adam.optim import sharded
+
+STEPS = 4
+OPTIONS = (
+    {},
+    {"fused": False, "maximize": True},
+    {"amsgrad": True, "second_moment_scale": 0.5},
+    {"decoupled_weight_decay": False, "weight_decay": 0.1},
+    {"zero_sum": True},
+    {"row_exponent": 0.75},
+    {"row_exponent": 0.5, "zero_sum": True, "fused": False},
+    {"row_exponent": 0.5, "zero_sum": True, "max_grad_norm": 0.5},
+    {"decoupled_weight_decay": False, "weight_decay": 0.1, "max_grad_norm": 0.5},
+)
+
+
+class Ranks:
+    """Threads that stand for the ranks of a process group, and that wait for each other."""
+
+    def __init__(self, number):
+        self.number = number
+        self.barrier = threading.Barrier(number, timeout=60)
+        self.vectors = [None] * number
+        self.rank = threading.local()
+
+    def run(self, function):
+        """Call a function on each rank with its number; returns what they return."""
+
+        def on(rank):
+            self.rank.number = rank
+            try:
+                return function(rank)
+            except BaseException:
+                self.barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.number) as pool:
+            return list(pool.map(on, range(self.number)))
+
+    def add_up(self, vector):
+        """All ranks must send as many numbers of the same dtype."""
+        self.vectors[self.rank.number] = vector
+        self.barrier.wait()
+        assert len({(v.dtype, v.shape) for v in self.vectors}) == 1
+        total = sum(self.vectors[1:], self.vectors[0])
+        self.barrier.wait()
+        return total
+
+
+@pytest.fixture(autouse=True)
+def threads_for_ranks(monkeypatch):
+    monkeypatch.setattr(sharded, "ranks_of", lambda group: (group,))
+    monkeypatch.setattr(sharded, "add_up", lambda vector, ranks: ranks[0].add_up(vector))
+
+
+def matrices(shapes, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    found = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    found[0][0] = 0  # a token that never occurs, if these are gradients
+    return [matrix.to(dtype) for matrix in found]
+
+
+def cut(values, cuts, gap=0):
+    """The pieces of each rank of matrices that lie one after the other, with gaps, in a buffer."""
+    buffer = torch.cat([torch.cat([x.flatten(), x.new_zeros(gap)]) for x in values])
+    return [part.clone() for part in buffer.tensor_split(cuts)]
+
+
+def shards(shapes, cuts, group, gap=0):
+    """For each rank where the pieces of all matrices lie in its part of the buffer."""
+    total = sum(rows * columns + gap for rows, columns in shapes)
+    edges = [0, *cuts, total]
+    for low, high in itertools.pairwise(edges):
+        begin, found = 0, []
+        for shape in shapes:
+            end = begin + shape[0] * shape[1]
+            first, last = min(max(begin, low), end), max(min(end, high), begin)
+            last = max(first, last)
+            found.append(FlatShard(shape, first - begin, group, max(first - low, 0), last - first))
+            begin = end + gap
+        yield [
+            shard if shard.numel else FlatShard(shard.shape, shard.offset, group, 0, 0)
+            for shard in found
+        ]
+
+
+def optimizer_of(ps, options, **more):
+    options = {"lr": 1e-2, "weight_decay": 0.1, **options}
+    adam = {"decoupled_weight_decay": True, **options}
+    return CoupledAdam([{"params": ps, **more}], coupled=True, **adam)
+
+
+class Whole:
+    """The same matrices in one piece."""
+
+    def __init__(self, shapes, options):
+        self.shapes = shapes
+        self.ps = [nn.Parameter(x) for x in matrices(shapes, 0)]
+        self.optimizer = optimizer_of(self.ps, options)
+
+    def step(self, number):
+        for p, grad in zip(self.ps, matrices(self.shapes, number + 1)):
+            p.grad = grad
+        self.optimizer.step()
+
+
+class Cut:
+    """Pieces of them on several ranks."""
+
+    def __init__(self, shapes, cuts, options, gap=0):
+        self.shapes, self.cuts, self.gap = shapes, cuts, gap
+        self.ranks = Ranks(len(cuts) + 1)
+        pieces = cut(matrices(shapes, 0), cuts, gap)
+        self.ps = [nn.Parameter(piece) for piece in pieces]
+        told = shards(shapes, cuts, self.ranks, gap)
+        self.optimizers = [
+            optimizer_of([p], options, flat_shards=[of_rank]) for p, of_rank in zip(self.ps, told)
+        ]
+
+    def step(self, number):
+        for p, grad in zip(self.ps, cut(matrices(self.shapes, number + 1), self.cuts, self.gap)):
+            # A wrapper leaves no gradient where a rank has no element.
+            p.grad = grad if len(grad) else None
+        self.ranks.run(lambda rank: self.optimizers[rank].step())
+
+    def joined(self, parts):
+        """The matrices again, from the parts of each rank."""
+        sizes = [rows * columns + self.gap for rows, columns in self.shapes]
+        buffers = torch.cat(parts).split(sizes)
+        return [
+            buffer[: rows * columns].view(rows, columns)
+            for buffer, (rows, columns) in zip(buffers, self.shapes)
+        ]
+
+    def saved(self, key):
+        """A state in Adam's layout, joined."""
+        return self.joined([o.state_dict()["state"][0][key] for o in self.optimizers])
+
+
+def assert_same(whole, cut_up, steps):
+    """Parameters, first moments and each rank's second moments to 1e-12; the norm, too."""
+    options = {"rtol": 1e-12, "atol": 1e-12}
+    for number in steps:
+        whole.step(number)
+        cut_up.step(number)
+        if whole.optimizer.max_grad_norm is not None:
+            norm = whole.optimizer.grad_norm
+            for optimizer in cut_up.optimizers:
+                torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-12, atol=0)
+    for p, q in zip(whole.ps, cut_up.joined([p.detach() for p in cut_up.ps])):
+        torch.testing.assert_close(q, p.detach(), **options)
+    states = [whole.optimizer.state[p] for p in whole.ps]
+    for state, exp_avg in zip(states, cut_up.saved("exp_avg")):
+        torch.testing.assert_close(exp_avg, state["exp_avg"], **options)
+    for name in set(states[0]) - {"exp_avg", "step"}:
+        expected = torch.cat([state[name] for state in states])
+        for optimizer, p in zip(cut_up.optimizers, cut_up.ps):
+            torch.testing.assert_close(optimizer.state[p][name], expected, **options)
+
+
+@st.composite
+def cuts_of(draw):
+    """Matrices, where they are cut, the options, and which dimension counts tokens."""
+    size = st.integers(1, 9)
+    shapes = draw(st.lists(st.tuples(size, size), min_size=1, max_size=3))
+    gap = draw(st.sampled_from([0, 0, 3]))
+    total = sum(rows * columns + gap for rows, columns in shapes)
+    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=4)))
+    options = draw(st.sampled_from(OPTIONS))
+    return shapes, cuts, {**options, "vocab_dim": draw(st.sampled_from([0, 0, 1]))}, gap
+
+
+@given(cuts_of())
+@settings(max_examples=settings.default.max_examples // 3)
+@example(([(7, 6)], [3, 4, 4], OPTIONS[5], 0))  # several ranks in one row, one of them empty
+@example(([(4, 5)], [20, 20], OPTIONS[6], 0))  # all on the first rank
+@example(([(4, 5), (3, 2)], [7, 21], OPTIONS[7], 3))
+def test_any_cut_is_the_whole_matrix(case):
+    shapes, cuts, options, gap = case
+    whole, cut_up = Whole(shapes, options), Cut(shapes, cuts, options, gap)
+    assert_same(whole, cut_up, range(STEPS))
+
+
+@given(cuts_of(), st.data())
+@settings(max_examples=settings.default.max_examples // 5)
+def test_a_checkpoint_moves_to_other_cuts_and_to_the_whole(case, data):
+    """State dicts have Adam's layout: cut and joined as parameters are, they fit anywhere."""
+    shapes, cuts, options, gap = case
+    options = {name: value for name, value in options.items() if name != "max_grad_norm"}
+    whole, saved = Whole(shapes, options), Cut(shapes, cuts, options, gap)
+    for number in range(2):
+        whole.step(number)
+        saved.step(number)
+    total = sum(rows * columns + gap for rows, columns in shapes)
+    others = sorted(data.draw(st.lists(st.integers(0, total), max_size=4)))
+    loaded, again = Cut(shapes, others, options, gap), Whole(shapes, options)
+    names = set(whole.optimizer.state[whole.ps[0]]) - {"step", "exp_avg_sq_row"}
+    states = {name: saved.saved(name) for name in names}
+    pieces = {name: cut(values, others, gap) for name, values in states.items()}
+    groups = saved.optimizers[0].state_dict()["param_groups"]
+    assert "flat_shards" not in groups[0]
+
+    def load(rank):
+        state = {name: values[rank] for name, values in pieces.items()}
+        # Wrappers have no state for an empty piece.
+        state = {0: {**state, "step": torch.tensor(2.0)}} if len(state["exp_avg"]) else {}
+        loaded.optimizers[rank].load_state_dict({"state": state, "param_groups": groups})
+
+    loaded.ranks.run(load)
+    for p, q in zip(loaded.ps, cut([p.detach() for p in whole.ps], others, gap)):
+        p.data.copy_(q)
+    state = {
+        i: {"step": torch.tensor(2.0), **{name: states[name][i] for name in names}}
+        for i, _ in enumerate(shapes)
+    }
+    whole_groups = [{**groups[0], "params": [*state]}]
+    again.optimizer.load_state_dict({"state": state, "param_groups": whole_groups})
+    for p, q in zip(again.ps, whole.ps):
+        p.data.copy_(q)
+    assert_same(again, loaded, range(2, 4))
+    for number in range(2, 4):
+        whole.step(number)
+    for p, q in zip(again.ps, whole.ps):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)

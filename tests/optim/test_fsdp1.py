@@ -182,7 +182,10 @@ def checkpoints():
         model = decoder(tied=True)
         model.load_state_dict(weights)
         again = coupled(model, **options)
-        ids = {name: i for i, name in enumerate(n for g in again.param_groups for n in g["param_names"])}
+        ids = {
+            name: i
+            for i, name in enumerate(n for g in again.param_groups for n in g["param_names"])
+        }
         state = {ids[name]: value for name, value in whole(states["state"]).items()}
         groups = again.state_dict()["param_groups"]
         again.load_state_dict({"state": state, "param_groups": groups})
@@ -191,9 +194,7 @@ def checkpoints():
             list(model.parameters()), list(single.parameters()), rtol=0, atol=1e-10
         )
         adamw = torch.optim.AdamW([p for g in again.param_groups for p in g["params"]])
-        adamw.load_state_dict(
-            {"state": state, "param_groups": adamw.state_dict()["param_groups"]}
-        )
+        adamw.load_state_dict({"state": state, "param_groups": adamw.state_dict()["param_groups"]})
         train(model, adamw, range(1))
 
 

@@ -4,15 +4,16 @@ The same file is the program of each rank.
 """
 
 import copy
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
 )
@@ -52,8 +53,8 @@ def wrapped(model, nested=True, **options):
     options = {"device_id": CPU, "use_orig_params": True, **options}
     tied = model.head.weight is model.embed.weight
     for name in [] if not nested else ["block"] if tied else ["embed", "block", "head"]:
-        setattr(model, name, FSDP(getattr(model, name), **options))
-    return FSDP(model, **options)
+        setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
+    return FullyShardedDataParallel(model, **options)
 
 
 def coupled(model, **options):
@@ -70,8 +71,8 @@ def whole(state):
 
 
 def full(model):
-    """Whole state dicts. Offloaded from a CPU to a CPU, torch's optimizer states would share memory."""
-    return FSDP.state_dict_type(
+    """Whole state dicts, not offloaded: from a CPU, torch would let all states share memory."""
+    return FullyShardedDataParallel.state_dict_type(
         model, Kind.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig(False)
     )
 
@@ -89,7 +90,7 @@ def assert_same_state(expected, actual):
     """What FSDP gathers is Adam's state; the shared moments are whole on every rank."""
     names = {p: name for name, p in expected[0].named_parameters()}
     with full(actual[0]):
-        gathered = whole(FSDP.optim_state_dict(*actual)["state"])
+        gathered = whole(FullyShardedDataParallel.optim_state_dict(*actual)["state"])
     for p, state in expected[1].state.items():
         found = gathered[names[p]]
         for key in ("exp_avg", "exp_avg_sq"):
@@ -125,7 +126,7 @@ def cuts():
     assert "of 7 x 5" in str(param_groups(wrapped(decoder())))
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, found)
-    pieces = sum(gathered, [])
+    pieces = [piece for of_rank in gathered for piece in of_rank]
     assert any(begin % H and end > begin for begin, end in pieces)
     assert any(end % H for _, end in pieces)
     assert any(begin == end for begin, end in pieces)
@@ -160,7 +161,7 @@ def checkpoints():
         train(saved, optimizer, range(half), dist.get_rank(), ranks)
         with full(saved):
             weights = whole(saved.state_dict())
-            states = FSDP.optim_state_dict(saved, optimizer)
+            states = FullyShardedDataParallel.optim_state_dict(saved, optimizer)
         train(*expected, range(half, STEPS))
 
         for number in range(1, ranks + 1):
@@ -174,7 +175,9 @@ def checkpoints():
             state = copy.deepcopy(states)
             if number == 1:  # FSDP does not cut anything
                 assert model.sharding_strategy == ShardingStrategy.NO_SHARD
-            again.load_state_dict(FSDP.optim_state_dict_to_load(model, again, state))
+            again.load_state_dict(
+                FullyShardedDataParallel.optim_state_dict_to_load(model, again, state)
+            )
             train(model, again, range(half, STEPS), dist.get_rank(), number)
             assert_same_model(single, model, 1e-10)
         dist.barrier()
@@ -217,21 +220,23 @@ def from_whole_matrices():
     optimizer = coupled(split)
     own = optimizer.state_dict()["param_groups"]
     state = copy.deepcopy(named(to_adam_state_dict(old.state_dict())))
-    loaded = FSDP.optim_state_dict_to_load(split, optimizer, state)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(split, optimizer, state)
     optimizer.load_state_dict({**loaded, "param_groups": own})
     train(single, old, range(2, 4))
     train(split, optimizer, range(2, 4), dist.get_rank(), dist.get_world_size())
     assert_same_model(single, split)
-    refused = FSDP.optim_state_dict_to_load(split, optimizer, named(old.state_dict()))
+    refused = FullyShardedDataParallel.optim_state_dict_to_load(
+        split, optimizer, named(old.state_dict())
+    )
     held = [p.numel() for p in optimizer.param_groups[0]["params"]]
     if held[0]:
-        with pytest.raises(ValueError, match="convert it with coupled_adam.to_adam_state_dict"):
+        with pytest.raises(ValueError, match=r"convert it with .*to_adam_state_dict"):
             optimizer.load_state_dict({**refused, "param_groups": own})
 
 
 def refused():
     """What cannot be told, or cannot work, is an error on every rank before anything changes."""
-    flat = FSDP(decoder(), device_id=CPU, use_orig_params=False)
+    flat = FullyShardedDataParallel(decoder(), device_id=CPU, use_orig_params=False)
     with pytest.raises(ValueError, match=r"flattened by a wrapper.*use_orig_params=True"):
         param_groups(flat)
     with pytest.raises(ValueError, match=r"flattened.*use_orig_params=True.*FSDP2"):
@@ -300,21 +305,24 @@ def hybrid():
     )
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_fsdp1(ranks):
+QUICK = ("cuts", "between, clipped", "checkpoints")
+
+
+def test_fsdp1_on_two_ranks():
     """Each rank with its part of the batch; see ``cuts``."""
-    run_on_ranks(ranks, __file__, CASES)
+    run_on_ranks(2, __file__, QUICK, *QUICK)
 
 
 @pytest.mark.slow
-def test_hybrid_shards():
-    run_on_ranks(4, __file__, ["hybrid"])
+@pytest.mark.parametrize(("ranks", "names"), [(2, CASES), (3, CASES), (4, ["hybrid"])])
+def test_fsdp1(ranks, names):
+    run_on_ranks(ranks, __file__, names, *names)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for name, case in (CASES if dist.get_world_size() < 4 else {"hybrid": hybrid}).items():
-        case()
+    for name in sys.argv[1:]:
+        {**CASES, "hybrid": hybrid}[name]()
         print(f"<{name}: passed>", flush=True)
     dist.destroy_process_group()

@@ -163,6 +163,7 @@ def _run(arguments, environment, folder, outputs, group):
     os.setpgid(0, group)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(folder)
     if arguments[0] == "-m":
         sys.path.insert(0, folder)

@@ -4,11 +4,21 @@ They are installed without their dependencies, whose versions they pin: what is 
 comes last, after this environment's.
 """
 
+import os
 import sys
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(sys.prefix) / "frameworks"
 if FOLDER.is_dir():
     sys.path.append(str(FOLDER))
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "frameworks"))
+
+
+@pytest.fixture
+def frameworks_in_processes(monkeypatch):
+    """For tests that start processes, which import the packages as well."""
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*before, str(FOLDER)]))

@@ -3,17 +3,17 @@
 Each rank is a thread with an optimizer of its own, and the all-reduce is between threads.
 """
 
-import copy
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from coupled_adam import CoupledAdam, CoupledAdamW, FlatShard, to_adam_state_dict
+from coupled_adam import CoupledAdam, FlatShard
 from coupled_adam.optim import sharded
 
 STEPS = 4
@@ -86,7 +86,7 @@ def shards(shapes, cuts, group, gap=0):
     """For each rank where the pieces of all matrices lie in its part of the buffer."""
     total = sum(rows * columns + gap for rows, columns in shapes)
     edges = [0, *cuts, total]
-    for low, high in zip(edges, edges[1:]):
+    for low, high in itertools.pairwise(edges):
         begin, found = 0, []
         for shape in shapes:
             end = begin + shape[0] * shape[1]
@@ -187,6 +187,7 @@ def cuts_of(draw):
 
 
 @given(cuts_of())
+@settings(max_examples=settings.default.max_examples // 3)
 @example(([(7, 6)], [3, 4, 4], OPTIONS[5], 0))  # several ranks in one row, one of them empty
 @example(([(4, 5)], [20, 20], OPTIONS[6], 0))  # all on the first rank
 @example(([(4, 5), (3, 2)], [7, 21], OPTIONS[7], 3))
@@ -197,6 +198,7 @@ def test_any_cut_is_the_whole_matrix(case):
 
 
 @given(cuts_of(), st.data())
+@settings(max_examples=settings.default.max_examples // 5)
 def test_a_checkpoint_moves_to_other_cuts_and_to_the_whole(case, data):
     """State dicts have Adam's layout: cut and joined as parameters are, they fit anywhere."""
     shapes, cuts, options, gap = case

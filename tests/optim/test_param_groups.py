@@ -497,19 +497,34 @@ def first_of_two_ranks():
 
 
 @pytest.mark.parametrize("build", [gpt2, lambda: HandWritten(tied=True), Transposed])
+@pytest.mark.parametrize("tables_are_whole", [False, True])
 @pytest.mark.filterwarnings("ignore:.*FSDP")
-def test_fsdp1_beside_whole_embeddings_is_refused(build, first_of_two_ranks):
-    """The other matrices are vectors, which would lose their decay."""
+def test_groups_under_fsdp1_are_those_of_the_model(build, tables_are_whole, first_of_two_ranks):
+    """Although it makes vectors of matrices, also beside embeddings that it leaves as they are."""
     model = build()
+    expected = param_groups(model)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    wrapped = FullyShardedDataParallel(
-        model, device_id=torch.device("cpu"), use_orig_params=True, ignored_modules=tables
-    )
-    for options in ({}, {"embeddings": tables}):
-        with pytest.raises(
-            ValueError, match=r"has the shape \[\d+\]: it was flattened by a wrapper.*fully_shard"
-        ):
-            param_groups(wrapped, **options)
+    ignored = {"ignored_modules": tables} if tables_are_whole else {}
+    cpu = torch.device("cpu")
+    wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True, **ignored)
+    found = param_groups(wrapped)
+    plain = {
+        name.replace("_fsdp_wrapped_module.", ""): shard
+        for group in found
+        for name, shard in zip(group["param_names"], group["flat_shards"], strict=True)
+    }
+    for before, after in zip(expected, found, strict=True):
+        names = [name.replace("_fsdp_wrapped_module.", "") for name in after["param_names"]]
+        assert names == before["param_names"]
+        for option in ("weight_decay", "coupled", "vocab_dim"):
+            assert after.get(option) == before.get(option)
+    whole = {name for name, shard in plain.items() if shard is None}
+    if not tables_are_whole:
+        assert not whole
+    elif tables:
+        assert whole
+    assert all(shard.shape == shapes[name] for name, shard in plain.items() if shard)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from coupled_adam import CoupledAdam, CoupledAdamW, to_adam_state_dict
+from coupled_adam import CoupledAdam, CoupledAdamW, FlatShard, to_adam_state_dict
 
 V, H = 13, 5
 TO_ADAM = {CoupledAdam: torch.optim.Adam, CoupledAdamW: torch.optim.AdamW}
@@ -517,6 +517,57 @@ def test_state_on_another_device_is_refused():
         }
 
     refused_step("is on cpu, but its optimizer state is on meta", RuntimeError, p, {}, prepare)
+
+
+def test_an_error_about_parameters_that_came_without_names():
+    """The group has names only for those that it had at first, not for the one that is wrong."""
+    named, added = matrix(), matrix(shape=(V * H,))
+    optimizer = CoupledAdamW([("embed.weight", named)], coupled=True)
+    optimizer.param_groups[0]["params"].append(added)
+    with pytest.raises(ValueError, match=r"cannot couple parameter 1 \[65\] of its group"):
+        optimizer.step()
+
+
+FLAT = FlatShard((V, H), 0)
+WRONG_SHARDS = {
+    "flat_shards has 2 entries for 1 parameters": [FLAT, FLAT],
+    r"only matrices \[V, H\]": [FlatShard((V, H, 2), 0)],
+    "do not fit into the matrix at this offset": [FlatShard((V, H), 1)],
+    "the parameter has 65 elements": [FlatShard((V, H), 0, None, 3, 63)],
+}
+
+
+@pytest.mark.parametrize(("message", "shards"), WRONG_SHARDS.items())
+def test_wrong_flat_shards_are_refused(message, shards):
+    group = {"params": [matrix(shape=(V * H,))], "coupled": True, "flat_shards": shards}
+    with pytest.raises(ValueError, match=message):
+        CoupledAdamW([group])
+
+
+def test_flat_shards_of_a_matrix_are_refused():
+    with pytest.raises(ValueError, match="a real, plain tensor with one dimension"):
+        CoupledAdamW([{"params": [matrix()], "coupled": True, "flat_shards": [FLAT]}])
+
+
+def test_a_whole_matrix_that_is_flat():
+    """Without a process group a piece may be all there is."""
+    flat, whole = matrix(shape=(V * H,)), matrix()
+    whole.data = flat.detach().view(V, H).clone()
+    group = {"params": [flat], "coupled": True, "flat_shards": [FLAT]}
+    optimizers = CoupledAdamW([group]), CoupledAdamW([whole], coupled=True)
+    for seed in range(3):
+        whole.grad = matrix(seed).detach()
+        flat.grad = whole.grad.flatten()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(flat.view(V, H), whole)
+    saved = optimizers[0].state_dict()
+    assert saved["state"][0]["exp_avg_sq"].shape == (V * H,)
+    before = optimizers[0].state[flat]["exp_avg_sq"].clone()
+    optimizers[0].load_state_dict(saved)
+    assert optimizers[0].param_groups[0]["flat_shards"] == [FLAT]
+    torch.testing.assert_close(optimizers[0].state[flat]["exp_avg_sq"], before)
+    assert "flat_shards" not in saved["param_groups"][0]
 
 
 def test_flattened_parameter_is_refused_at_the_step():

@@ -14,12 +14,15 @@ import pytest
 from oracle import CoupledAdamOracle
 
 from processes import run_on_ranks
+from test_examples import run
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
 jnp = jax.numpy
 
 from coupled_adam.optax import coupled_adamw, scale_by_coupled_adam  # noqa: E402
+
+pytestmark = pytest.mark.slow  # `make test-slow` installs JAX
 
 V, H, STEPS = 16, 8, 20
 OPTIONS = [
@@ -314,12 +317,19 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-def test_eight_devices(monkeypatch):
+def test_eight_devices(monkeypatch, frameworks_in_processes):
     """Rows, columns or both split: equal to the oracle, with an all-reduce of [H] for the rows."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     monkeypatch.setenv("JAX_ENABLE_X64", "true")
     run_on_ranks(1, __file__, CASES)
+
+
+def test_equinox(frameworks_in_processes):
+    pytest.importorskip("equinox")
+    _, coupled_loss, coupled = run("jax_equinox.py", "--steps", 60)
+    _, adamw_loss, adamw = run("jax_equinox.py", "--steps", 60, "--optimizer", "adamw")
+    assert coupled < 0.1 < 0.5 < adamw
+    assert coupled_loss < adamw_loss + 0.3 < 3.7
 
 
 if __name__ == "__main__":

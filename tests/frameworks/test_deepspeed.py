@@ -1,0 +1,160 @@
+"""DeepSpeed's ZeRO 1 and 2 on two and three gloo processes, against one process.
+
+The same file is the program of each rank.
+"""
+
+import importlib.util
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from coupled_adam import CoupledAdamW, param_groups
+from optim.test_fsdp1 import decoder
+from processes import run_on_ranks
+
+if __name__ == "__main__":
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    import coupled_adam.deepspeed
+
+    # It would be compiled; gloo does the same.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+STEPS = 20
+BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
+
+
+def batches(steps, parts=1, part=0):
+    for step in steps:
+        ids = torch.randint(5, (2, 12), generator=torch.Generator().manual_seed(step))
+        yield ids.chunk(parts, dim=1)[part]
+
+
+def single(steps, tied=False, clip=None, **options):
+    model = decoder(tied).float()
+    optimizer = CoupledAdamW(param_groups(model), lr=1e-2, **options)
+    for inputs, targets in batches(steps):
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def engine_of(stage, tied=False, clip=0.0, zero=(), model=None, optimizer=None, **options):
+    model = decoder(tied).float() if model is None else model
+    if optimizer is None:
+        optimizer = CoupledAdamW(param_groups(model), lr=1e-2, **options)
+    config = {
+        "train_batch_size": 12,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage, **dict(zero)},
+        "zero_allow_untested_optimizer": True,
+    }
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def train(engine, steps):
+    for inputs, targets in batches(steps, dist.get_world_size(), dist.get_rank()):
+        engine.backward(nn.functional.cross_entropy(engine(inputs), targets))
+        engine.step()
+
+
+def assert_same_model(expected, engine):
+    """All is float32, and only the order of sums differs."""
+    for p, q in zip(expected.parameters(), engine.module.parameters()):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-5)
+
+
+def against_one_process(stage, **options):
+    engine = engine_of(stage, **options)
+    coupled_adam.deepspeed.couple(engine)
+    group = engine.optimizer.optimizer.param_groups[0]
+    assert group["coupled"]
+    assert len(group["params"]) == 1  # of which the matrices are pieces
+    train(engine, range(STEPS))
+    model, optimizer = single(range(STEPS), **options)
+    assert_same_model(model, engine)
+    state = engine.optimizer.optimizer.state[group["params"][0]]
+    expected = [optimizer.state[p]["exp_avg_sq"] for p in optimizer.param_groups[0]["params"]]
+    torch.testing.assert_close(state["exp_avg_sq"], torch.cat(expected), rtol=1e-4, atol=0)
+
+
+def checkpoint(stage):
+    """Saved and loaded by DeepSpeed, on as many processes."""
+    for options in ({}, BETWEEN):
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        first = engine_of(stage, **options)
+        coupled_adam.deepspeed.couple(first)
+        train(first, range(STEPS // 2))
+        first.save_checkpoint(folder[0])
+        resumed = engine_of(stage, **options)
+        coupled_adam.deepspeed.couple(resumed)
+        resumed.load_checkpoint(folder[0])
+        train(resumed, range(STEPS // 2, STEPS))
+        assert_same_model(single(range(STEPS), **options)[0], resumed)
+        dist.barrier()
+
+
+def refused():
+    """Before anything changes: what cannot be coupled, or what would not do what it says."""
+    engine = engine_of(1)
+    with pytest.raises(ValueError, match=r"has flattened a matrix into it.*couple\(engine\)"):
+        train(engine, range(1))
+    couple = coupled_adam.deepspeed.couple
+    with pytest.raises(ValueError, match="ZeRO stage 3: use stage 1 or 2"):
+        couple(engine_of(3))
+    with pytest.raises(ValueError, match="elastic_checkpoint are not supported"):
+        couple(engine_of(1, zero={"elastic_checkpoint": True}))
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 would clip each param group"):
+        couple(engine_of(2, max_grad_norm=1.0))
+    model = decoder().float()
+    with pytest.raises(TypeError, match=r"optimizer is a AdamW: pass a CoupledAdamW"):
+        couple(engine_of(1, model=model, optimizer=torch.optim.AdamW(model.parameters())))
+    engine = engine_of(1)
+    engine.optimizer.single_partition_of_fp32_groups[0].data += 1
+    with pytest.raises(ValueError, match="does not hold the parameter of shape"):
+        couple(engine)
+
+
+def not_partitioned():
+    """Under ZeRO 0 matrices are whole, and there is nothing to do."""
+    engine = engine_of(0)
+    coupled_adam.deepspeed.couple(engine)
+    train(engine, range(STEPS))
+    assert_same_model(single(range(STEPS))[0], engine)
+
+
+CASES = {
+    "stage 1": lambda: against_one_process(1),
+    "stage 2": lambda: against_one_process(2),
+    "stage 1, tied, between": lambda: against_one_process(1, tied=True, **BETWEEN),
+    "stage 2, clipped by DeepSpeed": lambda: against_one_process(2, clip=0.05),
+    "checkpoint of stage 1": lambda: checkpoint(1),
+    "checkpoint of stage 2": lambda: checkpoint(2),
+    "not partitioned": not_partitioned,
+    "refused": refused,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="not installed")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_deepspeed(ranks, frameworks_in_processes):
+    run_on_ranks(ranks, __file__, CASES)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    for name, case in CASES.items():
+        case()
+        print(f"<{name}: passed>", flush=True)
+    dist.destroy_process_group()

@@ -43,7 +43,7 @@ def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> 
         patterns: of the names of the files; those in subfolders are left out.
     """
     import huggingface_hub
-    from tqdm import tqdm
+    from tqdm.auto import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
         """Shown even where the hub's own bars are hidden."""

@@ -399,7 +399,9 @@ class CoupledAdam(torch.optim.Adam):
 
     def _check_norm_is_known(self) -> None:
         """Raise ValueError if some groups' parameters may be pieces and do not say of what."""
-        silent = [i for i, group in enumerate(self.param_groups) if group["flat_shards"] is None]
+        silent = [
+            i for i, group in enumerate(self.param_groups) if group.get("flat_shards") is None
+        ]
         if 0 < len(silent) < len(self.param_groups):
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} needs the norm of all gradients, but param "
@@ -487,7 +489,7 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
         moments: dict[Tensor, dict[str, Tensor]] = {}
-        flat_shards = [group["flat_shards"] for group in self.param_groups]
+        flat_shards = [group.get("flat_shards") for group in self.param_groups]
 
         def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             adapted, found = coupled_state.from_adam(self.param_groups, loaded)

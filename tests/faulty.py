@@ -60,13 +60,15 @@ def of_a_checkpoint(path, *_):
 
 
 def build_in(fault, number):
-    if fault == "limit":  # a disk that has no room for larger files
+    if fault == "limit-of-one" and os.environ["RANK"] != "1":
+        return
+    if fault in ("limit", "limit-of-one"):  # a disk that has no room for larger files
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
         return
-    if fault == "absence":  # before the others can know
-        distributed.PATIENCE = 1.0
-        if os.environ["SLURM_PROCID"] == "1":
+    if fault in ("impatience", "absence"):
+        distributed.PATIENCE = float(number)
+        if fault == "absence" and os.environ["SLURM_PROCID"] == "1":  # before the others can know
             kill()
         return
     loss = LanguageModel.loss

@@ -1,5 +1,6 @@
 """Each example as a user runs it; what continues must be what would have been."""
 
+import json
 import os
 import re
 import shutil
@@ -101,3 +102,28 @@ def test_muon():
     _, adamw_loss, adamw = run("muon.py", "--steps", 100, "--embeddings", "adamw")
     assert coupled < 0.1 < 0.4 < adamw
     assert coupled_loss < adamw_loss + 0.3 < 3.5
+
+
+def test_notebook_is_committed_with_its_outputs():
+    notebook = json.loads((EXAMPLES / "tour.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} == {"display_data", "execute_result"}
+    assert sum("image/png" in output["data"] for output in outputs) == 3
+    assert (EXAMPLES / "tour.ipynb").stat().st_size < 500_000
+
+
+@pytest.mark.slow
+def test_notebook(tmp_path):
+    """In a kernel of Jupyter; it draws as many pictures as the committed one."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    shown, run = (nbformat.read(EXAMPLES / "tour.ipynb", as_version=4) for _ in range(2))
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(run, timeout=1800, resources=resources).execute()
+    for before, after in zip(shown.cells, run.cells):
+        kinds = [
+            [output.output_type for output in cell.get("outputs", []) if "data" in output]
+            for cell in (before, after)
+        ]
+        assert kinds[0] == kinds[1]

@@ -3,11 +3,25 @@
 import importlib.metadata
 import json
 import shlex
+from typing import TypeVar
 from urllib.parse import unquote, urlparse
+
+E = TypeVar("E", bound=BaseException)
 
 
 class UsageError(Exception):
     """Raised if the user's input cannot be used; the message says what to do instead."""
+
+
+def on_all_ranks(error: E) -> E:
+    """Mark an error that every process of a run raises, so that only the first one prints it."""
+    error.__dict__["on_all_ranks"] = True
+    return error
+
+
+def is_on_all_ranks(error: BaseException) -> bool:
+    """Whether an error was marked by :func:`on_all_ranks`."""
+    return "on_all_ranks" in error.__dict__
 
 
 def printable(text: str) -> str:

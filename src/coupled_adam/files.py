@@ -119,7 +119,7 @@ def clear_leftovers(folder: Path) -> None:
             if aside and not os.path.lexists(folder / aside[1]):
                 entry.rename(folder / aside[1])
             else:
-                _remove(entry)
+                remove(entry)
 
 
 def make_folder(path: Path) -> list[Path]:
@@ -129,6 +129,14 @@ def make_folder(path: Path) -> list[Path]:
     for folder in reversed(missing):
         sync_folder(folder.parent)
     return missing
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder that this package has made, whatever is in it, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def remove_empty(folders: list[Path]) -> None:
@@ -295,16 +303,9 @@ def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
                 yield temporary
             except BaseException:
                 if _is_still(temporary, descriptor):  # and not yet what it was to become
-                    _remove(temporary)
+                    remove(temporary)
                 raise
             return
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ import itertools
 import json
 import subprocess
 import sys
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,20 @@ from coupled_adam.bench.training import TrainingSpeed, training_speed
 from coupled_adam.cli import main
 from coupled_adam.lab.recipe import load_recipe, override
 from processes import Process
+
+
+def test_a_process_that_is_killed(monkeypatch):
+    """Such as for its memory: the error says what was measured."""
+    from coupled_adam.bench import memory
+
+    class Killed(Future):
+        def result(self):
+            raise BrokenProcessPool("terminated abruptly")
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", lambda *_: Killed())
+    with memory.memory_meter("cpu") as measure, pytest.raises(MemoryError, match="AdamW has ended"):
+        measure(Case(8, 4), "AdamW")
+
 
 STEADY = [(2.0, 1.0, 1.0), (3.0, 1.0, 1.0), (8.0, 2.0, 2.0)]
 

@@ -40,6 +40,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from coupled_adam import cli
 from coupled_adam.embeddings import load_embeddings
 from coupled_adam.embeddings.weights import check_distributed
 
@@ -420,6 +421,9 @@ def test_what_is_no_model(tmp_path):
             load_embeddings(missing)
 
 
+COMMIT = "0" * 40
+
+
 class Hub(http.server.SimpleHTTPRequestHandler):
     """What of the hub is needed: files at a revision, whole or in ranges; counts what it sends."""
 
@@ -436,9 +440,13 @@ class Hub(http.server.SimpleHTTPRequestHandler):
         self.answer(head=False)
 
     def answer(self, head):
-        parts = self.path.split("/")
+        parts = self.path.partition("?")[0].split("/")
         path = self.folder / parts[-1]
-        if parts[1:5] != ["someone", "model", "resolve", "main"] or not path.exists():
+        if parts[1:5] == ["api", "models", "someone", "model"]:
+            self.describe(parts[5])
+            return
+        known = parts[1:4] == ["someone", "model", "resolve"] and parts[4] in ("main", COMMIT)
+        if not known or not path.exists():
             self.send_response(404)
             known = parts[1:3] == ["someone", "model"]
             self.send_header("X-Error-Code", "EntryNotFound" if known else "RepoNotFound")
@@ -454,11 +462,24 @@ class Hub(http.server.SimpleHTTPRequestHandler):
         self.send_response(200 if asked is None else 206)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("ETag", f'"{path.name}"')
-        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if not head:
             self.sent[path.name] = self.sent.get(path.name, 0) + len(content)
             self.wfile.write(content)
+
+    def describe(self, what):
+        """The repository's commit, or the list of its files."""
+        files = [
+            {"type": "file", "path": str(path.relative_to(self.folder)), "oid": "0", "size": 0}
+            for path in self.folder.rglob("*.*")
+        ]
+        answer = files if what == "tree" else {"id": "someone/model", "sha": COMMIT}
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
 
 @pytest.fixture
@@ -497,6 +518,49 @@ def test_the_hub_sends_the_embeddings_alone(sharded, hub):
     sent = sum(size for name, size in hub.sent.items() if name.endswith("safetensors"))
     weights = sum(path.stat().st_size for path in hub.folder.glob("*.safetensors"))
     assert sent < 200_000 < weights / 5
+
+
+def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
+    """Downloaded, and then from the hub's cache alone; files that it does not need stay there."""
+    model = make("gpt2")
+    with torch.no_grad():
+        model.transformer.wte.weight[3] = 0
+    model.save_pretrained(hub.folder, max_shard_size="1KB")
+    for name in ("chat_template.jinja", "pytorch_model.bin", "original/model.safetensors"):
+        (hub.folder / name).parent.mkdir(exist_ok=True)
+        (hub.folder / name).write_text("{}")
+    assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "one")]) == 0
+    assert "rows changed: 1 nearly zero" in capsys.readouterr().out
+    assert not hub.sent.keys() & {"pytorch_model.bin"}
+    written = {path.name for path in (tmp_path / "one").iterdir()}
+    kept = {path.name for path in hub.folder.iterdir()} - {"pytorch_model.bin", "original"}
+    assert written == kept
+    assert not any(path.is_symlink() for path in (tmp_path / "one").iterdir())
+    (fixed,) = load_embeddings(tmp_path / "one")
+    assert torch.equal(fixed.matrix[4:], model.transformer.wte.weight[4:])
+    assert fixed.matrix[3].norm() > 0
+
+    runs = tmp_path / "runs"
+    (runs / "seed-1").mkdir(parents=True)
+    (runs / "seed-1" / "config.yaml").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "two")]) == 0
+    shards = sorted(path.name for path in hub.folder.glob("*.safetensors"))
+    for name in shards:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    for arguments, message in (
+        (["someone/else"], "someone/else: there is no such folder here, nor a model on the hub"),
+        (["someone/model", "--revision", "v2"], "this is not in its cache here"),
+        ([str(hub.folder), "--revision", "v2"], "--revision is for models on the hub, and"),
+        ([str(hub.folder), "--batches", "2"], "--batches is for the loss: name a text for it"),
+        ([str(runs)], f"is not a model, but holds runs: name one, such as {runs}/seed-1"),
+    ):
+        assert cli.main(["repair", *arguments, "--out", str(tmp_path / "three")]) == 2
+        assert message in capsys.readouterr().err
+    (hub.folder / shards[0]).unlink()
+    assert cli.main(["repair", str(hub.folder), "--out", str(tmp_path / "three")]) == 2
+    assert f"{shards[0]}" in capsys.readouterr().err
+    assert not (tmp_path / "three").exists()
 
 
 def test_what_the_hub_does_not_have(hub):

@@ -177,6 +177,7 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
         (gpt2, "there", Repair(), "exists: the repaired model is written to a new folder"),
         (gpt2, "no/where", Repair(), "there is no folder"),
         (gpt2, "out", Repair(method="partner"), "needs input and output embeddings"),
+        (gpt2, "gpt2/out", Repair(), "is inside of the model's folder"),
     ):
         with pytest.raises(UsageError, match=message):
             repair_model(folder, tmp_path / out, repair, of_ids)

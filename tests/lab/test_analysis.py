@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings import analyze, single_tokens, unigram_counts
+from coupled_adam.embeddings import analysis, analyze, single_tokens, unigram_counts
 from coupled_adam.embeddings.report import Healthy
+from coupled_adam.text import tokenizers
 from coupled_adam.text.tokenizers import text_tokens
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
@@ -60,8 +61,20 @@ def test_json_is_all_there_is_on_standard_output(gpt2):
     assert found["unseen_tokens"] is None
 
 
-def test_text_and_sets(gpt2, sets, text_file, capsys):
-    found = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets, "--top", 3)
+def test_text_and_sets(gpt2, sets, text_file, capsys, monkeypatch):
+    """The tokens of a text are counted some documents at a time, in bounded memory."""
+    lengths = []
+
+    def recorded(tokens, rows):
+        lengths.append(len(tokens))
+        return unigram_counts(tokens, rows)
+
+    with monkeypatch.context() as small:
+        small.setattr(tokenizers, "_BATCH", 1000)
+        small.setattr(analysis, "unigram_counts", recorded)
+        found = as_json(capsys, gpt2, "--text", text_file, "--word-similarity", sets, "--top", 3)
+    assert len(lengths) > 5
+    assert max(lengths) < sum(lengths) / 3
     tokenizer = AutoTokenizer.from_pretrained(gpt2)
     weight = GPT2LMHeadModel.from_pretrained(gpt2).transformer.wte.weight
     counts = unigram_counts(text_tokens(text_file, tokenizer), len(weight))

@@ -551,6 +551,16 @@ def test_a_rank_that_dies_before_the_others_know_it(lab):
     assert "of the 2 processes of this run, 1 did not come within" in error(stderr[0])
 
 
+def test_an_error_of_one_rank_before_the_others_know_it(lab):
+    """That rank says it, and the others that it did not come."""
+    processes = lab.srun("cut", *ARM, *EXACT, others=["--stepps", 20], fault="impatience 1")
+    stderr = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 2], stderr
+    assert "of the 2 processes of this run, 1 did not come within" in error(stderr[0])
+    said = "coupled-adam: error: process 1: unrecognized arguments: --stepps 20; did you mean"
+    assert error(stderr[1]).startswith(said)
+
+
 @pytest.mark.parametrize("fault", ["exchange 1", "dissolve 1"])
 def test_killed_while_it_replaces_a_report(lab, fault):
     """Before the two change places, and after: there is a whole report, and no leftovers later."""
@@ -628,6 +638,32 @@ exit $code
     assert len(lab.checkpoints("cut")) == min(int(room), 2)
     lab.run("cut", *arguments, "--resume")
     lab.assert_equal("cut", *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "fault", "said"),
+    [
+        ("fsdp2", "limit-of-one 20000", "process 1: File too large: "),
+        ("ddp", "limit 20000", "File too large: "),
+    ],
+)
+def test_a_disk_that_is_full_for_one_rank(lab, strategy, fault, said):
+    """All ranks end, with one line in all; and nothing half-written is left."""
+    arguments = [*ARM, *LONG, *EXACT, "--strategy", strategy]
+    lab.stop("cut", *arguments, step=12, number=signal.SIGTERM, code=75, processes=2)
+    before = lab.checkpoints("cut")
+    started = lab.start("cut", *arguments, "--resume", processes=2, fault=fault)
+    stderr = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [1, 1], stderr
+    folder = lab.folder / "cut" / "checkpoints"
+    assert f"coupled-adam: error: {said}{folder}/step-" in error("".join(stderr))
+    assert "what was finished is kept, continue with --resume" in error("".join(stderr))
+    assert "Traceback" not in "".join(stderr)
+    names = {name for step in before for name in (step, f"{step}.json")}
+    assert {path.name for path in folder.iterdir()} == names
+    lab.run("cut", *arguments, "--resume", processes=2)
+    close(lab.reference(*ARM, *LONG, *EXACT)[0], lab.weights("cut"), 1e-10)
 
 
 @pytest.mark.slow

@@ -72,6 +72,16 @@ def test_command(run, gpt2, tmp_path, capsys):
     assert main(["sample", str(comparison), str(gpt2), *options]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown.splitlines()[0] for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    (sweep / "sweep.yaml").touch()
+    comparison.rename(sweep / "lr=1")
+    for source, message in (
+        (sweep, f"is a sweep: name one of its runs, such as {sweep}/lr=1/adamw-seed-1"),
+        (tmp_path / "x", "x is neither a run (config.yaml) nor a model"),
+    ):
+        assert main(["sample", str(source)]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("width", "lines"), [(80, 2), (40, 4)])

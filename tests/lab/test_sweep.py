@@ -90,7 +90,9 @@ ERRORS = {
     "no value": (["training.lr="], "lr=null must be a value"),
     "unknown key": (["training.lrr=1,2"], "did you mean lr?"),
     "unknown section": (["trainin.lr=1,2"], "trainin.lr cannot be swept"),
-    "seeds": (["seeds=1,2"], "seeds cannot be swept"),
+    "seeds": (["seeds=1,2"], "seeds cannot be swept: give them with --seeds 1 2 3"),
+    "no section": (["lr=1,2"], "lr cannot be swept: did you mean training.lr?"),
+    "nothing to resume": (["--resume"], "holds no sweep to resume"),
     "text": (["data.max_tokens=5,6"], "losses on other text"),
     "vocabulary": (["model.vocab_size=300,400"], "cannot be compared"),
     "optimizer": (["arms.*.optimizer=adamw,sgd"], "cannot be swept"),
@@ -119,6 +121,8 @@ def test_errors(recipe, small_recipe, text_file, tmp_path, capsys):
         assert cli.main([*common, "--out", str(tmp_path / "out"), *arguments]) == 2, name
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line, (name, line)
+    assert cli.main([*common, "--text", str(tmp_path / "x"), "training.lr=1,2"]) == 2
+    assert "results in" not in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -277,15 +281,49 @@ def test_a_sweep_may_grow_but_not_change(recipe, losses, tmp_path):
     assert rates == [1e-4, 1e-3, 1e-2]
     assert all(list(one.validation) == [1, 2, 3] for one in report.tried)
     other = override(recipe, {"model.n_layer": 2})
+    warmup = r"training.warmup=4.0 there, \[1.0, 2.0\] here"
     for changed, arguments, message in (
-        (other, ["training.lr=1e-3,1e-2"], "recipe.model.n_layer=1 there, 2 here"),
-        (recipe, ["training.warmup=1,2"], "values.training.warmup=None there"),
-        (recipe, ["training.lr=1,2", "training.warmup=1,2"], "values.training.warmup=None there"),
+        (other, ["training.lr=1e-3,1e-2"], r"\(model.n_layer=1 there, 2 here\)"),
+        (recipe, ["training.warmup=1,2"], warmup),
+        (recipe, ["training.lr=1,2", "training.warmup=1,2"], warmup),
     ):
         with pytest.raises(UsageError, match=message):
             go(changed, out, *arguments, resume=True)
     with pytest.raises(UsageError, match="holds no sweep to resume"):
         go(recipe, tmp_path, "training.lr=1e-3,1e-2", resume=True)
+
+
+def test_resume_takes_the_recipe_and_the_values(
+    small_recipe, text_file, losses, tmp_path, capsys, monkeypatch
+):
+    """``--resume`` alone continues; what is given besides extends the sweep, or is refused."""
+    monkeypatch.setattr(SweepReport, "page", lambda report: "")
+    out = tmp_path / "out"
+    common = ["sweep", "--out", str(out), "--log"]
+    given = ["--recipe", str(small_recipe), "--text", str(text_file), "--arms", "adamw"]
+    swept = ["training.lr=1e-3,1e-2", "arms.*.lr_factor=1,4", "--steps", "10"]
+    assert cli.main([*common, *given, *swept]) == 0
+    whole = (out / "sweep.csv").read_text()
+    (out / "sweep.csv").unlink()
+    for more in ([], ["training.lr=1e-2"], ["--steps", "10", "arms.*.lr_factor=4"]):
+        assert cli.main([*common, "--resume", *more]) == 0
+        assert (out / "sweep.csv").read_text() == whole
+    assert "4 settings of adamw; seeds 1" in capsys.readouterr().out
+    assert cli.main([*common, "--resume", "training.lr=1", "--seeds", "2", "3"]) == 0
+    assert "6 settings of adamw; seeds 1, 2, 3" in capsys.readouterr().out
+    table = list(csv.DictReader(io.StringIO((out / "sweep.csv").read_text())))
+    assert {(line["lr"], line["lr_factor"]) for line in table} == {
+        (lr, factor) for lr in ("0.001", "0.01", "1") for factor in ("1", "4")
+    }
+    for more, message in (
+        (["--steps", "20"], "training.steps=10 there, 20 here"),
+        (["training.warmup=2"], "training.warmup=4.0 there, 2.0 here"),
+        (["training.warmup=1,2"], "training.warmup=4.0 there, [1.0, 2.0] here"),
+        (["--recipe", "tiny"], "model.n_layer=1 there, 2 here"),
+        (["--arms", "coupled_adam"], "recipe 'small' has no arm 'coupled_adam'"),
+    ):
+        assert cli.main([*common, "--resume", *more]) == 2, more
+        assert message in capsys.readouterr().err
 
 
 def test_a_bad_text_leaves_nothing(recipe, tmp_path):
@@ -307,7 +345,7 @@ def test_optuna(recipe, losses, tmp_path):
     go(recipe, tmp_path / "parts", *arguments, trials=5)
     parts = go(recipe, tmp_path / "parts", *arguments, trials=16, resume=True)
     assert parts == whole
-    with pytest.raises(UsageError, match="trials=16 there, None here"):
+    with pytest.raises(UsageError, match="--optuna=16 there, None here"):
         go(recipe, tmp_path / "parts", "training.lr=1,2", resume=True)
 
 

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +40,14 @@ def memory_meter(device: str) -> Iterator[Callable[[Case, str], Memory]]:
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, initializer=_silence) as process:
-        yield lambda case, name: process.submit(measure_memory, case, name, device).result()
+
+        def measure(case: Case, name: str) -> Memory:
+            try:
+                return process.submit(measure_memory, case, name, device).result()
+            except BrokenProcessPool:  # killed, such as by a system that has no more memory
+                raise MemoryError(f"the process that measures {name} has ended early") from None
+
+        yield measure
 
 
 def measure_memory(case: Case, name: str, device: str) -> Memory:

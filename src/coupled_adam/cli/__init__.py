@@ -28,13 +28,13 @@ try:
         theory,
         train,
     )
-    from coupled_adam.cli.terminal import is_other_rank
+    from coupled_adam.cli.terminal import other_rank
 except ModuleNotFoundError as error:
     from coupled_adam.errors import install
 
     sys.exit(f"coupled-adam: {error}; install the command with: {install('lab')}")
 
-from coupled_adam.errors import UsageError, one_line, printable
+from coupled_adam.errors import UsageError, is_on_all_ranks, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 
 PREEMPTED = 75
@@ -60,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
     75: stopped by SIGTERM, with a checkpoint. 130: interrupted by the user. After 1, 75 and 130 the
-    same command with ``--resume`` continues.
+    same command with ``--resume`` continues. Of several processes each says what went wrong in it,
+    and the first one what all of them know.
     """
     arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
     if isinstance(sys.stdout, io.TextIOWrapper):  # rather ? than an error, where there is no ‖
@@ -73,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)
-        return _fail(2, f"error: {message}{_hint(arguments, message)}")
+        return _fail(2, f"{message}{_hint(arguments, message)}", error)
     except TrainingError as error:
-        return _fail(1, f"error: {one_line(error, longest=None)}")
+        return _fail(1, one_line(error, longest=None), error)
     except BrokenPipeError:  # what reads standard output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
@@ -84,21 +85,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         where = f": {printable(str(error.filename))}" if error.filename else ""
         kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
-        return _fail(1, f"error: {os.strerror(error.errno)}{where}{kept}")
+        return _fail(1, f"{os.strerror(error.errno)}{where}{kept}", error)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         what = one_line(error) if str(error) else "no more can be allocated"
         kept = ". What was finished is kept, continue with --resume" if "resume" in given else ""
-        return _fail(1, f"error: out of memory: {what}{kept}")
+        return _fail(1, f"out of memory: {what}{kept}", error)
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
-        return _fail(PREEMPTED, f"{one_line(error, longest=None)}; continue with --resume")
+        _say(f"{one_line(error, longest=None)}; continue with --resume")
+        return PREEMPTED
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
         more = "; add --resume to the command to continue" if "resume" in given else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
-        return _fail(130, f"interrupted{more}")
+        _say(f"interrupted{more}")
+        return 130
     return 0
 
 
@@ -173,10 +176,19 @@ class _HelpFormatter(argparse.HelpFormatter):
         return text if says_nothing or "default" in text else f"{text} (default: %(default)s)"
 
 
-def _fail(code: int, message: str) -> int:
-    if not is_other_rank():
-        print(f"coupled-adam: {message}", file=sys.stderr)
+def _fail(code: int, message: str, error: BaseException) -> int:
+    """Print an error, unless the first process of several does; return the exit code."""
+    rank = other_rank()
+    if rank is None:
+        _say(f"error: {message}")
+    elif not is_on_all_ranks(error):
+        print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
     return code
+
+
+def _say(message: str) -> None:
+    if other_rank() is None:
+        print(f"coupled-adam: {message}", file=sys.stderr)
 
 
 def _overrides_first(arguments: list[str]) -> list[str]:

@@ -50,7 +50,7 @@ class Options:
     html: str | None
     explore: str | None
     parquet: str | None
-    layout: Literal["pca", "umap"]
+    layout: Literal["pca", "umap"] | None
     device: Device
 
 
@@ -124,8 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layout",
         choices=("pca", "umap"),
-        default="pca",
-        help="the map's layout; umap needs the package umap-learn",
+        help="the layout of the map (default: pca); umap needs the package umap-learn",
     )
     add_device(parser)
 
@@ -147,6 +146,13 @@ def run(options: Options) -> None:
     check_files(
         csv=options.csv, html=options.html, explore=options.explore, parquet=options.parquet
     )
+    layout = options.layout or "pca"
+    if options.explore or options.parquet:
+        from coupled_adam.embeddings.maps import check_installed
+
+        check_installed(layout, as_parquet=options.parquet is not None)
+    elif options.layout is not None:
+        raise UsageError("--layout is that of the map: add --explore or --parquet")
     target = device(options.device)
     quiet_libraries()
     sets = None
@@ -174,13 +180,16 @@ def run(options: Options) -> None:
     analyses = [entry for found in by_model for entry in found]
     undertrained, neighbours, comparisons = [], [], []
     if options.undertrained or options.explore or options.parquet:
-        undertrained = [tokens.find_undertrained(entry) for entry in analyses]
+        for entry in analyses:
+            with progress_bar(f"under-trained tokens, {entry.label}") as progress:
+                undertrained.append(tokens.find_undertrained(entry, progress=progress))
     if options.neighbours is not None:
         for entry in analyses:
             with progress_bar(f"neighbours, {entry.label}") as progress:
                 neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
     if options.compare:
-        comparisons = tokens.compare_analyses(*by_model)
+        with progress_bar("what changed") as progress:
+            comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
     files: dict[str, tuple[str, str | bytes]] = {}
     if options.csv is not None:
         files["--csv"] = options.csv, tables.analyses_csv(analyses)
@@ -191,12 +200,12 @@ def run(options: Options) -> None:
     if options.parquet is not None:
         from coupled_adam.embeddings.maps import parquet, token_maps
 
-        files["--parquet"] = options.parquet, parquet(token_maps(undertrained, options.layout))
+        files["--parquet"] = options.parquet, parquet(token_maps(undertrained, layout))
     if options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page
 
         with progress_bar("neighbours for the map") as progress:
-            page = explorer_page(undertrained, comparisons, options.layout, progress)
+            page = explorer_page(undertrained, comparisons, layout, progress)
         files["--explore"] = options.explore, page
     try:
         for option, (name, content) in files.items():

@@ -24,7 +24,14 @@ from coupled_adam.cli.options import (
     positive_int,
     whole_number,
 )
-from coupled_adam.cli.terminal import console, print_path, print_table, quiet_libraries
+from coupled_adam.cli.terminal import (
+    console,
+    print_path,
+    print_table,
+    progress_bar,
+    quiet_libraries,
+)
+from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.repair import RepairedMatrix
@@ -35,6 +42,7 @@ class Options:
     """The arguments."""
 
     model: str
+    revision: str | None
     out: str
     undertrained: bool
     method: Literal["sample", "partner"]
@@ -51,6 +59,7 @@ class Options:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add them to a parser."""
     parser.add_argument("model", help="the folder of a model or a run, or a model's id on the hub")
+    parser.add_argument("--revision", help="the branch, tag or commit, for a model on the hub")
     parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
     parser.add_argument(
         "--undertrained",
@@ -93,10 +102,15 @@ def run(options: Options) -> None:
     from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
+    if options.revision is not None and Path(options.model).exists():
+        raise UsageError(f"--revision is for models on the hub, and {options.model} is a path here")
+    if options.batches is not None and options.text is None:
+        raise UsageError("--batches is for the loss: name a text for it with --text")
     target = device(options.device)
     check_folder("--out", Path(options.out))
     quiet_libraries()
-    folder, out, text = model_folder(options.model), Path(options.out), optional_path(options.text)
+    out, text = Path(options.out), optional_path(options.text)
+    folder = model_folder(options.model, options.revision)
     needed = options.undertrained or text is not None
     tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
 
@@ -107,7 +121,8 @@ def run(options: Options) -> None:
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)
     repair = Repair(options.undertrained, options.method, options.recenter, options.seed)
-    reports = repair_model(folder, out, repair, vocabulary)
+    with progress_bar("reading the embeddings") as progress:
+        reports = repair_model(folder, out, repair, vocabulary, progress)
     if text is not None:
         losses["after"] = loss_on_text(out, text, options.batches, target)
     if options.json:

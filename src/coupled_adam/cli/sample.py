@@ -85,9 +85,9 @@ def run(options: Options) -> None:
     texts = {}
     for name in (folder for given in options.models for folder in runs_to_sample(given)):
         source = str(Path(name) / "model") if is_run(Path(name)) else name
-        tokenizer = load_model_tokenizer(source, options.revision)
         model = load_model(source, target, options.revision)
         require_causal(model, source)
+        tokenizer = load_model_tokenizer(source, options.revision)
         texts[name] = sample(
             model,
             tokenizer,

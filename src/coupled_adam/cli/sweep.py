@@ -56,32 +56,42 @@ def run(options: Options) -> None:
     """Run the sweep and print its table."""
     from coupled_adam.lab.grid import make_grid, several_values
     from coupled_adam.lab.recipe import load_recipe
-    from coupled_adam.lab.sweep import Sweep, sweep
+    from coupled_adam.lab.sweep import Sweep, extended, stored_sweep, sweep
 
-    fixed, swept = several_values(options.overrides)
+    named = None if options.recipe is None else load_recipe(options.recipe)
+    name = named.name if named else DEFAULT_RECIPE
+    out = Path(options.out or Path("runs") / f"{name}-sweep")
+    check_folder("--out", out)
+    stored = stored_sweep(out) if options.resume else None
+    known = stored.grid.axes if stored else ()
+    fixed, swept = several_values(options.overrides, known)
+    if options.resume and not stored and not swept:
+        raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
     if options.steps is not None and (both := swept.keys() & {"training.steps", "training.tokens"}):
         raise UsageError(f"--steps gives one length, {both.pop()} several: leave out one of them")
-    if options.optuna is not None and importlib.util.find_spec("optuna") is None:
+    trials = stored.trials if stored and options.optuna is None else options.optuna
+    if trials is not None and importlib.util.find_spec("optuna") is None:
         raise UsageError("--optuna needs a package: pip install optuna")
-    recipe = load_recipe(options.recipe or DEFAULT_RECIPE)
+    recipe = named or (stored.grid.recipe if stored else load_recipe(DEFAULT_RECIPE))
     recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
     recipe = selected(recipe, options.arms, options.seeds)
-    plan = Sweep(make_grid(recipe, swept, ranges=options.optuna is not None), options.optuna)
-    out = Path(options.out or Path("runs") / f"{recipe.name}-sweep")
-    check_folder("--out", out)
+    plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, known=known), trials)
+    if stored:
+        plan = extended(stored, plan, out)
+    recipe = plan.grid.recipe
     how = execution(options, recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {plan.settings} settings of {', '.join(plan.grid.arms)}; seeds "
         f"{', '.join(map(str, recipe.seeds))}",
         highlight=False,
     )
-    print_path("results in", out)
     report = sweep(
         plan,
         out,
         execution=how,
         cache=cache_folder(options.cache),
         resume=options.resume,
+        on_start=lambda: print_path("results in", out),
         announce=lambda line: console().print(line, highlight=False, markup=False),
     )
     if report is not None:

@@ -1,4 +1,4 @@
-"""Output to the terminal. If there are several processes, only rank 0 writes to it."""
+"""Output to the terminal. If there are several processes, only rank 0 writes results to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def console() -> Console:
     """Create a console for the terminal, which is quiet on all ranks except 0."""
     from rich.console import Console
 
-    return Console(quiet=is_other_rank())
+    return Console(quiet=other_rank() is not None)
 
 
 def print_path(what: str, path: Path) -> None:
@@ -52,9 +52,10 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
-def is_other_rank() -> bool:
-    """Whether this is one of several processes, but not the first."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0"
+def other_rank() -> str | None:
+    """The number of this process if it is one of several, but not the first; otherwise None."""
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return None if rank == "0" else printable(rank)
 
 
 def quiet_libraries() -> None:

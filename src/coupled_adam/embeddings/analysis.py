@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,7 @@ from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line, printable
 from coupled_adam.text.token_files import Tokens, token_file
-from coupled_adam.text.tokenizers import load_tokenizer, text_tokens
+from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -277,15 +277,19 @@ def _counts(
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
     own = Path(model) / "unigram_counts.npy"
+    pieces: Iterable[NDArray[Any]] | None = None
     if source.text is not None and tokenizer is not None:
-        return unigram_counts(text_tokens(source.text, tokenizer), rows)
-    if source.tokens:
+        pieces = token_pieces(source.text, tokenizer)
+    elif source.tokens:
         files = [token_file(path, rows) for path in source.tokens]
         tokens = Tokens([file.open(Path()) for file in files])
-        counted = np.zeros(rows, dtype=np.int64)
         starts = range(0, len(tokens), 2**24)
-        for start in tqdm(starts, "counting tokens", disable=None, leave=False):
-            counted += unigram_counts(tokens[start : start + 2**24], rows)
+        bar = tqdm(starts, "counting tokens", disable=None, leave=False)
+        pieces = (tokens[start : start + 2**24] for start in bar)
+    if pieces is not None:
+        counted = np.zeros(rows, dtype=np.int64)
+        for piece in pieces:  # in bounded memory
+            counted += unigram_counts(piece, rows)
         return counted
     path = source.counts or (own if own.exists() else None)
     if path is None:

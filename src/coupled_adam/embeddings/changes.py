@@ -1,6 +1,7 @@
 """What changed between two embedding matrices, such as those of two checkpoints."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
-from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, RowsDone
 from coupled_adam.embeddings.undertrained import finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
@@ -136,17 +137,20 @@ def compare(
     second: Embeddings,
     pairs: Pairs | None = None,
     counts: Tensor | NDArray[Any] | None = None,
+    *,
+    progress: Progress | None = None,
 ) -> Changes:
     """Compare two embedding matrices row by row and as a whole.
 
     Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A||
-    ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Two
+    ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Four
     passes over the rows in float64, in bounded memory.
 
     Args:
         first, second: [V, H] and [V', H']; tensors on any device, or arrays.
         pairs: which rows belong together; by default those of the same id.
         counts: unigram counts [V'] of the second matrix's tokens.
+        progress: called with the number of rows done and of all rows to do, over all passes.
 
     Raises:
         ValueError: if no rows belong together, or counts do not fit.
@@ -154,8 +158,9 @@ def compare(
     if pairs is None:
         pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
     p = None if counts is None else checked_counts(counts, len(second))
-    finite, before = finite_rows(first)
-    finite_second, after = finite_rows(second)
+    on_rows = RowsDone(progress, len(first) + len(second) + 6 * len(pairs.first))
+    finite, before = finite_rows(first, on_rows)
+    finite_second, after = finite_rows(second, on_rows)
     usable = finite[pairs.first] & finite_second[pairs.second]
     if not usable.any():
         raise ValueError("the two matrices have no finite rows of the same tokens")
@@ -165,21 +170,29 @@ def compare(
         ratios = after[pairs.second] / before[pairs.first]
     ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
 
-    means = [torch.zeros(width, dtype=torch.float64) for width in (first.shape[1], second.shape[1])]
+    norms = before[used.first].mean(), after[used.second].mean()
+    geometry.check_not_zero(min(norms))
+    means, grams = [], []
+    for matrix, rows in ((first, used.first), (second, used.second)):
+        keep = np.zeros(len(matrix), np.bool_)
+        keep[rows] = True
+        mean = geometry.mean_and_norms(matrix, keep, on_rows)[0]
+        means.append(mean.cpu())
+        grams.append(float(geometry.gram(matrix, mean, keep, on_rows).norm()))
+    if 0 in grams:
+        raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
+    cross = torch.zeros(len(means[0]), len(means[1]), dtype=torch.float64)
     cosines = np.full(len(pairs.first), np.nan) if same_width else None
     places = np.flatnonzero(usable)
     start = 0
     for a, b in _chunks(first, second, used):
-        means[0] += a.sum(0)
-        means[1] += b.sum(0)
+        cross.addmm_((a - means[0]).T, b - means[1])
         if cosines is not None:
             scale = a.norm(dim=1) * b.norm(dim=1)
             values = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
             cosines[places[start : start + len(a)]] = values.numpy()
         start += len(a)
-    means = [mean / len(used.first) for mean in means]
-    norms = before[used.first].mean(), after[used.second].mean()
-    geometry.check_not_zero(min(norms))
+        on_rows(2 * len(a))
 
     frequency = None
     if p is not None:
@@ -200,7 +213,7 @@ def compare(
         cosines,
         ratios,
         {name: group for name, group in groups.items() if group.rows},
-        _cka(first, second, used, means),
+        float(cross.norm()) ** 2 / math.prod(grams),
         float((means[1] - means[0]).norm()) / float(norms[0]) if same_width else None,
         (float(means[0].norm() / norms[0]), float(means[1].norm() / norms[1])),
         frequency,
@@ -266,15 +279,3 @@ def _chunks(first: Embeddings, second: Embeddings, pairs: Pairs) -> Iterator[tup
             geometry.as_float64(first[pairs.first[chunk]]).cpu(),
             geometry.as_float64(second[pairs.second[chunk]]).cpu(),
         )
-
-
-def _cka(first: Embeddings, second: Embeddings, pairs: Pairs, means: list[Tensor]) -> float:
-    grams: list[Tensor | float] = [0.0, 0.0, 0.0]
-    for a, b in _chunks(first, second, pairs):
-        a, b = a - means[0], b - means[1]
-        for index, product in enumerate((a.T @ a, b.T @ b, a.T @ b)):
-            grams[index] = grams[index] + product
-    one, other, cross = (float(torch.as_tensor(gram).norm()) for gram in grams)
-    if one * other == 0:
-        raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
-    return cross**2 / (one * other)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings.geometry import Progress
 from coupled_adam.embeddings.maps import Layout, TokenMap, token_maps
-from coupled_adam.embeddings.neighbours import Progress, nearest
+from coupled_adam.embeddings.neighbours import nearest
 from coupled_adam.embeddings.tokens import NEIGHBOURS, Comparison, Undertrainedness
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.errors import UsageError

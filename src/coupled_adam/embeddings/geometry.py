@@ -7,6 +7,7 @@ ValueError unless they are given a non-empty matrix [V, H] of finite real number
 unless this is a tensor or an array.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from torch import Tensor
 
 Array = NDArray[np.float64]
 Embeddings = Tensor | NDArray[Any]
+Progress = Callable[[int, int], None]
+"""Called with what is done and what is to do, in any unit."""
 
 _BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
 _LARGE = 2**38  # multiplications, about ten seconds of a processor core in float64
@@ -48,8 +51,9 @@ def isotropy(
     """
     if convention not in ("sign_safe", "published"):
         raise ValueError(f"Invalid convention: {convention!r} ('sign_safe' or 'published')")
-    log_z = _log_partition(embeddings)
-    return isotropy_of(log_z if convention == "sign_safe" else log_z[:1])
+    published = convention == "published"
+    log_z = _log_partition(embeddings, published=published)
+    return isotropy_of(log_z[:1] if published else log_z)
 
 
 def isotropy_unit(embeddings: Embeddings) -> float:
@@ -67,13 +71,19 @@ def isotropy_unit(embeddings: Embeddings) -> float:
     return isotropy_of(_log_partition(embeddings, unit=average))
 
 
-def _log_partition(embeddings: Embeddings, unit: float = 1.0) -> Array:
-    """Log Z(c) and log Z(-c), [2, H], of E / unit for the eigenvectors c."""
-    dtype = exponent_dtype(embeddings, float(row_norms(embeddings).max()) / min(unit, 1.0))
-    directions = torch.linalg.eigh(gram(embeddings))[1].to(dtype)
-    partition = LogPartition()
-    for block in blocks(embeddings):
-        partition.add(project(block.to(dtype), directions) / unit)
+def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool = False) -> Array:
+    """Log Z(c) and log Z(-c), [2, n], of E / unit for the eigenvectors c that can be extreme."""
+    mean, norms = mean_and_norms(embeddings)
+    longest = float(norms.max())
+    dtype = exponent_dtype(embeddings, longest / min(unit, 1.0))
+    squares, directions = torch.linalg.eigh(gram(embeddings))
+    means = mean @ directions
+    reach = longest + float(mean.norm())
+    moments = Moments(means, squares / len(norms) - means**2, reach)
+    directions = directions[:, moments.can_be_extreme(unit, published)].to(dtype)
+    partition = LogPartition(longest / unit)
+    for block in blocks(embeddings, dtype=dtype):
+        partition.add(project(block, directions) / unit)
     return partition.log_z()
 
 
@@ -226,10 +236,11 @@ def exponent_dtype(embeddings: Embeddings, largest: float) -> torch.dtype:
     r"""The dtype in which to compute the exponents c . e_i of Z(c): float32 if that is safe.
 
     With unit vectors c, and rows e_i of which the largest has the norm R, the rounding error of a
-    dot product in float32 is at most (8 sqrt(H) + 3) u R, where u = 2^-24: 8 sqrt(H) u bounds that
+    dot product in float32 is at most (8 sqrt(H) + 5) u R, where u = 2^-24: 8 sqrt(H) u bounds that
     of H products and sums, except with probability 2 exp(-8^2 / 2) = 3e-14 (Higham & Mary 2019, A
-    New Approach to Probabilistic Rounding Error Analysis, Theorem 3.1), and 3 u that of the two
-    operands and of a division by the mean norm. Log Z then has at most the same error, as it is
+    New Approach to Probabilistic Rounding Error Analysis, Theorem 3.1), and 5 u that of the two
+    operands, of the mean and its subtraction, and of a division by the mean norm. Log Z then has
+    at most the same error, as it is
     1-Lipschitz in the largest difference of the exponents; the isotropy, a ratio of two, has at
     most twice this relative error. float32 is chosen if that is below 1e-4, so that the fourth
     digit is right, and if the matrix is so large that float64 would take minutes.
@@ -239,21 +250,75 @@ def exponent_dtype(embeddings: Embeddings, largest: float) -> torch.dtype:
         largest: R, or a bound on it; divided by the mean norm if the exponents are.
     """
     rows, columns = embeddings.shape
-    error = 2 * (8 * math.sqrt(columns) + 3) * 2**-24 * largest
+    error = 2 * (8 * math.sqrt(columns) + 5) * 2**-24 * largest
     is_large = rows * columns**2 >= _LARGE
     return torch.float32 if is_large and error <= 1e-4 else torch.float64
 
 
-class LogPartition:
-    """Accumulates log Z(c) of Z(c) = sum_i exp(c . e_i), for n directions c and for each -c."""
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    r"""What the first two moments say of Z(c) = sum_i exp(c . e_i), for n directions c.
 
-    def __init__(self) -> None:
+    exp(t) = 1 + t + t^2 f(t), where f(t) = (exp(t) - 1 - t) / t^2 increases with t. For the
+    projections c . e_i with mean m, variance v, and distances from m of at most R, this gives
+
+    .. math:: e^m (1 + f(-R) v) \le Z(c) / V \le e^m (1 + f(R) v)
+
+    A direction whose bounds lie between those of others can have neither the largest nor the
+    smallest Z. In trained embeddings, whose variances differ a lot, those are most directions.
+
+    Attributes:
+        means, variances: m and v of each direction, [n].
+        reach: R, or a bound on it.
+    """
+
+    means: Tensor
+    variances: Tensor
+    reach: float
+
+    def can_be_extreme(self, unit: float, published: bool) -> Tensor:
+        """Which directions can have the largest or smallest Z of E / unit, [n] booleans.
+
+        Args:
+            published: whether they are compared with one sign each, too, and not only with both.
+        """
+        reach, means = self.reach / unit, self.means / unit
+        if reach > 300:
+            return torch.ones_like(means, dtype=torch.bool)
+        variances = self.variances.clamp(min=0) / unit**2
+        # With room for the rounding errors of the eigenvalues, relative to the largest.
+        rounding = 1e-9 * (1 + _quadratic(reach) * float(variances.max()))
+        signs = means.new_tensor([[1.0], [-1.0]])
+        lower = signs * means + torch.log1p(_quadratic(-reach) * variances) - rounding
+        upper = signs * means + torch.log1p(_quadratic(reach) * variances) + rounding
+        found = torch.zeros_like(means, dtype=torch.bool)
+        for low, high in ((lower, upper), *[(lower[:1], upper[:1])] * published):
+            found = found | ((low <= high.min()) | (high >= low.max())).any(0)
+        return found
+
+
+def _quadratic(t: float) -> float:
+    """f(t) = (exp(t) - 1 - t) / t^2."""
+    if abs(t) < 1e-3:
+        return 0.5 + t / 6 + t**2 / 24
+    return (math.expm1(t) - t) / t**2
+
+
+class LogPartition:
+    r"""Accumulates log Z(c) of Z(c) = sum_i exp(c . e_i), for n directions c and for each -c.
+
+    Args:
+        largest: a bound on all \|c . e_i\|.
+    """
+
+    def __init__(self, largest: float) -> None:
+        self._largest = largest
         self._log_z: Tensor | None = None
 
     def add(self, projections: Tensor) -> None:
         """Add a block of rows, given c . e_i, [rows, n], in float32 or float64."""
-        limit = 80 if projections.dtype == torch.float32 else 300
-        if (projections.abs() < limit).all():  # one exponential for both signs, without overflow
+        if self._largest < (80 if projections.dtype == torch.float32 else 300):
+            # One exponential serves both signs, without overflow.
             z = projections.exp()
             sums = [z.sum(0, dtype=torch.float64), z.reciprocal_().sum(0, dtype=torch.float64)]
             new = torch.stack(sums).log()
@@ -352,9 +417,11 @@ def blocks(
     embeddings: Embeddings,
     keep: NDArray[np.bool_] | None = None,
     on_rows: Callable[[int], object] | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Iterator[Tensor]:
-    """Yield a matrix's rows (all, or those to keep) in float64, block by block, and check them.
+    """Yield a matrix's rows (all, or those to keep) block by block, by default in float64.
 
+    They are checked, too.
     ``on_rows`` is called with the number of rows of each block once that has been dealt with.
     """
     check(embeddings)
@@ -362,7 +429,7 @@ def blocks(
     size = max(1, _BLOCK_BYTES // (8 * columns))
     largest = tiny = 0.0
     for start in range(0, rows, size):
-        block = as_float64(embeddings[start : start + size])
+        block = _converted(embeddings[start : start + size], dtype)
         if keep is not None:
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
@@ -385,12 +452,36 @@ def blocks(
         raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
 
 
+class RowsDone:
+    """Counts the rows that several passes have dealt with, and reports them.
+
+    Args:
+        progress: called with the rows done and the rows to do, over all passes.
+        total: the rows to do; the last passes may turn out to be unnecessary.
+    """
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress = progress
+        self.total = total
+        self.done = 0
+
+    def __call__(self, rows: int) -> None:
+        """Count the rows of a block."""
+        self.done = min(self.done + rows, self.total)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
 def as_float64(values: Embeddings) -> Tensor:
     """A tensor in float64, on its own device, or on the CPU if that does not support float64."""
+    return _converted(values, torch.float64)
+
+
+def _converted(values: Embeddings, dtype: torch.dtype) -> Tensor:
     if not isinstance(values, Tensor):
-        return torch.from_numpy(np.array(values, dtype=np.float64))
+        return torch.from_numpy(np.array(values, dtype=np.float64)).to(dtype)
     device = "cpu" if values.device.type == "mps" else values.device
-    return values.detach().to(device, torch.float64).contiguous()
+    return values.detach().to(device, dtype).contiguous()
 
 
 def as_array(values: Tensor) -> Array:

@@ -202,8 +202,9 @@ def _open_folder(folder: Path) -> Weights:
 
 
 def inner_runs(folder: Path) -> list[Path]:
-    """The runs in a folder, which is that of a comparison if there are any."""
-    return sorted(path.parent for path in folder.glob("*/config.yaml"))
+    """The runs in a folder, which is that of a comparison or a sweep if there are any."""
+    patterns = ("*/config.yaml", "*/*/config.yaml")
+    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
 
 
 def _open_run(folder: Path) -> Weights:

@@ -55,6 +55,14 @@ class TokenMap:
         return {**table, **self.indicators}
 
 
+def check_installed(layout: Layout, as_parquet: bool = False) -> None:
+    """Raise UsageError unless the packages are there that a layout, or a Parquet file, needs."""
+    if layout == "umap" and importlib.util.find_spec("umap") is None:
+        raise UsageError("--layout umap needs a package: pip install umap-learn")
+    if as_parquet and importlib.util.find_spec("pyarrow") is None:
+        raise UsageError("--parquet needs a package: pip install pyarrow")
+
+
 def token_maps(
     found: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
 ) -> list[TokenMap]:
@@ -73,8 +81,7 @@ def token_maps(
     Raises:
         UsageError: if ``umap-learn`` is needed and not installed.
     """
-    if layout == "umap" and importlib.util.find_spec("umap") is None:
-        raise UsageError("--layout umap needs a package: pip install umap-learn")
+    check_installed(layout)
     share = None if limit is None else limit // len(found)
     maps: list[TokenMap] = []
     frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -111,11 +118,10 @@ def parquet(maps: Sequence[TokenMap]) -> bytes:
     Raises:
         UsageError: if ``pyarrow`` is not installed.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise UsageError("--parquet needs a package: pip install pyarrow") from None
+    check_installed("pca", as_parquet=True)
+    import pyarrow
+    import pyarrow.parquet
+
     tables = [pyarrow.table(_writable(entry.columns())) for entry in maps]
     whole = pyarrow.concat_tables(tables, promote_options="permissive")
     file = io.BytesIO()

@@ -124,7 +124,8 @@ class Monitor:
 
     def _note(self, module: nn.Module, inputs: Any, logits: Any) -> None:
         local: Tensor = logits.to_local() if hasattr(logits, "to_local") else logits
-        largest = local.detach().abs().amax().float()
+        low, high = local.detach().aminmax()  # without a copy of the logits
+        largest = torch.maximum(-low, high).float()
         if self._largest_logit is not None:
             largest = torch.maximum(largest, self._largest_logit)
         self._largest_logit = largest

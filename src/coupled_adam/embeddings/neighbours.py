@@ -10,11 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.geometry import Array, Embeddings, Progress
 from coupled_adam.embeddings.undertrained import finite_rows
-
-Progress = Callable[[int, int], None]
-"""Called with what is done and what is to do, in any unit."""
 
 _QUERIES = 4096  # rows compared with all others in one pass
 

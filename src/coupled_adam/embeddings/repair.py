@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,14 +25,18 @@ from coupled_adam.embeddings.loading import (
     INPUT_NAMES,
     OUTPUT_NAMES,
     EmbeddingMatrix,
+    inner_runs,
     load_embeddings,
 )
-from coupled_adam.embeddings.undertrained import BY_ROLE, finite_rows, undertrained
+from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.hub import download_model, hub_error
 
 Method = Literal["sample", "partner"]
+Reason = Literal["not finite", "nearly zero", "under-trained"]
 _NEARLY_ZERO = 0.01  # of the median norm
+_DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md")
 _POSITIONS = "wpe.weight"  # GPT-2's positions, which are added to the input embeddings
 
 
@@ -42,7 +46,7 @@ class RepairedRow:
 
     row: int
     token: str
-    reason: Literal["not finite", "nearly zero", "under-trained"]
+    reason: Reason
     method: Method
     norm_before: float | None
     norm_after: float
@@ -65,9 +69,13 @@ class RepairedMatrix:
     mean_removed: float | None
 
 
-def dead_rows(embeddings: geometry.Embeddings) -> dict[int, Literal["not finite", "nearly zero"]]:
+def dead_rows(embeddings: geometry.Embeddings) -> dict[int, Reason]:
     """The rows that are not finite, or have less than a hundredth of the median norm."""
-    finite, norms = finite_rows(embeddings)
+    return _dead(*finite_rows(embeddings))
+
+
+def _dead(finite: NDArray[np.bool_], norms: geometry.Array) -> dict[int, Reason]:
+    """The same, from what :func:`finite_rows` returns."""
     if not finite.any():
         return dict.fromkeys(range(len(norms)), "not finite")
     small = finite & (norms <= _NEARLY_ZERO * np.median(norms[finite]))
@@ -85,6 +93,7 @@ def healthy_rows(
     partner: Tensor | None = None,
     noise: float = 1.0,
     seed: int = 0,
+    on_rows: Callable[[int], object] | None = None,
 ) -> Tensor:
     """New values for some rows of an embedding matrix.
 
@@ -98,6 +107,7 @@ def healthy_rows(
         noise: the factor on the standard deviation of that distribution; with 0, all new rows are
             the mean.
         seed: of the distribution.
+        on_rows: called with the number of rows of each block that a pass is done with.
 
     Returns:
         The new values [n, H], in the dtype of ``embeddings``, on its device.
@@ -107,12 +117,13 @@ def healthy_rows(
     """
     if healthy.sum() < 2:
         raise ValueError("fewer than two rows are healthy: nothing to model new rows on")
-    mean, norms = geometry.mean_and_norms(embeddings, healthy)
+    mean, norms = geometry.mean_and_norms(embeddings, healthy, on_rows)
     if partner is not None:
         directions = geometry.as_float64(partner[rows])
         new = torch.nn.functional.normalize(directions, dim=1) * float(norms.mean())
     else:
-        squares, basis = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy) / len(norms))
+        covariance = geometry.gram(embeddings, mean, healthy, on_rows) / len(norms)
+        squares, basis = torch.linalg.eigh(covariance)
         generator = torch.Generator().manual_seed(seed)
         draws = torch.randn(len(rows), len(mean), generator=generator, dtype=torch.float64)
         scale = noise * squares.clamp(min=0).sqrt()
@@ -140,8 +151,12 @@ class Repair:
     seed: int = 0
 
 
-def model_folder(model: str) -> Path:
+def model_folder(model: str, revision: str | None = None) -> Path:
     """The folder of a model: itself, a run's, or that of a model on the hub, which is downloaded.
+
+    Args:
+        model: the folder of a model or a run, or an id on the hub.
+        revision: a branch, tag or commit on the hub.
 
     Raises:
         UsageError: if there is no such model.
@@ -152,23 +167,27 @@ def model_folder(model: str) -> Path:
         if not folder.exists():
             raise UsageError(f"{model} is a run that has no model yet: let it finish first")
     if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        runs = inner_runs(folder)
+        if runs:
+            raise UsageError(f"{model} is not a model, but holds runs: name one, such as {runs[0]}")
         if not (folder / "config.json").exists():
             raise UsageError(f"{model} is not a model in Hugging Face format: no config.json in it")
         return folder
-    import huggingface_hub
-
-    wanted = ("*.json", "*.safetensors", "*.model", "*.txt")
     try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(wanted)))
+        return download_model(model, revision, _DOWNLOADED)
     except Exception as error:  # huggingface_hub and its HTTP client raise many types
         raise UsageError(
-            f"{model}: no such folder here, and the hub did not return such a model "
-            f"({type(error).__name__}: {one_line(error, 300)})"
+            f"{model}: there is no such folder here, nor a model on the hub that can be read "
+            f"({hub_error(error)})"
         ) from None
 
 
 def repair_model(
-    folder: Path, out: Path, repair: Repair, vocabulary: Callable[[int], Vocabulary]
+    folder: Path,
+    out: Path,
+    repair: Repair,
+    vocabulary: Callable[[int], Vocabulary],
+    progress: geometry.Progress | None = None,
 ) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
@@ -181,6 +200,7 @@ def repair_model(
         out: the folder to write, which must not exist.
         repair: what to repair.
         vocabulary: a function that returns what V rows stand for.
+        progress: called with the number of rows done and of all rows to do, over all passes.
 
     Returns:
         What was changed, one entry for each matrix.
@@ -190,6 +210,8 @@ def repair_model(
     """
     if out.exists():
         raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    if folder.resolve() in out.resolve().parents:
+        raise UsageError(f"--out {out} is inside of the model's folder: choose one beside it")
     if not out.parent.is_dir():
         raise UsageError(f"--out: there is no folder {out.parent}: create it first")
     try:
@@ -200,27 +222,30 @@ def repair_model(
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise UsageError(f"{folder} has no safetensors: save the model as safetensors first")
+    _check_shards(folder)
     _check(repair, folder, entries[-1].role, config)
 
+    passes = 4 + PASSES * repair.undertrained  # norms, mean and covariance, mean of what it becomes
+    on_rows = geometry.RowsDone(progress, passes * sum(len(entry.matrix) for entry in entries))
     reports, changed, shift = [], {}, None
     for entry in entries:
         partner = None
         if repair.method == "partner":
             (partner,) = (other.matrix for other in entries if other is not entry)
-        matrix = entry.matrix.clone()
+        known = vocabulary(len(entry.matrix))
         try:
-            rows = _repair_rows(entry, matrix, partner, repair, vocabulary(len(matrix)), config)
+            rows, change = _repaired(entry, partner, repair, known, config, on_rows)
         except ValueError as error:
             raise UsageError(f"{folder}: {error}") from None
         mean_norm = None
         if repair.recenter and entry.role != "input":
-            mean = geometry.mean_and_norms(matrix)[0]
+            mean = change.mean(on_rows)
             mean_norm = float(mean.norm())
-            _subtract(matrix, mean)
+            change = dataclasses.replace(change, subtracted=mean)
             shift = mean if entry.role == "tied" else None
         reports.append(RepairedMatrix([entry.tensor], entry.role, rows, mean_norm))
         if rows or mean_norm is not None:
-            changed[entry.tensor] = (entry.matrix, matrix)
+            changed[entry.tensor] = change
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
         shutil.copytree(
@@ -237,6 +262,17 @@ def repair_model(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return reports
+
+
+def _check_shards(folder: Path) -> None:
+    """Raise UsageError unless all files of the model's index are there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    named = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    missing = sorted(name for name in named if not (folder / name).exists())
+    if missing:
+        raise UsageError(f"{folder} lacks {missing[0]}, which its index names: download it first")
 
 
 def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -> None:
@@ -263,19 +299,46 @@ def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -
         )
 
 
-def _repair_rows(
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What a matrix [V, H] becomes: some rows are ``new`` [n, H], and a mean is subtracted."""
+
+    matrix: Tensor
+    rows: NDArray[np.int64]
+    new: Tensor
+    subtracted: Tensor | float = 0.0
+
+    def mean(self, on_rows: Callable[[int], object]) -> Tensor:
+        """The mean of all rows, those that are new included."""
+        kept = np.ones(len(self.matrix), np.bool_)
+        kept[self.rows] = False
+        mean: Tensor
+        mean, norms = geometry.mean_and_norms(self.matrix, kept, on_rows)
+        return (mean * len(norms) + self.new.double().sum(0)) / len(self.matrix)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """What the matrix becomes, some thousand rows at a time."""
+        size = max(1, 2**20 // self.matrix.shape[1])
+        for start in range(0, len(self.matrix), size):
+            block = self.matrix[start : start + size].clone()
+            here = (start <= self.rows) & (self.rows < start + size)
+            block[torch.from_numpy(self.rows[here] - start)] = self.new[torch.from_numpy(here)]
+            # In float64 before rounding; nothing is rounded where nothing is subtracted.
+            yield (block.double() - self.subtracted).to(block.dtype)
+
+
+def _repaired(
     entry: EmbeddingMatrix,
-    matrix: Tensor,
     partner: Tensor | None,
     repair: Repair,
     vocabulary: Vocabulary,
     config: Mapping[str, Any],
-) -> list[RepairedRow]:
-    """Change the rows of a matrix in place that need it."""
-    reasons: dict[int, Literal["not finite", "nearly zero", "under-trained"]] = {
-        **dead_rows(matrix)
-    }
-    _, norms = finite_rows(matrix)
+    on_rows: Callable[[int], object],
+) -> tuple[list[RepairedRow], _Change]:
+    """New values for the rows of a matrix that need them."""
+    matrix = entry.matrix
+    finite, norms = finite_rows(matrix, on_rows)
+    reasons = _dead(finite, norms)
     healthy = np.ones(len(matrix), np.bool_)
     healthy[list(reasons)] = False
     padding = config.get("pad_token_id")
@@ -290,6 +353,7 @@ def _repair_rows(
             vocabulary.unused,
             among=vocabulary.categories == "ok",
             order_by=BY_ROLE.get(entry.role) if vocabulary.unused.any() else None,
+            on_rows=on_rows,
         )
         if found.limit is None:
             raise ValueError(
@@ -301,8 +365,6 @@ def _repair_rows(
         healthy[found.alike] = False
         healthy &= ~found.unused
     rows = np.array(sorted(reasons), dtype=np.int64)
-    if not len(rows):
-        return []
     directed = np.zeros(len(rows), np.bool_)
     if partner is not None:
         directed = ~np.isin(rows, list(dead_rows(partner)))
@@ -310,10 +372,9 @@ def _repair_rows(
     for chosen, other in ((directed, partner), (~directed, None)):
         if chosen.any():
             new[torch.from_numpy(chosen)] = healthy_rows(
-                matrix, rows[chosen], healthy, partner=other, seed=repair.seed
+                matrix, rows[chosen], healthy, partner=other, seed=repair.seed, on_rows=on_rows
             )
-    matrix[torch.from_numpy(rows)] = new
-    return [
+    changed = [
         RepairedRow(
             row,
             vocabulary.name(row),
@@ -324,46 +385,41 @@ def _repair_rows(
         )
         for index, row in enumerate(rows.tolist())
     ]
-
-
-def _subtract(matrix: Tensor, mean: Tensor) -> None:
-    """Subtract the mean from all rows in place, in float64 before rounding."""
-    start = 0
-    for block in geometry.blocks(matrix):
-        matrix[start : start + len(block)] = (block - mean).to(matrix.dtype)
-        start += len(block)
+    return changed, _Change(matrix, rows, new)
 
 
 def _write_shard(
-    source: Path,
-    target: Path,
-    changed: Mapping[str, tuple[Tensor, Tensor]],
-    shift: Tensor | None,
+    source: Path, target: Path, changed: Mapping[str, _Change], shift: Tensor | None
 ) -> dict[str, str]:
-    """Write a file of weights anew; return the tensors that were replaced, and by which.
+    """Copy a file of weights with its changes; return the tensors that were replaced, and by which.
 
-    A tensor with the same bits as a changed one, and the name of an embedding, is tied to it.
+    A tensor with the same bits as a changed one, and the name of an embedding, is tied to it. The
+    shapes and types stay as they are, so that only bytes of these tensors are overwritten.
     """
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
-    replaced = {}
+    replaced, written = {}, {}
     with safe_open(source, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    for name, tensor in tensors.items():
-        known = any(name.endswith(ending) for ending in (*INPUT_NAMES, *OUTPUT_NAMES))
-        for of, (before, after) in changed.items():
-            if name == of or (known and _same_bits(tensor, before)):
-                tensors[name], replaced[name] = after, of
-                break
-        if shift is not None and name.endswith(_POSITIONS):
-            tensors[name] = (tensor.double() + shift).to(tensor.dtype)
-    if replaced or shift is not None:
-        # Tied tensors are written one by one: safetensors refuses those that share memory.
-        save_file({n: t.clone().contiguous() for n, t in tensors.items()}, target, metadata)
-    else:
-        shutil.copyfile(source, target)
+        for name in list(file.keys()):
+            if shift is not None and name.endswith(_POSITIONS):
+                positions = file.get_tensor(name)
+                written[name] = iter([(positions.double() + shift).to(positions.dtype)])
+            if name in changed:
+                replaced[name] = name
+            elif any(name.endswith(ending) for ending in (*INPUT_NAMES, *OUTPUT_NAMES)):
+                tensor = file.get_tensor(name)
+                same = (of for of, c in changed.items() if _same_bits(tensor, c.matrix))
+                if (of := next(same, None)) is not None:
+                    replaced[name] = of
+    written |= {name: changed[of].blocks() for name, of in replaced.items()}
+    shutil.copyfile(source, target)
+    with open(target, "r+b") as copy:
+        size = int.from_bytes(copy.read(8), "little")
+        header = json.loads(copy.read(size))
+        for name, blocks in written.items():
+            copy.seek(8 + size + header[name]["data_offsets"][0])
+            for block in blocks:
+                copy.write(block.contiguous().view(torch.uint8).numpy().tobytes())
     return replaced
 
 

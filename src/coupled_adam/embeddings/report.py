@@ -201,6 +201,7 @@ class Healthy:
 
 _PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
 _STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
+_ONE_RUN = "one run each of the recipe tiny"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,8 +256,8 @@ MEASURES = (
         ("mean_cosine_similarity",),
         4,
         Healthy(
-            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); 0.007 with Coupled "
-            "Adam, 0.39 with AdamW (recipe tiny)",
+            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
+            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})",
             -0.05,
             0.05,
         ),
@@ -298,8 +299,8 @@ MEASURES = (
         ("mean_frequency_correlation",),
         4,
         Healthy(
-            "0 if rare tokens have not drifted (arXiv 2502.08441); -0.33 with Coupled Adam, -0.91 "
-            "with AdamW (recipe tiny)",
+            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
+            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})",
             -0.5,
             0.5,
         ),
@@ -393,37 +394,43 @@ def analyze(
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
 
-    # The norms come first, because the isotropy at unit mean norm needs their means.
-    taken = centred_basis[:, columns - top :]
-    centred_norms, topless_norms = torch.empty_like(norms), torch.empty_like(norms)
-    start = 0
-    for block in geometry.blocks(embeddings, kept, on_rows):
-        rows_here = slice(start, start := start + len(block))
-        difference = block - mean
-        centred_norms[rows_here] = difference.norm(dim=1)
-        topless_norms[rows_here] = (difference - difference @ taken @ taken.T).norm(dim=1)
-
     # Rows equal to the mean differ from it by rounding errors only; the floor treats them as zero.
     floor = 1e-12 * float(norms.max())
-    raw, centred, topless = (
-        _Cloud(norms, 0.0),
-        _Cloud(centred_norms, floor),
-        _Cloud(topless_norms, floor),
-    )
+    raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
     along = torch.empty_like(norms)
-    longest, units = float(centred_norms.max()), (centred.unit, topless.unit)
-    largest = max(float(norms.max()) / min(raw.unit, 1), longest / min(*units, 1))
-    dtype = geometry.exponent_dtype(embeddings, largest)
-    axes, centred_axes = basis.to(dtype), centred_basis.to(dtype)
+    taken = centred_basis[:, columns - top :]
+    start = 0
     for block in geometry.blocks(embeddings, kept, on_rows):
-        along[raw.rows : raw.rows + len(block)] = block @ mean
-        raw.add(block, geometry.project(block.to(dtype), axes))
+        along[start : start + len(block)] = block @ mean
+        raw.add(block, start)
+        block = block - mean
+        centred.add(block, start)
+        topless.add(block - block @ taken @ taken.T, start)
+        start += len(block)
+
+    # Z comes last, because the isotropy at unit mean norm needs the norms; and only for directions
+    # that can have the largest or smallest.
+    dtype = geometry.exponent_dtype(
+        embeddings, max(raw.longest, centred.longest) / min(raw.unit, centred.unit, topless.unit, 1)
+    )
+    means, left = mean @ basis, columns - top
+    chosen = raw.contenders(means, squares / used - means**2, centred.longest)
+    chosen_centred = centred.contenders(0 * means, centred_squares / used, centred.longest)
+    if left:
+        chosen_centred[:left] |= topless.contenders(
+            0 * means[:left], centred_squares[:left] / used, topless.longest
+        )
+        left = int(chosen_centred[:left].sum())
+    axes, centred_axes = basis[:, chosen].to(dtype), centred_basis[:, chosen_centred].to(dtype)
+    center = mean.to(dtype)
+    for cloud in (raw, centred, topless):
+        cloud.begin_z()
+    for block in geometry.blocks(embeddings, kept, on_rows, dtype):
+        raw.add_z(geometry.project(block, axes))
         # In the basis of the principal directions, removing the top ones means dropping columns.
-        difference = block - mean
-        projections = geometry.project(difference.to(dtype), centred_axes)
-        centred.add(difference, projections)
-        difference = difference - difference @ taken @ taken.T
-        topless.add(difference, projections[:, : columns - top])
+        projections = geometry.project(block - center, centred_axes)
+        centred.add_z(projections)
+        topless.add_z(projections[:, :left])
     topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 
@@ -484,22 +491,43 @@ def _matrix_of(module: nn.Module) -> Tensor:
 class _Cloud:
     """Accumulates the measures of one of a report's three variants, block by block."""
 
-    def __init__(self, norms: Tensor, floor: float) -> None:
-        self.rows = 0
+    def __init__(self, rows: int, floor: float) -> None:
         self.floor = floor
-        self.norms = torch.where(norms > floor, norms, 0)
-        self.partition = geometry.LogPartition()
-        self.unit_partition = geometry.LogPartition()
+        self.norms = torch.zeros(rows, dtype=torch.float64)
         self.angles = geometry.Angles()
-        self.unit = float(self.norms.mean()) or 1.0
 
-    def add(self, vectors: Tensor, projections: Tensor) -> None:
-        """Add a block of rows [rows, any], and its projections onto the eigenvectors."""
-        norms = self.norms[self.rows : self.rows + len(vectors)].to(vectors.device)
-        self.rows += len(vectors)
+    def add(self, vectors: Tensor, start: int) -> None:
+        """Add a block of rows [rows, H], of which the first is number ``start``."""
+        norms = vectors.norm(dim=1)
+        norms = torch.where(norms > self.floor, norms, 0)
+        self.norms[start : start + len(norms)] = norms
         self.angles.add(vectors, norms, self.floor)
+
+    @property
+    def unit(self) -> float:
+        """The mean norm; 1 if it is zero."""
+        return float(self.norms.mean()) or 1.0
+
+    @property
+    def longest(self) -> float:
+        """The largest norm."""
+        return float(self.norms.max())
+
+    def contenders(self, means: Tensor, variances: Tensor, reach: float) -> Tensor:
+        """The directions of which Z may be needed; see :class:`geometry.Moments`."""
+        moments = geometry.Moments(means, variances, reach)
+        return moments.can_be_extreme(1.0, True) | moments.can_be_extreme(self.unit, False)
+
+    def begin_z(self) -> None:
+        """All rows have been added; their projections follow, once more from the first."""
+        self.scale = 1 / self.unit
+        self.partition = geometry.LogPartition(self.longest)
+        self.unit_partition = geometry.LogPartition(self.longest * self.scale)
+
+    def add_z(self, projections: Tensor) -> None:
+        """Add the projections of a block of rows onto some directions, [rows, n]."""
         self.partition.add(projections)
-        self.unit_partition.add(projections / self.unit)
+        self.unit_partition.add(projections * self.scale)
 
 
 def _measures(
@@ -509,7 +537,7 @@ def _measures(
     norms = as_array(cloud.norms)
     values = geometry.singular_values_of(squares.sort().values, len(norms))
     log_z, unit_log_z = (
-        _with_removed_directions(partition.log_z(), len(squares), len(norms))
+        _with_removed_direction(partition.log_z(), squares, len(norms))
         for partition in (cloud.partition, cloud.unit_partition)
     )
     is_point = not norms.any()
@@ -541,9 +569,9 @@ def _measures(
     )
 
 
-def _with_removed_directions(log_z: Array, columns: int, rows: int) -> Array:
-    """Log Z [2, n] with columns for the directions that were removed: exp(0) for every row."""
-    return np.pad(log_z, ((0, 0), (0, columns - log_z.shape[1])), constant_values=math.log(rows))
+def _with_removed_direction(log_z: Array, squares: Tensor, rows: int) -> Array:
+    """Log Z [2, n], with that of a direction that was removed, exp(0) for every row, if any was."""
+    return np.pad(log_z, ((0, 0), (0, int(squares[-1] == 0))), constant_values=math.log(rows))
 
 
 def _correlation(values: Array, p: Array | None, convention: Convention) -> float | None:

@@ -13,10 +13,12 @@ from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
-from coupled_adam.embeddings.neighbours import Hubness, Neighbours, Progress, hubness, nearest
+from coupled_adam.embeddings.geometry import Progress, RowsDone
+from coupled_adam.embeddings.neighbours import Hubness, Neighbours, hubness, nearest
 from coupled_adam.embeddings.undertrained import (
     BY_ROLE,
     INDICATORS,
+    PASSES,
     Undertrained,
     finite_rows,
     undertrained,
@@ -109,8 +111,14 @@ class Undertrainedness:
         return {name: float(values[row]) for name, values in self.found.indicators.items()}
 
 
-def find_undertrained(analysis: Analysis, share: float = 0.02) -> Undertrainedness:
+def find_undertrained(
+    analysis: Analysis, share: float = 0.02, progress: Progress | None = None
+) -> Undertrainedness:
     """Find the under-trained tokens among the reachable ones of an analysis.
+
+    Args:
+        share: as for :func:`undertrained`.
+        progress: called with the number of rows done and of all rows to do, over all passes.
 
     Raises:
         UsageError: if no row is finite and different from zero.
@@ -123,6 +131,7 @@ def find_undertrained(analysis: Analysis, share: float = 0.02) -> Undertrainedne
             among=vocabulary.categories == "ok",
             share=share,
             order_by=BY_ROLE.get(analysis.embeddings.role) if vocabulary.unused.any() else None,
+            on_rows=RowsDone(progress, PASSES * len(analysis.embeddings.matrix)),
         )
     except ValueError as error:
         raise UsageError(f"{analysis.model}: {error}") from None
@@ -344,10 +353,16 @@ class Comparison:
         return [whole, groups, movers]
 
 
-def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Comparison]:
+def compare_analyses(
+    before: Sequence[Analysis], after: Sequence[Analysis], progress: Progress | None = None
+) -> list[Comparison]:
     """Compare the matrices of two models, input with input and output with output.
 
     A tied matrix is compared with both matrices of a model that is not tied.
+
+    Args:
+        before, after: what is compared.
+        progress: as for :func:`compare`, for each pair of matrices.
 
     Raises:
         UsageError: if they have no matrices or no tokens in common.
@@ -360,7 +375,13 @@ def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> l
                 continue
             try:
                 pairs = match_rows(one.vocabulary, other.vocabulary)
-                found = compare(one.embeddings.matrix, other.embeddings.matrix, pairs, other.counts)
+                found = compare(
+                    one.embeddings.matrix,
+                    other.embeddings.matrix,
+                    pairs,
+                    other.counts,
+                    progress=progress,
+                )
             except ValueError as error:
                 raise UsageError(f"--compare {one.model} {other.model}: {error}") from None
             slopes = [_slopes(analysis) for analysis in (one, other)]

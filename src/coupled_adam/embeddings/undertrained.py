@@ -7,6 +7,7 @@ that resemble those that are known to be unused have hardly been trained either.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -33,6 +34,9 @@ BY_ROLE: dict[str, Indicator] = {
     "tied": "cosine_centered",
 }
 """The indicator that finds most in benchmarks/results/undertrained_tokens.json."""
+
+PASSES = 4
+"""How often :func:`undertrained` reads all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +76,12 @@ def undertrained(
     among: NDArray[np.bool_] | None = None,
     share: float = 0.02,
     order_by: Indicator | None = None,
+    on_rows: Callable[[int], object] | None = None,
 ) -> Undertrained:
     """Find the rows that resemble those of unused tokens.
 
     The indicators are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.2 and appendix A;
-    the principal component is that of the centred embeddings, as in their code. Three passes over
+    the principal component is that of the centred embeddings, as in their code. Four passes over
     the rows in float64, in bounded memory.
 
     Args:
@@ -87,6 +92,8 @@ def undertrained(
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
         order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
             if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.
+        on_rows: called with the number of rows of each block that a pass is done with, to show
+            the progress: together at most :data:`PASSES` times V.
 
     Raises:
         ValueError: if no row is finite and different from zero, or an argument has the wrong shape
@@ -101,7 +108,7 @@ def undertrained(
             raise ValueError(f"{name} must hold a boolean for each of the {rows} embeddings")
     if not 0 < share <= 1:
         raise ValueError(f"share={share} must be above 0 and at most 1")
-    finite, norms = finite_rows(embeddings)
+    finite, norms = finite_rows(embeddings, on_rows)
     healthy = finite & (norms > 0)
     if not healthy.any():
         raise ValueError("no row of embeddings is finite and different from zero")
@@ -114,8 +121,8 @@ def undertrained(
     indicators: dict[Indicator, Array] = {"norm": norms}
     limit = None
     if reference.any():
-        frame = _Frame(embeddings, healthy, reference)
-        indicators |= frame.indicators(embeddings, finite)
+        frame = _Frame(embeddings, healthy, reference, on_rows)
+        indicators |= frame.indicators(embeddings, finite, on_rows)
         if reference.sum() > 2:
             limit = float(frame.of_unused(embeddings, order_by).max())
     choice = among & finite & ~reference
@@ -134,14 +141,21 @@ def undertrained(
     )
 
 
-def finite_rows(embeddings: Embeddings) -> tuple[NDArray[np.bool_], Array]:
-    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
+def finite_rows(
+    embeddings: Embeddings, on_rows: Callable[[int], object] | None = None
+) -> tuple[NDArray[np.bool_], Array]:
+    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite.
+
+    ``on_rows`` is called with the number of rows of each block that has been dealt with.
+    """
     rows, columns = embeddings.shape
     norms = np.empty(rows)
     size = max(1, 2**20 // columns)
     for start in range(0, rows, size):
         block = geometry.as_float64(embeddings[start : start + size])
         norms[start : start + size] = geometry.as_array(block.norm(dim=1))
+        if on_rows is not None:
+            on_rows(len(block))
     finite = np.isfinite(norms)
     norms[~finite] = np.nan
     return finite, norms
@@ -151,24 +165,31 @@ class _Frame:
     """The mean, the first principal component, and the mean of the unused rows, as a reference."""
 
     def __init__(
-        self, embeddings: Embeddings, healthy: NDArray[np.bool_], reference: NDArray[np.bool_]
+        self,
+        embeddings: Embeddings,
+        healthy: NDArray[np.bool_],
+        reference: NDArray[np.bool_],
+        on_rows: Callable[[int], object] | None,
     ) -> None:
         self.mean: Tensor
-        self.mean, _ = geometry.mean_and_norms(embeddings, healthy)
-        _, basis = torch.linalg.eigh(geometry.gram(embeddings, self.mean, healthy))
+        self.mean, _ = geometry.mean_and_norms(embeddings, healthy, on_rows)
+        _, basis = torch.linalg.eigh(geometry.gram(embeddings, self.mean, healthy, on_rows))
         self.first = basis[:, -1]
         self.rows = np.flatnonzero(reference)
         self.unused = geometry.mean_and_norms(embeddings, reference)[0]
 
     def indicators(
-        self, embeddings: Embeddings, finite: NDArray[np.bool_]
+        self,
+        embeddings: Embeddings,
+        finite: NDArray[np.bool_],
+        on_rows: Callable[[int], object] | None,
     ) -> dict[Indicator, Array]:
         """The indicators of all finite rows, [V] each."""
         names: tuple[Indicator, ...] = tuple(name for name in INDICATORS if name != "norm")
         found = {name: np.full(len(embeddings), np.nan) for name in names}
         places = np.flatnonzero(finite)
         start = 0
-        for block in geometry.blocks(embeddings, finite):
+        for block in geometry.blocks(embeddings, finite, on_rows):
             here = places[start : start + len(block)]
             for name in names:
                 found[name][here] = geometry.as_array(self._compare(name, block, self.unused))

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, on_all_ranks
 from coupled_adam.files import (
     LOCK,
     clear_leftovers,
@@ -220,9 +220,11 @@ def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
     first, *others = all_gather((corpus.facts["source"], corpus.identity))
     for number, (source, identity) in enumerate(others, 1):
         if identity != first[1]:
-            raise UsageError(
-                f"the processes of this run have different texts: {first[0]} in process 0, "
-                f"{source} in process {number}. Start all of them with the same text"
+            raise on_all_ranks(
+                UsageError(
+                    f"the processes of this run have different texts: {first[0]} in process 0, "
+                    f"{source} in process {number}. Start all of them with the same text"
+                )
             )
     return corpus
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Recipe, override, parse_overrides
+from coupled_adam.lab.recipe import Recipe, override, parse_overrides, suggestion
 
 _LARGEST = 1000  # settings of an arm; all of them are checked before the first is trained
 _OTHER_TEXT = ("data.*", "model.vocab_size", "training.evaluation_batches", "training.test_batches")
@@ -117,12 +117,15 @@ def parse_range(text: str) -> Range | None:
     return Range(ends)
 
 
-def several_values(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
+def several_values(
+    arguments: Sequence[str], known: Sequence[Axis] = ()
+) -> tuple[list[str], dict[str, list[Any]]]:
     """Separate what is swept from what is given one value.
 
     Args:
         arguments: such as ``"training.lr=1e-3,3e-3"`` and ``"model.n_layer=4"``. A comma separates
             values, except in brackets, braces and quotes.
+        known: the axes of a sweep that is continued; one value for these is a further one.
 
     Returns:
         The arguments with one value, and the values of the others by key. A key with a pattern of
@@ -133,25 +136,35 @@ def several_values(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[
     """
     fixed, swept = [], {}
     seen: set[str] = set()
+    axes = {axis.key for axis in known}
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key in seen:
             raise UsageError(f"{key} is given twice: separate its values by commas, as {_EXAMPLE}")
         seen.add(key)
         listed = parse_overrides([f"{key}=[{value}]" if equals else argument]).get(key)
-        if isinstance(listed, list) and (len(listed) > 1 or "*" in key or parse_range(value)):
+        if isinstance(listed, list) and (
+            len(listed) > 1 or "*" in key or key in axes or parse_range(value)
+        ):
             swept[key] = parse_range(value) or listed
         else:
             fixed.append(argument)
     return fixed, swept
 
 
-def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> Grid:
+def make_grid(
+    recipe: Recipe,
+    swept: Mapping[str, Sequence[Any]],
+    *,
+    ranges: bool = False,
+    known: Sequence[Axis] = (),
+) -> Grid:
     """Check the values of a sweep, and the recipes of all its settings.
 
     Args:
         swept: the values by key; ``arms.*.lr_factor`` stands for that option of every arm.
         ranges: whether ranges are possible.
+        known: the axes of a sweep that is continued, which get further values.
 
     Raises:
         UsageError: there is nothing to sweep, an option does not exist, cannot be swept, or is
@@ -169,11 +182,11 @@ def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: boo
                 "--optuna TRIALS; a grid needs single values, separated by commas"
             )
     # Checked one by one before they are combined, so that the message names the one at fault.
-    recipe = override(recipe, {k: listed[0] for k, listed in values.items() if len(listed) == 1})
-    several = {key: listed for key, listed in values.items() if len(listed) > 1}
-    if not several:
+    axes = {axis.key: axis for axis in known}
+    several = {k: listed for k, listed in values.items() if len(listed) > 1 or k in axes}
+    recipe = override(recipe, {k: values[k][0] for k in values if k not in several})
+    if not several and not axes:
         raise UsageError(f"nothing to sweep: give two or more values of an option, as {_EXAMPLE}")
-    axes = []
     for key, listed in several.items():
         # 1e-3 is text in YAML, and would be another run than 0.001.
         read = tuple(_read(override(recipe, {key: value}), key) for value in listed)
@@ -184,8 +197,10 @@ def make_grid(recipe: Recipe, swept: Mapping[str, Sequence[Any]], *, ranges: boo
         is_range, are_numbers = isinstance(listed, Range), all(map(is_number, read))
         if is_range and not are_numbers:
             raise UsageError(f"{key}={texts[0]}..{texts[1]}: a range needs two numbers")
-        axes.append(Axis(key, tuple(sorted(read)) if are_numbers else read, is_range))
-    grid = Grid(recipe, tuple(axes))
+        if key in axes and not is_range and not axes[key].is_range:
+            read = (*axes[key].values, *(value for value in read if value not in axes[key].values))
+        axes[key] = Axis(key, tuple(sorted(read)) if are_numbers else read, is_range)
+    grid = Grid(recipe, tuple(axes.values()))
     for arm in grid.arms:
         if grid.number(arm) > _LARGEST:
             raise UsageError(
@@ -221,6 +236,9 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
     if section in ("model", "training") and "*" not in pattern:
         return [pattern]
     arm, _, option = option.partition(".")
+    if "." not in pattern:
+        hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(pattern)
+        raise UsageError(f"{pattern} cannot be swept: {hint}")
     if section != "arms" or not option or option == "optimizer":
         raise UsageError(
             f"{pattern} cannot be swept: give several values of a key of model or training, or of "

@@ -331,7 +331,7 @@ def _in_words(kind: Any) -> str:
     return words.get(kind, "null")
 
 
-def _suggestion(key: str) -> str:
+def suggestion(key: str) -> str:
     """The keys of a recipe that one without its section, or with a wrong one, may stand for."""
     sections = {"model": Model, "data": Data, "training": Training}
     full = [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
@@ -351,7 +351,7 @@ def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             if not near and cls in (Recipe, Model, Data, Training):
-                hint = _suggestion(str(key))
+                hint = suggestion(str(key))
             raise UsageError(f"{where} has no key {key!r}: {hint}")
         if value is None and type(None) not in get_args(known[key]):
             raise UsageError(f"{where}: {key}=null must be a value")

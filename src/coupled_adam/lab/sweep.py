@@ -31,7 +31,7 @@ from coupled_adam.lab.recipe import parse_recipe
 from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank
+from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
 from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.run import train
 
@@ -68,6 +68,7 @@ def sweep(
     execution: Execution,
     cache: Path,
     resume: bool = False,
+    on_start: Callable[[], object] = lambda: None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> SweepReport | None:
     """Train all runs of a sweep into ``out``, evaluate the best setting of each arm, and report.
@@ -80,6 +81,7 @@ def sweep(
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same sweep, with the same values and seeds or
             more of them; with Optuna, with the same number of trials or more.
+        on_start: called when the folder and the corpus are there, before the first run starts.
         announce: called with a line about each setting before its runs are trained.
 
     Returns:
@@ -100,7 +102,8 @@ def sweep(
             corpus = claim_and_prepare(
                 out / _FILE, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
             )
-            plan = on_rank_zero(lambda: _stored(out)) or plan  # with what it had before
+            plan = on_rank_zero(lambda: stored_sweep(out)) or plan  # with what it had before
+            on_start()
             tried: list[Tried] = []
             number = plan.settings
 
@@ -204,9 +207,9 @@ def _suggestion(trial: Any, axis: Axis) -> Any:
 
 def _content(plan: Sweep, out: Path, resume: bool) -> str:
     """The content of ``sweep.yaml``; raises UsageError if the folder holds something else."""
-    found = _stored(out) if resume else None
+    found = stored_sweep(out) if resume else None
     if found is not None:
-        plan = _merged(found, plan, out)
+        plan = extended(found, plan, out)
     elif resume and is_used(out):
         raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
     else:
@@ -214,7 +217,7 @@ def _content(plan: Sweep, out: Path, resume: bool) -> str:
     return yaml.safe_dump(plan.to_dict(), sort_keys=False)
 
 
-def _stored(out: Path) -> Sweep | None:
+def stored_sweep(out: Path) -> Sweep | None:
     """The sweep of a folder; None if it holds none."""
     path = out / _FILE
     if not path.exists():
@@ -229,30 +232,35 @@ def _stored(out: Path) -> Sweep | None:
         raise UsageError(f"{path} is damaged ({error!r}): choose another --out") from None
 
 
-def _merged(found: Sweep, plan: Sweep, out: Path) -> Sweep:
-    """The values and seeds of both sweeps, or the trials; UsageError if anything else differs.
+def extended(found: Sweep, plan: Sweep, out: Path) -> Sweep:
+    """The sweep of a folder, with further values and seeds, or trials, of another plan.
 
     With Optuna nothing but the number of trials may grow: its choice depends on everything else.
+
+    Raises:
+        UsageError: anything else differs.
     """
-    theirs, ours = found.to_dict(), plan.to_dict()
-    grows = {"trials"}
+    theirs, ours = found.to_dict()["values"], plan.to_dict()["values"]
+    grows = {"--optuna"}
     if found.trials is None and plan.trials is None:
-        swept = theirs["values"].keys() & ours["values"].keys()
-        grows = {"recipe.seeds", *(f"values.{key}" for key in swept)}
+        grows = {"seeds", *(theirs.keys() & ours.keys())}
     elif found.trials is None or plan.trials is None:
         grows = set()
-    different = [text for key, text in differences(theirs, ours).items() if key not in grows]
+    different = [
+        text
+        for key, text in differences(
+            {**flat(found.grid.recipe.to_dict()), **theirs, "--optuna": found.trials},
+            {**flat(plan.grid.recipe.to_dict()), **ours, "--optuna": plan.trials},
+        ).items()
+        if key not in grows
+    ]
     if different:
         raise UsageError(
-            f"--out {out} holds another sweep ({', '.join(different)}): give the same recipe and "
-            "options to continue it, or choose another folder"
+            f"--out {out} holds another sweep ({', '.join(different)}): leave those options out "
+            "to continue it, or choose another folder"
         )
     if found.trials is not None and plan.trials is not None:
-        return dataclasses.replace(plan, trials=max(found.trials, plan.trials))
+        return dataclasses.replace(found, trials=max(found.trials, plan.trials))
     seeds = sorted({*found.grid.recipe.seeds, *plan.grid.recipe.seeds})
-    recipe = dataclasses.replace(plan.grid.recipe, seeds=seeds)
-    values = {
-        key: [*listed, *(value for value in ours["values"][key] if value not in listed)]
-        for key, listed in theirs["values"].items()
-    }
-    return Sweep(make_grid(recipe, values))
+    recipe = dataclasses.replace(found.grid.recipe, seeds=seeds)
+    return Sweep(make_grid(recipe, ours, known=found.grid.axes))

@@ -2,6 +2,9 @@
 
 import functools
 import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from coupled_adam.errors import one_line
 
@@ -29,6 +32,34 @@ def _answers(endpoint: str) -> bool:
     except Exception:  # of its HTTP client
         return False
     return True
+
+
+def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Download files of a model, with a bar on a terminal; return the folder in the hub's cache.
+
+    Args:
+        name: its id.
+        revision: a branch, tag or commit.
+        patterns: of the names of the files; those in subfolders are left out.
+    """
+    import huggingface_hub
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        """Shown even where the hub's own bars are hidden."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": None, "leave": False})
+
+    reach_hub()
+    folder = huggingface_hub.snapshot_download(
+        name,
+        revision=revision,
+        allow_patterns=list(patterns),
+        ignore_patterns=["*/*"],
+        tqdm_class=Bar,
+    )
+    return Path(folder)
 
 
 def hub_error(error: Exception) -> str:

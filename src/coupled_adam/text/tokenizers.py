@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from coupled_adam.text.hub import hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_BATCH = 1_000_000  # characters per call of the tokenizer, which has its own threads
 
 
 def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
@@ -47,8 +50,13 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     return tokenizer
 
 
-def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int64]:
-    """The token ids of all documents of a text, [tokens].
+def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:
+    """The token ids of all documents of a text, [tokens]; as :func:`token_pieces`, at once."""
+    return np.concatenate([*token_pieces(text, tokenizer)])
+
+
+def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDArray[np.int32]]:
+    """Yield the token ids of a text, those of some documents at a time, [tokens].
 
     Each document is preceded by the tokenizer's BOS token, or by its EOS token if it has no other.
 
@@ -68,11 +76,22 @@ def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.in
     if first is None:
         first = tokenizer.eos_token_id
     begin = [] if first is None else [first]
-    parts = []
     documents = open_documents(Data(text=str(text))).readers["train"]()
     with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
-        for document in documents:
-            ids = tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
-            parts.append(np.array([*begin, *ids], np.int64))
-            bar.update(len(parts[-1]))
-    return np.concatenate(parts)
+        for batch in _batches(documents):
+            encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+            piece = np.concatenate([np.array([*begin, *ids], np.int32) for ids in encoded])
+            bar.update(len(piece))
+            yield piece
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -46,7 +46,8 @@ def check_model(source: Path | str) -> None:
         return
     runs = inner_runs(folder)
     if runs:
-        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
+        what = "sweep" if (folder / "sweep.yaml").exists() else "comparison"
+        raise UsageError(f"{folder} is a {what}: name one of its runs, such as {runs[0]}")
     raise UsageError(
         f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
     )

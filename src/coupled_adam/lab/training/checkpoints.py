@@ -20,12 +20,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from torch.distributed.checkpoint.api import CheckpointException
 
 from coupled_adam.embeddings.weights import check_distributed
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, on_all_ranks, one_line
 from coupled_adam.files import (
     file_digest,
     make_folder,
+    remove,
     remove_empty,
     sync,
     sync_folder,
@@ -39,7 +41,7 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
-from coupled_adam.lab.training.errors import PreemptedError
+from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 
 _KEPT = 2  # so that a run can continue from the one before if the last one is damaged
 
@@ -52,6 +54,7 @@ class Checkpoints(pl.Callback):
         self.metrics = run / "metrics.jsonl"
         self.folder = run / "checkpoints"
         self.evaluate_every = evaluate_every
+        self.io = CheckpointIO()
         self._asked_to_stop = False
 
     def last(self, skip_damaged: bool) -> Path | None:
@@ -74,7 +77,7 @@ class Checkpoints(pl.Callback):
             else:
                 way = f"--skip-damaged sets it aside, and continues from {before.name}"
             if before is None or not skip_damaged:
-                raise UsageError(f"{newest} {reason}: {way}")
+                raise on_all_ranks(UsageError(f"{newest} {reason}: {way}"))
             on_rank_zero(functools.partial(_set_aside, newest))
 
     @staticmethod
@@ -122,7 +125,28 @@ class Checkpoints(pl.Callback):
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / f"step-{trainer.global_step}"
         temporary = on_rank_zero(functools.partial(self._begin, path))
-        trainer.save_checkpoint(temporary)
+        try:
+            self._write(trainer, temporary)
+            self._commit(temporary, path)
+        except BaseException as error:
+            if rank() == 0:
+                remove(temporary)
+            if isinstance(error, OSError):
+                error.filename = str(path)  # the temporary one is gone
+            if isinstance(error, CheckpointException):  # torch raises it on every rank
+                raise _of_any_rank(error, path) from None
+            raise
+
+    def _write(self, trainer: pl.Trainer, temporary: Path) -> None:
+        """Write a checkpoint from all ranks; all of them know it if that fails."""
+        try:
+            trainer.save_checkpoint(temporary)
+        except RuntimeError as error:
+            raise _cause(error) from None
+        on_rank_zero(self.io.check)
+
+    def _commit(self, temporary: Path, path: Path) -> None:
+        """Give a checkpoint its name once it is on the disk, and remove the oldest one."""
         digests = _digests(temporary, path.name, flush=True)
 
         def finish() -> None:
@@ -209,20 +233,42 @@ class Checkpoints(pl.Callback):
 class CheckpointIO(TorchCheckpointIO):
     """Writes checkpoints directly; Lightning goes through memory and a temporary folder."""
 
+    def __init__(self) -> None:
+        self._failure: Exception | None = None
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint; leave nothing behind if that fails."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        """Write a checkpoint; if that fails, :meth:`check` raises, when no rank waits for this."""
+        self._failure = None
         try:
             with open(path, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            Path(path).unlink(missing_ok=True)
-            # On a full disk torch raises a second error while it closes its archive.
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+            self._failure = _cause(error)
+
+    def check(self) -> None:
+        """Raise the error with which writing ended."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def _cause(error: Exception) -> Exception:
+    """The error of a full disk, for which torch raises another one as it closes its archive."""
+    return error.__context__ if isinstance(error.__context__, OSError) else error
+
+
+def _of_any_rank(error: CheckpointException, path: Path) -> TrainingError:
+    """What went wrong on the first rank that failed, for all ranks to raise."""
+    number, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    cause = _cause(failure)
+    reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else cause
+    return on_all_ranks(
+        TrainingError(
+            f"process {number}: {one_line(reason)}: {path}; what was finished is kept, continue "
+            "with --resume"
+        )
+    )
 
 
 def _manifest(path: Path) -> Path:

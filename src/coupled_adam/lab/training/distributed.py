@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, on_all_ranks
 from coupled_adam.files import duration, waiting
 from coupled_adam.lab.training.errors import TrainingError
 
@@ -117,9 +117,11 @@ def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any
         store.set(f"{own} has read", "")
         if own == 0:  # the store may be in this process
             _wait_for(store, [f"{rank} has read" for rank in range(number)], go_on)
-        raise UsageError(
-            f"the processes of this run were started differently ({', '.join(different)}): start "
-            "all of them with the same command"
+        raise on_all_ranks(
+            UsageError(
+                f"the processes of this run were started differently ({', '.join(different)}): "
+                "start all of them with the same command"
+            )
         )
     return store
 
@@ -201,7 +203,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
         failure = str(error)
     for number, message in enumerate(all_gather(failure)):
         if message is not None:
-            raise UsageError(f"process {number}: {message}" if number else message)
+            raise on_all_ranks(UsageError(f"process {number}: {message}" if number else message))
     return cast(T, result)
 
 
@@ -220,9 +222,9 @@ def on_rank_zero(function: Callable[[], T]) -> T:
         if rank() == 0:
             outcome = [(function(), None)]
     except UsageError as error:
-        outcome = [(None, UsageError(str(error)))]
+        outcome = [(None, on_all_ranks(UsageError(str(error))))]
     except BaseException as error:
-        outcome = [(None, TrainingError(f"rank 0 failed: {error}"))]
+        outcome = [(None, on_all_ranks(TrainingError(f"rank 0 failed: {error}")))]
         raise
     finally:
         dist.broadcast_object_list(outcome)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from coupled_adam.errors import on_all_ranks
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.schedules import lr_scheduler
@@ -91,10 +92,12 @@ class LanguageModel(pl.LightningModule):
         what = f"the norm of the gradient is {self.grad_norm.item()}"
         if not math.isfinite(loss):
             what = f"the loss is {loss}"
-        raise DivergedError(
-            f"{self.run.folder}: {what} at step {step}; the last checkpoint is kept. "
-            "A lower training.lr or a longer training.warmup may help",
-            step,
+        raise on_all_ranks(
+            DivergedError(
+                f"{self.run.folder}: {what} at step {step}; the last checkpoint is kept. "
+                "A lower training.lr or a longer training.warmup may help",
+                step,
+            )
         )
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:

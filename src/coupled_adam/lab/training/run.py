@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, cut_log
@@ -48,9 +48,11 @@ def train(
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
-        raise UsageError(
-            f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: "
-            "start a number that divides it"
+        raise on_all_ranks(
+            UsageError(
+                f"training.batch_size={batch_size} cannot be shared by {world_size()} processes: "
+                "start a number that divides it"
+            )
         )
     if execution.device == "cpu":
         keep_freed_memory()
@@ -97,7 +99,8 @@ def _train(
         run_log = RunLog(run)
         # The log comes first, so that a checkpoint never contains a step that was not logged.
         callbacks = [run_log, checkpoints, Steps(progress, run_log)]
-        trainer = _trainer(run, execution, callbacks, _loggers(run.folder, execution, step))
+        loggers = _loggers(run.folder, execution, step)
+        trainer = _trainer(run, execution, callbacks, loggers, checkpoints.io)
         try:
             trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
         except SystemExit:  # what Lightning makes of Ctrl-C
@@ -113,7 +116,11 @@ def _train(
 
 
 def _trainer(
-    run: TrainingRun, execution: Execution, callbacks: list[pl.Callback], loggers: list[Logger]
+    run: TrainingRun,
+    execution: Execution,
+    callbacks: list[pl.Callback],
+    loggers: list[Logger],
+    checkpoint_io: CheckpointIO,
 ) -> pl.Trainer:
     recipe, training = run.recipe, run.recipe.training
     strategy: Any = "ddp" if world_size() > 1 else "auto"
@@ -136,7 +143,7 @@ def _trainer(
         use_distributed_sampler=False,
         logger=loggers,
         callbacks=callbacks,
-        plugins=[CheckpointIO(), *filter(None, [launcher()])],
+        plugins=[checkpoint_io, *filter(None, [launcher()])],
     )
 
 

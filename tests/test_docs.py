@@ -1,0 +1,279 @@
+"""Every block of code in the README and the documentation is run, or says why it is not.
+
+A block that is not run has ``<!-- not run: a reason -->`` on the line above it. What a shell would
+run is also parsed, whether it is run or not. Blocks of ``text`` are not code.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+import coupled_adam
+from coupled_adam import cli
+from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
+PAGES += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; ``reason`` says why it is not run."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    reason: str | None
+
+    def __str__(self):
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page):
+    """All of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fenced = r"^((?:<!-- not run: ([^\n]+) -->\n)?)```(\w+)\n(.*?)^```$"
+    for found in re.finditer(fenced, text, flags=re.MULTILINE | re.DOTALL):
+        line = text[: found.end(1)].count("\n") + 1
+        yield Block(page, line, found[3], found[4], found[2])
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def commands(block):
+    """The commands of a shell's block, as lists of words without redirections and pipes."""
+    text = block.text.replace("\\\n", " ")
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        while words:
+            end = next((i for i, word in enumerate(words) if word in ("|", "&&")), len(words))
+            yield words[:end]
+            words = words[end + 1 :]
+
+
+def of_ours(command):
+    """The arguments of ``coupled-adam`` in a command line, also behind torchrun; or None."""
+    for program in ("coupled-adam", "coupled_adam.cli"):
+        if program in command:
+            return command[command.index(program) + 1 :]
+    return None
+
+
+def test_all_are_found():
+    """Each fence has a language and is closed, each reason stands above a fence."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        found = [block for block in BLOCKS if block.page == page]
+        assert len(re.findall(r"^[ \t>]*(?:```|~~~)", text, flags=re.M)) == 2 * len(found), page
+        assert text.count("<!-- not run:") == sum(block.reason is not None for block in found), page
+    assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "text"}
+    assert len(BLOCKS) > 50
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)
+def test_commands(block):
+    """Our command takes the options and recipes; targets, modules, extras and paths are there."""
+    made = (ROOT / "Makefile").read_text()
+    for command in commands(block):
+        ours = of_ours(command)
+        if ours is not None:
+            ours = cli._overrides_first(ours)
+            options = vars(cli._command_parser(cli._command_name(ours)).parse_args(ours[1:]))
+            if options.get("recipe") and ours[0] != "sweep":  # whose values are lists
+                recipe = load_recipe(options["recipe"])
+                override(recipe, parse_overrides(options["overrides"]))
+                assert options.get("arm") in (None, *recipe.arms)
+        elif command[0] == "make":
+            assert f"\n{command[1]}:" in made
+        elif command[:2] == ["python", "-m"]:
+            assert command[2] == "build" or importlib.util.find_spec(command[2])
+        else:
+            assert block.reason, f"{block}: nothing checks {command}"
+
+
+WORDS = " ".join(["a king and a queen eat bread", "the list of their tokens, and the rows"] * 9)
+SIMILAR = [("king", "queen", 8.6), ("king", "bread", 1.2), ("queen", "bread", 0.9)]
+
+# Python. What a page speaks of without making it, such as `model`, is made here.
+
+
+class HandWritten(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(96, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.head = nn.Parameter(torch.randn(8, 96))
+
+
+class Translator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.source, self.target = nn.Embedding(32000, 2), nn.Embedding(28000, 2)
+
+
+class Hooked(nn.Module):
+    """A model with the names of TransformerLens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.unembed = nn.Module(), nn.Module()
+        self.embed.W_E = nn.Parameter(torch.randn(96, 8))
+        self.unembed.W_U = nn.Parameter(torch.randn(8, 96))
+
+
+def gpt2(**options):
+    small = {"n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50304}
+    config = GPT2Config(**{**small, **options}, bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the default; setting it avoids a message
+    return model
+
+
+def tokenizer():
+    """A byte-level BPE that knows the words of the pages."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    end = "<|endoftext|>"
+    trainer = trainers.BpeTrainer(
+        special_tokens=[end], initial_alphabet=letters, show_progress=False
+    )
+    made.train_from_iterator([WORDS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=end, eos_token=end)
+
+
+def save_model(folder, seed=0):
+    torch.manual_seed(seed)
+    words = tokenizer()
+    words.save_pretrained(folder)
+    gpt2(vocab_size=len(words)).save_pretrained(folder)
+
+
+def loss(model):
+    ids = torch.randint(100, (2, 8))
+    return model(ids, labels=ids).loss
+
+
+def for_analyze():
+    save_model("my-model")
+    return {"model": gpt2()}
+
+
+def for_evaluation():
+    Path("word-similarity").mkdir()
+    rated = [("word1", "word2", "rating"), *SIMILAR]
+    lines = [f"{one}\t{other}\tN\t{rating}" + 6 * "\t1" for one, other, rating in rated]
+    Path("word-similarity/SimLex-999.txt").write_text("\n".join(lines))
+    words = tokenizer()
+    return {"matrix": torch.randn(len(words), 4), "tokenizer": words}
+
+
+def for_optimizer():
+    model = gpt2(tie_word_embeddings=False)
+    others = {"translator": Translator(), "hooked": Hooked(), "mine": HandWritten()}
+    return {"model": model, "loss": loss(model), **others}
+
+
+def for_switching():
+    """Checkpoints of AdamW: with two groups, and distributed."""
+    model = gpt2()
+    model.embed = model.transformer.wte
+    others = [p for p in model.parameters() if p is not model.embed.weight]
+    groups = [{"params": others}, {"params": [model.embed.weight]}]
+    adamw = torch.optim.AdamW(groups)
+    loss(model).backward()
+    adamw.step()
+    dcp.save({"optimizer": get_optimizer_state_dict(model, adamw)}, checkpoint_id="saved")
+    return {
+        "model": model,
+        "others": others,
+        "old_groups": groups,
+        "checkpoint": {"optimizer": adamw.state_dict()},
+        "folder": "saved",
+    }
+
+
+def for_frameworks():
+    return {"model": gpt2(), "self": gpt2(tie_word_embeddings=False)}
+
+
+def for_study():
+    return {"model": gpt2(), "lr": 1e-3}
+
+
+SETUP = {
+    "docs/analyze.md": for_analyze,
+    "docs/evaluation.md": for_evaluation,
+    "docs/frameworks.md": for_frameworks,
+    "docs/optimizer.md": for_optimizer,
+    "docs/study/2-scaled.md": for_study,
+    "docs/switching.md": for_switching,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+@pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.language == "python"}))
+def test_python(page, tmp_path, monkeypatch):
+    """All blocks of a page, one after the other, as in a session that has imported our names."""
+    if page == "docs/jax.md":
+        pytest.importorskip("optax")
+    monkeypatch.chdir(tmp_path)
+    names = {name: getattr(coupled_adam, name) for name in coupled_adam.__all__}
+    names |= {"torch": torch} | SETUP.get(page, lambda: {"model": gpt2()})()
+    for block in BLOCKS:
+        if block.page == page and block.language == "python" and block.reason is None:
+            program = "\n" * block.line + block.text  # so that a traceback names the page's line
+            exec(compile(program, ROOT / page, "exec"), names)
+
+
+# Commands that are quick enough, on models and runs of seconds.
+
+
+@pytest.mark.slow
+@pytest.mark.pixels
+def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
+    """Each command that the pages do not mark, in the order of the pages, writes what it names."""
+    monkeypatch.chdir(tmp_path)
+    for seed, folder in enumerate(
+        ("my-model", "other-model", "checkpoint-1000", "checkpoint-2000")
+    ):
+        save_model(folder, seed)
+    shutil.copytree("my-model", "MODEL")
+    for name in ("corpus.txt", "validation.txt", "sample-of-the-training-text.txt"):
+        Path(name).write_text(f"{WORDS}\n\n" * 100)
+    compare = ["compare", "--recipe", small_recipe, "--text", text_file, "--out", "runs/tiny"]
+    assert cli.main([*map(str, compare), "--log"]) == 0
+    shutil.copytree("runs/tiny/coupled_adam-seed-1", "RUN")
+    for name in ("124M-5B", "124M-10B", "350M-10B", "124M-20B-sgd"):
+        shutil.copytree("runs/tiny", f"runs/{name}")
+    Path("tasks").mkdir()
+    (task,) = [block.text for block in BLOCKS if block.language == "yaml"]
+    Path("tasks/capitals.yaml").write_text(task)
+    example = yaml.safe_load(re.search(r"# ({.*})", task)[1])
+    Path("capitals.jsonl").write_text(f"{json.dumps(example)}\n" * 3)
+    run = 0
+    for block in BLOCKS:
+        if block.language == "bash" and block.reason is None:
+            for command in commands(block):
+                assert cli.main(of_ours(command)) == 0, (str(block), command, capsys.readouterr())
+                run += 1
+    assert run > 10
+    for made in ("tokens.html", "tokens.parquet", "page.html", "repaired", "report/index.html"):
+        assert Path(made).exists(), made

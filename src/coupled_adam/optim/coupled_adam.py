@@ -144,7 +144,6 @@ class CoupledAdam(torch.optim.Adam):
             "zero_sum": zero_sum,
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
-            "flat_shards": None,
         }
         if vocab_size is not None and not isinstance(params, Tensor):
             params = list(params)  # type: ignore[assignment]
@@ -498,7 +497,8 @@ class CoupledAdam(torch.optim.Adam):
 
         def restore(_: torch.optim.Optimizer) -> None:
             for group, shards in zip(self.param_groups, flat_shards):
-                group["flat_shards"] = shards  # these are not saved
+                if shards is not None:
+                    group["flat_shards"] = shards  # these are not saved
             for p, found in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg

@@ -144,7 +144,6 @@ class CoupledAdam(torch.optim.Adam):
             "zero_sum": zero_sum,
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
-            "flat_shards": None,
         }
         if vocab_size is not None and not isinstance(params, Tensor):
             params = list(params)  # type: ignore[assignment]
@@ -399,7 +398,9 @@ class CoupledAdam(torch.optim.Adam):
 
     def _check_norm_is_known(self) -> None:
         """Raise ValueError if some groups' parameters may be pieces and do not say of what."""
-        silent = [i for i, group in enumerate(self.param_groups) if group["flat_shards"] is None]
+        silent = [
+            i for i, group in enumerate(self.param_groups) if group.get("flat_shards") is None
+        ]
         if 0 < len(silent) < len(self.param_groups):
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} needs the norm of all gradients, but param "
@@ -487,7 +488,7 @@ class CoupledAdam(torch.optim.Adam):
             ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
         moments: dict[Tensor, dict[str, Tensor]] = {}
-        flat_shards = [group["flat_shards"] for group in self.param_groups]
+        flat_shards = [group.get("flat_shards") for group in self.param_groups]
 
         def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             adapted, found = coupled_state.from_adam(self.param_groups, loaded)
@@ -496,7 +497,8 @@ class CoupledAdam(torch.optim.Adam):
 
         def restore(_: torch.optim.Optimizer) -> None:
             for group, shards in zip(self.param_groups, flat_shards):
-                group["flat_shards"] = shards  # these are not saved
+                if shards is not None:
+                    group["flat_shards"] = shards  # these are not saved
             for p, found in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg

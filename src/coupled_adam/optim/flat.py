@@ -57,7 +57,7 @@ class FlatShard:
 
 def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     """The pieces in each flat parameter of a param group; whole parameters are left out."""
-    found = zip(group["params"], group["flat_shards"] or ())
+    found = zip(group["params"], group.get("flat_shards") or ())
     return {
         p: [shards] if isinstance(shards, FlatShard) else list(shards)
         for p, shards in found

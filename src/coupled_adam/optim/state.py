@@ -274,7 +274,8 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group["vocab_dim"])
-        groups.append({name: value for name, value in group.items() if name not in OPTIONS})
+        left_out = (*OPTIONS, "flat_shards")
+        groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
@@ -409,7 +410,7 @@ def _describe(group: Group, index: int) -> str:
 
 
 def _check_flat_shards(group: Group) -> None:
-    if group["flat_shards"] is None:
+    if group.get("flat_shards") is None:
         return
     if len(group["flat_shards"]) != len(group["params"]):
         raise ValueError(

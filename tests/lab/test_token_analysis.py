@@ -127,7 +127,9 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
     assert "100 tokens of the tokenizer have no row" in " ".join(shown.split())
 
 
-def test_unusable_input(gpt2, tmp_path, capsys):
+def test_unusable_input(gpt2, tmp_path, capsys, monkeypatch):
+    """It is found before anything is measured."""
+    monkeypatch.setattr("coupled_adam.embeddings.analysis.analyze", None)
     for arguments, message in {
         (gpt2, "--compare"): "--compare needs two models, not 1",
         (gpt2, "--neighbours", "no such token"): "'no such token' is not a single token",

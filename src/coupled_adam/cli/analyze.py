@@ -173,6 +173,7 @@ def run(options: Options) -> None:
             sets=sets,
             exclude=options.exclude,
             directions=options.top,
+            tokens=options.neighbours or (),
             device=target,
         )
         for model in options.models

@@ -84,10 +84,7 @@ class Analysis:
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """What the rows stand for; ids alone if the model has no tokenizer."""
-        rows = len(self.embeddings.matrix)
-        if self.tokenizer is None:
-            return Vocabulary.of_ids(rows)
-        return read_vocabulary(self.tokenizer, rows)
+        return _vocabulary(self.tokenizer, len(self.embeddings.matrix))
 
     @property
     def label(self) -> str:
@@ -114,6 +111,7 @@ def analyze_model(
     sets: Mapping[str, WordSimilaritySet] | None = None,
     exclude: Collection[Excluded] = (),
     directions: int | None = None,
+    tokens: Sequence[str] = (),
     device: str = "cpu",
 ) -> list[Analysis]:
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
@@ -126,11 +124,13 @@ def analyze_model(
             tokenizer, ``"unseen"`` for tokens whose count is zero, ``"dead"`` for rows that are
             zero or not finite.
         directions: the number of top principal directions to remove; see :func:`analyze`.
+        tokens: what the model must have, as :meth:`Vocabulary.row` takes it; checked before the
+            measures are computed.
         device: where to compute the measures.
 
     Raises:
-        UsageError: if there is no such model, or no embeddings in it; if counts, a tokenizer or a
-            text do not fit the embeddings, or are needed but were not given.
+        UsageError: if there is no such model, or no embeddings or token in it; if counts, a
+            tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
     needed = bool(sets) or "padding" in exclude
     # One that is named is loaded before the work, since it may be misspelt.
@@ -149,6 +149,10 @@ def analyze_model(
                 f"--top {directions}: the embeddings of {model} have only {width} directions"
             )
     tokenizer = tokenizer or find_tokenizer(model, source, needed)
+    if tokens:
+        vocabulary = _vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
+        for token in tokens:
+            vocabulary.row(token)
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
@@ -253,6 +257,10 @@ def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokeni
         if needed:
             raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
         return None
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Vocabulary:
+    return Vocabulary.of_ids(rows) if tokenizer is None else read_vocabulary(tokenizer, rows)
 
 
 def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> NDArray[np.bool_]:

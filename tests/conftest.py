@@ -82,12 +82,16 @@ class Disk:
     def check(self, folder):
         """Returns how many names were given in a folder, each after what it names was synced."""
         given = 0
-        for number, (event, *content) in enumerate(self.events):
-            if event == "rename" and content[0].is_relative_to(folder):
+        for number, (kind, *content) in enumerate(self.events):
+            if kind == "rename" and content[0].is_relative_to(folder):
                 target, states = content
                 before = {(*event[1:],) for event in self.events[:number] if event[0] == "sync"}
                 assert set(states) <= before, f"{target} was not on the disk"
-                after = [event[1] for event in self.events[number:] if event[0] == "sync"]
+                after = []  # until the next name in that folder is given
+                for event in self.events[number + 1 :]:
+                    if event[0] == "rename" and event[1].parent == target.parent:
+                        break
+                    after.append(event[1])
                 assert target.parent.stat().st_ino in after, f"the name {target} was not"
                 given += 1
         return given

@@ -130,6 +130,7 @@ def test_what_fails_leaves_nothing(tmp_path):
 def test_on_the_disk_before_it_has_its_name(tmp_path, disk):
     """Files, then their folders, then the name, then the folder that holds the name."""
     files.write_atomically(tmp_path / "file", "content")
+    assert disk.check(tmp_path) == 1
     with files.new_folder(tmp_path / "new") as folder:
         (folder / "sub").mkdir()
         (folder / "sub" / "file").write_text("content")

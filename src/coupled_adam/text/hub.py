@@ -43,9 +43,9 @@ def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> 
         patterns: of the names of the files; those in subfolders are left out.
     """
     import huggingface_hub
-    from tqdm import tqdm
+    from tqdm.asyncio import tqdm_asyncio
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm_asyncio):  # type: ignore[type-arg]
         """Shown even where the hub's own bars are hidden."""
 
         def __init__(self, *args: Any, **options: Any) -> None:

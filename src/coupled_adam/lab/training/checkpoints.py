@@ -234,7 +234,7 @@ class CheckpointIO(TorchCheckpointIO):
     """Writes checkpoints directly; Lightning goes through memory and a temporary folder."""
 
     def __init__(self) -> None:
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
@@ -253,7 +253,7 @@ class CheckpointIO(TorchCheckpointIO):
             raise self._failure
 
 
-def _cause(error: Exception) -> Exception:
+def _cause(error: BaseException) -> BaseException:
     """The error of a full disk, for which torch raises another one as it closes its archive."""
     return error.__context__ if isinstance(error.__context__, OSError) else error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PATCHES = sorted(ROOT.glob("docs/upstream/*.patch"))
 
 

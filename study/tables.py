@@ -1,4 +1,4 @@
-"""Write the tables in ``docs/study/``. Comments in the pages mark where each begins and ends.
+"""Write the tables of the README and of ``docs/study/``. Comments mark where each begins and ends.
 
     python -m study.tables
 
@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +34,7 @@ from .run import HERE
 from .run import results as read_results
 
 DOCS = HERE.parent / "docs" / "study"
+PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")))
 results = functools.cache(read_results)  # needed by each cell of a table
 Run = Mapping[str, Any]
 Arm = Literal["adamw", "coupled"]
@@ -383,18 +383,34 @@ def between(question: str, name: str) -> Line:
 
 
 def _between_longer() -> str:
-    """4.9M tokens: AdamW and a = 0.5, and what question 2 has of AdamW and Coupled Adam.
+    """4.9M tokens: AdamW at its best n, Coupled Adam, both of question 2 too, and a = 0.5.
 
-    There n scales Coupled Adam's second moment, with nearly the effect of the same n here.
+    In question 2, n scales Coupled Adam's second moment, with the effect of the same n here.
     """
-    own = [between("between_longer", name) for name in ("adamw n=4", "adamw n=3")]
-    others = [between("scaled_longer", f"{arm} n={n}") for arm, n in LONGER]
-    half = [between("between_longer", f"a=0.5 n={n}") for n in (4, 5, 6)]
-    return markdown([[line for line in (*own, *others, *half) if runs(line)]], MORE)
+    borrowed = [
+        between("scaled_longer", name) for name in ("adamw n=5", "coupled n=5", "coupled n=3")
+    ]
+    own = [between("between_longer", name) for name in QUESTIONS["between_longer"]]
+    first, *lines = (line for line in (*borrowed, *own) if runs(line))
+    return markdown([[first, *lines]], MORE)
 
 
-LONGER: tuple[tuple[Arm, int], ...] = (("adamw", 5), ("coupled", 3), ("coupled", 5))
-"""The rows of question 2 that question 12 borrows."""
+def _readme() -> str:
+    """The best rows of both tables of question 12, with what each optimizer keeps of a matrix."""
+    kept = ("AdamW, 2VH", "Coupled Adam, VH + H", "a = 0.5, zero-sum, VH + V + H")
+    names = {
+        "1.2M": (("between", "adamw n=9"), ("between", "coupled n=5"), ("between", "a=0.5 n=7")),
+        "4.9M": (
+            ("scaled_longer", "adamw n=5"),
+            ("scaled_longer", "coupled n=5"),
+            ("between_longer", "a=0.5 n=4"),
+        ),
+    }
+    groups = [
+        [Line(f"{tokens}: {label}", *where) for label, where in zip(kept, rows)]
+        for tokens, rows in names.items()
+    ]
+    return markdown(groups, ("test_loss", "isotropy", "mean_norm_ratio", "men"), "D: state")
 
 
 def _muon_rates() -> str:
@@ -435,6 +451,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "between": _between,
     "between_longer": _between_longer,
     "muon_rates": _muon_rates,
+    "readme": _readme,
 }
 
 
@@ -449,7 +466,7 @@ def filled(page: str) -> str:
 
 def main() -> None:
     """Update all pages."""
-    for path in sorted(Path(DOCS).glob("*.md")):
+    for path in PAGES:
         write_atomically(path, filled(path.read_text(encoding="utf-8")))
 
 

@@ -328,7 +328,7 @@ def test_a_fit_of_noisy_moments():
 
 
 def test_pages_are_made_from_the_results():
-    for path in tables.DOCS.glob("*.md"):
+    for path in tables.PAGES:
         page = path.read_text(encoding="utf-8")
         assert tables.filled(page) == page
 
@@ -465,6 +465,6 @@ def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):
         return is_committed(run)
 
     monkeypatch.setattr(tables, "is_committed", seen)
-    for path in tables.DOCS.glob("*.md"):
+    for path in tables.PAGES:
         tables.filled(path.read_text(encoding="utf-8"))
     assert marked == expected

@@ -246,7 +246,6 @@ UNFINISHED = (
     "between_longer",
     "between_models",
     "between_rates",
-    "muon_rates",
     "paper_ratio",
 )
 """Questions that have no result yet, or not with all names and seeds."""

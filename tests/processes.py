@@ -163,6 +163,8 @@ def _run(arguments, environment, folder, outputs, group):
     os.setpgid(0, group)
     os.environ.clear()
     os.environ.update(environment)
+    # The server's packages did not see those of tests/frameworks, which this process may have.
+    sys.path[:] = [path for path in sys.path if Path(path) != Path(sys.prefix) / "frameworks"]
     sys.path += filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(folder)
     if arguments[0] == "-m":

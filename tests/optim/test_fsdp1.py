@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import StateDictType as Kind
 
 from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups, to_adam_state_dict
+from optim import test_parallelism as parallelism
 from optim.test_parallelism import ROUNDING, train
 from processes import run_on_ranks
 
@@ -28,24 +28,8 @@ CPU = torch.device("cpu")
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
 
 
-class Decoder(nn.Module):
-    def __init__(self, tied):
-        super().__init__()
-        self.embed = nn.Embedding(V, H)
-        self.norm = nn.LayerNorm(H)
-        self.block = nn.Sequential(nn.Linear(H, 2 * H), nn.Tanh(), nn.Linear(2 * H, H))
-        self.head = nn.Linear(H, V, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        return self.head(hidden + self.block(self.norm(hidden)))
-
-
 def decoder(tied=False):
-    torch.manual_seed(0)
-    return Decoder(tied).double()
+    return parallelism.decoder(tied, V, H)
 
 
 def wrapped(model, nested=True, **options):

@@ -31,12 +31,12 @@ ROUNDING = 1e-12  # all is float64, and only the order of sums differs
 
 
 class Decoder(nn.Module):
-    def __init__(self, tied=False):
+    def __init__(self, tied=False, v=V, h=H):
         super().__init__()
-        self.embed = nn.Embedding(V, H)
-        self.norm = nn.LayerNorm(H)
-        self.block = nn.Sequential(nn.Linear(H, 2 * H), nn.Tanh(), nn.Linear(2 * H, H))
-        self.head = nn.Linear(H, V, bias=False)
+        self.embed = nn.Embedding(v, h)
+        self.norm = nn.LayerNorm(h)
+        self.block = nn.Sequential(nn.Linear(h, 2 * h), nn.Tanh(), nn.Linear(2 * h, h))
+        self.head = nn.Linear(h, v, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -45,9 +45,9 @@ class Decoder(nn.Module):
         return self.head(hidden + self.block(self.norm(hidden)))
 
 
-def decoder(tied=False):
+def decoder(tied=False, v=V, h=H):
     torch.manual_seed(0)
-    return Decoder(tied).double()
+    return Decoder(tied, v, h).double()
 
 
 def train(model, optimizer, steps, part=0, parts=1, backward=torch.Tensor.backward):

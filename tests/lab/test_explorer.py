@@ -88,6 +88,20 @@ def test_the_page_is_whole_and_harmless(page):
     assert repr(EVIL) in data["maps"][0]["tokens"]
 
 
+def test_a_sample_has_no_dead_rows(tmp_path, monkeypatch):
+    """A row of zeros is under-trained, but has no place on a map and no neighbours."""
+    monkeypatch.setattr("coupled_adam.embeddings.explorer.POINTS", 60)
+    matrix = np.random.default_rng(0).normal(size=(300, 8))
+    matrix[5], matrix[7] = 0, np.nan
+    np.save(tmp_path / "matrix.npy", matrix)
+    arguments = ["--exclude", "dead", "--device", "cpu", "--explore", str(tmp_path / "page.html")]
+    assert main(["analyze", str(tmp_path / "matrix.npy"), *arguments]) == 0
+    text = (tmp_path / "page.html").read_text()
+    (part,) = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["maps"]
+    assert (part["total"], len(part["tokens"])) == (300, 60)
+    assert not {"#5", "#7"} & {*part["tokens"]}
+
+
 def test_the_map_as_parquet(page):
     """All tokens of both matrices, with the coordinates of principal components."""
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -149,7 +149,8 @@ def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
     rows = _healthy(entry)
     if limit is None or len(rows) <= limit:
         return rows
-    kept = np.concatenate([entry.rows, np.flatnonzero(entry.found.unused)])[: limit // 2]
+    wanted = np.concatenate([entry.rows, np.flatnonzero(entry.found.unused)])
+    kept = wanted[np.isin(wanted, rows)][: limit // 2]
     rest = np.random.default_rng(0).permutation(np.setdiff1d(rows, kept))
     return np.sort(np.concatenate([kept, rest[: limit - len(kept)]])).astype(np.int64)
 

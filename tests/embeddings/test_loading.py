@@ -42,6 +42,8 @@ from transformers import (
 
 from coupled_adam import cli
 from coupled_adam.embeddings import load_embeddings
+from coupled_adam.embeddings.repair import Repair, repair_model
+from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_distributed
 
 V, H = 60, 8
@@ -112,6 +114,26 @@ def test_models_of_many_families(name, shards, tmp_path):
     for role, matrix in wanted.items():
         assert found[role].dtype == torch.bfloat16
         assert torch.equal(found[role], matrix), role
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_repair_of_many_families(name, tmp_path):
+    """The repaired copy loads as the same model, and differs in the broken rows alone."""
+    model = make(name)
+    with torch.no_grad():
+        for matrix in expected(model).values():
+            matrix[7] = 0
+    model.save_pretrained(tmp_path / "model")
+    reports = repair_model(tmp_path / "model", tmp_path / "out", Repair(), Vocabulary.of_ids)
+    assert [[row.row for row in report.rows] for report in reports] == [[7]] * len(expected(model))
+    again = type(model).from_pretrained(tmp_path / "out")
+    repaired = {matrix.data_ptr() for matrix in expected(again).values()}
+    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+        if new.data_ptr() in repaired:
+            assert torch.nonzero((old != new).any(1)).flatten().tolist() == [7]
+            assert new[7].norm() > 0
+        else:
+            assert torch.equal(old, new)
 
 
 def test_only_the_shards_with_embeddings_are_opened(tmp_path):

@@ -5,7 +5,7 @@
 Each of the two runs three times, in turn and in a separate process, which also measures the memory
 that it needs in addition to the matrix. The loop computes the isotropy in the usual way: an
 eigendecomposition, then for each eigenvector a product with the whole matrix and its exponentials.
-The script takes half an hour on two cores.
+The script takes a quarter of an hour on two cores.
 """
 
 import json

@@ -366,12 +366,12 @@ def _alternatives(lr: float) -> str:
     return markdown([lines], MORE)
 
 
-def _between() -> str:
+def _between(question: str, best: str, borrowed: Sequence[Line] = ()) -> str:
     """AdamW at its best n, followed by everything else that has runs, in the order of a."""
-    first = between("between", "adamw n=9")
-    names = sorted(QUESTIONS["between"], key=lambda name: ("full" in name, "a=" in name))
-    lines = [between("between", name) for name in names if name in results("between")]
-    return markdown([[first, *(line for line in lines if line != first)]], MORE)
+    names = sorted(QUESTIONS[question], key=lambda name: ("full" in name, "a=" in name))
+    lines = [*borrowed, *(between(question, name) for name in names)]
+    first = next(line for line in lines if line.name == best)
+    return markdown([[first, *(line for line in lines if line != first and runs(line))]], MORE)
 
 
 def between(question: str, name: str) -> Line:
@@ -380,19 +380,6 @@ def between(question: str, name: str) -> Line:
     names = {str(key): label for key, label in LABELS.items()}
     label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,"))
     return Line(f"{label}, n = {n}", question, name)
-
-
-def _between_longer() -> str:
-    """4.9M tokens: AdamW at its best n, Coupled Adam, both of question 2 too, and a = 0.5.
-
-    In question 2, n scales Coupled Adam's second moment, with the effect of the same n here.
-    """
-    borrowed = [
-        between("scaled_longer", name) for name in ("adamw n=5", "coupled n=5", "coupled n=3")
-    ]
-    own = [between("between_longer", name) for name in QUESTIONS["between_longer"]]
-    first, *lines = (line for line in (*borrowed, *own) if runs(line))
-    return markdown([[first, *lines]], MORE)
 
 
 def _readme() -> str:
@@ -448,8 +435,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon": _muon,
     **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in RATES},
     "switching": _switching,
-    "between": _between,
-    "between_longer": _between_longer,
+    "between": partial(_between, "between", "adamw n=9"),
+    # In question 2, n scales Coupled Adam's second moment, with the effect of the same n here.
+    "between_longer": partial(
+        _between,
+        "between_longer",
+        "adamw n=5",
+        [between("scaled_longer", n) for n in ("adamw n=5", "coupled n=5", "coupled n=3")],
+    ),
+    "paper_ratio": partial(_between, "paper_ratio", "adamw n=4"),
     "muon_rates": _muon_rates,
     "readme": _readme,
 }

@@ -66,8 +66,8 @@ def full_tensor(matrix: Tensor) -> Tensor:
 class Monitor:
     """Tells a training callback when to measure, and returns the numbers to log.
 
-    A measurement is an :func:`analyze` of each matrix and a pass over the logits. It took 0.05 s of
-    processor time for 4,096 x 64, and 10.8 s for 50,304 x 768, with the logits of 4,096 positions
+    A measurement is an :func:`analyze` of each matrix and a pass over the logits. It took 0.02 s of
+    processor time for 4,096 x 64, and 6.2 s for 50,304 x 768, with the logits of 4,096 positions
     (benchmarks/token_questions.py).
 
     Args:

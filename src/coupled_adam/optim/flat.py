@@ -57,10 +57,12 @@ class FlatShard:
 
 def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     """The pieces in each flat parameter of a param group; whole parameters are left out."""
-    found = zip(group["params"], group.get("flat_shards") or ())
+    flat_shards = group.get("flat_shards")
+    if not flat_shards:  # nearly always, and every step asks several times
+        return {}
     return {
         p: [shards] if isinstance(shards, FlatShard) else list(shards)
-        for p, shards in found
+        for p, shards in zip(group["params"], flat_shards)
         if shards is not None
     }
 

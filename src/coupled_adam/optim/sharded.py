@@ -100,6 +100,9 @@ def all_reduce(updates: Sequence["Update"]) -> None:
     computed them. ``row_sums`` are added over the columns of all ranks. Those of flattened matrices
     are of all rows and columns already, and are added over the ranks that share the matrix.
     """
+    updates = _shared(updates)
+    if not updates:
+        return
     _all_reduce([(u, name, u.group["vocab_dim"]) for u in updates for name in _SUMS_OVER_ROWS])
     _all_reduce([(u, "row_sums", 1) for u in updates if u.shard is not None])
     weighted = [
@@ -119,7 +122,12 @@ def all_reduce(updates: Sequence["Update"]) -> None:
 
 def all_reduce_moments(updates: Sequence["Update"]) -> None:
     """Replace ``moment_sums`` over this rank's rows by those over the rows of all ranks."""
-    _all_reduce([(u, "moment_sums", u.group["vocab_dim"]) for u in updates])
+    _all_reduce([(u, "moment_sums", u.group["vocab_dim"]) for u in _shared(updates)])
+
+
+def _shared(updates: Sequence["Update"]) -> list["Update"]:
+    """Those whose matrix may be shared with other ranks."""
+    return [u for u in updates if u.shard is not None or is_dtensor(u.parameter)]
 
 
 _SUMS_OVER_ROWS = ("sums", "moment_sums", "present")

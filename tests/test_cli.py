@@ -119,10 +119,20 @@ def errors(small_recipe, text_file, tmp_path):
     new = tmp_path / "out"
     recipe = ("--recipe", small_recipe)
     return {
-        "missing text": (("--text", tmp_path / "missing.txt", *recipe), "No such file"),
-        "empty text": (("--text", empty, *recipe), "there is no text in it"),
-        "short text": (("--text", short, *recipe), "the text is too short"),
-        "folder of nothing": (("--text", taken, *recipe), "no file in it ends in .txt"),
+        "missing text": (
+            ("--text", tmp_path / "missing.txt", *recipe),
+            f"--text {tmp_path / 'missing.txt'}: No such file",
+        ),
+        "empty text": (("--text", empty, *recipe), f"--text {empty}: there is no text in it"),
+        "empty text by its key": (
+            (f"data.text={empty}", *recipe),
+            f"error: data.text={empty}: there is no text in it",
+        ),
+        "short text": (("--text", short, *recipe), f"--text {short} is too short"),
+        "folder of nothing": (
+            ("--text", taken, *recipe),
+            f"--text {taken}: no file in it ends in .txt",
+        ),
         "unwritable folder": (("--out", text_file / "sub", *recipe), "annot be written"),
         "unwritable place": (("--out", "/proc/sub", *recipe), "cannot be written"),
         "existing folder": (("--out", taken, *recipe), "continue it with --resume"),

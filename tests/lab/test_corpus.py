@@ -490,7 +490,7 @@ def test_short_text(recipe, tmp_path):
     """Found at every call, since the cache does not know the recipe's batches."""
     (tmp_path / "short.txt").write_text("Too short.\n\n" * 5)
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"the text is too short: its .* split has"):
+        with pytest.raises(UsageError, match=r"short.txt is too short: its .* split has"):
             prepare_corpus(with_text(recipe, tmp_path / "short.txt"), tmp_path / "cache")
     prepare_corpus(recipe, tmp_path / "cache")
     long = override(recipe, {"training.batch_size": 10_000})
@@ -599,7 +599,7 @@ def test_existing_token_files(recipe, tmp_path):
     assert named.end_of_text == 1
     assert len(AutoTokenizer.from_pretrained(named.tokenizer_folder)) == 103
 
-    with pytest.raises(UsageError, match="the text is too short"):
+    with pytest.raises(UsageError, match=r"^data.tokens=.* is too short"):
         prepare_corpus(override(recipe, {"training.batch_size": 1000}), tmp_path / "cache")
     with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids range from 0 to 299"):
         prepare_corpus(override(recipe, {"model.vocab_size": 299}), tmp_path / "cache")

@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
 
 from coupled_adam.errors import UsageError, is_on_all_ranks, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
+from coupled_adam.text.source import text_given_as
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _command_name(arguments)
         given = vars(_command_parser(name).parse_args(arguments[1:]))
-        _COMMANDS[name].run(_COMMANDS[name].Options(**given))
+        with text_given_as("data.text=" if given.get("text") is None else "--text "):
+            _COMMANDS[name].run(_COMMANDS[name].Options(**given))
         sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)

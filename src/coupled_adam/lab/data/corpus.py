@@ -467,7 +467,7 @@ def _check_length(corpus: Corpus, recipe: Recipe) -> None:
         tokens = corpus.facts["tokens"][split]
         if tokens < blocks * length + 1:
             raise UsageError(
-                f"the text is too short: its {split} split has {tokens} tokens, and the recipe "
-                f"needs {blocks * length + 1} ({blocks} x {length} and one). Give more text, or "
-                "lower training.batch_size or training.sequence_length"
+                f"{corpus.facts['source']} is too short: its {split} split has {tokens} tokens, "
+                f"and the recipe needs {blocks * length + 1} ({blocks} x {length} and one). Give "
+                "more text, or lower training.batch_size or training.sequence_length"
             )

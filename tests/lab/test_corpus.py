@@ -430,6 +430,7 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
 
 def test_the_wait_for_another_process_ends(recipe, tmp_path, monkeypatch, capsys):
     """After a limit, and it is said whom the process waits for."""
+    assert corpus_module._PATIENCE == 24 * 60 * 60
     monkeypatch.setattr(corpus_module, "_PATIENCE", 0.2)
     monkeypatch.setattr(files, "_SAYS_AFTER", 0.0)
     folder = prepare_corpus(recipe, tmp_path / "other").folder.name

@@ -290,12 +290,15 @@ def test_another_environment_is_recorded_and_warned_of(unfinished):
     assert "resumed" not in began
     began["packages"]["torch"] = "2.0.0"
     began["processes"], began["time"] = 64, "2999-01-01T00:00:00+00:00"
+    began["processor"], began["threads"] = "Z80", 77
     path.write_text(json.dumps(began))
     with pytest.warns(UserWarning, match="continues at step 40 in another environment") as warned:
         go_on()
     (message,) = [str(w.message) for w in warned if "another environment" in str(w.message)]
     assert f"torch 2.0.0 -> {torch.__version__}" in message
     assert "processes 64 -> 1" in message
+    assert "processor Z80 -> " in message
+    assert f"threads 77 -> {torch.get_num_threads()}" in message
     assert "the clock is set back, 2999-01-01" in message
     recorded = json.loads(path.read_text())
     (resumed,) = recorded.pop("resumed")
@@ -519,6 +522,7 @@ def test_ranks_with_different_settings(finished, change, said):
     ],
 )
 def test_a_rank_that_never_comes(finished, monkeypatch, capfd, rank, said):
+    assert distributed.PATIENCE == 10 * 60
     monkeypatch.setattr(distributed, "PATIENCE", 0.5)
     monkeypatch.setattr(files, "_SAYS_AFTER", 0.0)
     (error,) = meeting([rank], settings_of(finished, {}))

@@ -129,6 +129,8 @@ def errors(small_recipe, text_file, tmp_path):
             f"error: data.text={empty}: there is no text in it",
         ),
         "short text": (("--text", short, *recipe), f"--text {short} is too short"),
+        "an option that is empty": (("--text", "", *recipe), "--text: '' is empty: give a value"),
+        "an arm that is empty": (("--arms", "", *recipe), "--arms: '' is empty"),
         "folder of nothing": (
             ("--text", taken, *recipe),
             f"--text {taken}: no file in it ends in .txt",

@@ -203,16 +203,32 @@ def test_a_link_to_a_shared_folder_is_refused(unfinished, tmp_path, name):
     assert (shared / "thesis.tmp").exists()
 
 
+def test_a_folder_of_others_is_refused(unfinished):
+    """A log of the same name would be emptied; what precedes config.yaml may be a killed run's."""
+    run, go_on = unfinished
+    (run / "config.yaml").unlink()
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
+        go_on()
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    for path in run.iterdir():
+        if path.name not in ("environment.json", "unigram_counts.npy"):
+            files.remove(path)
+    go_on()
+
+
 def test_on_the_disk_before_it_has_its_name(unfinished, disk):
     """Model, arrays, checkpoints and all else, so that power may fail at any moment."""
     run, go_on = unfinished
     shutil.rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
+    disk.log = run / "metrics.jsonl"
     go_on()
     names = {event[1].name for event in disk.events if event[0] == "rename"}
     assert {"step-10", "step-10.json", "model"} <= names
     assert disk.check(run) > 8
-    (run / "config.yaml").unlink()
+    disk.events.clear()
+    shutil.rmtree(run)
     go_on()
     assert {"config.yaml", "unigram_counts.npy", "environment.json"} <= {
         event[1].name for event in disk.events if event[0] == "rename"

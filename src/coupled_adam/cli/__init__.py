@@ -164,9 +164,22 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
 
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Add an argument; its values may not be empty, unless that is the default."""
+        if "action" not in options and options.get("default") != "":
+            options.setdefault("type", _not_empty)
+        return super().add_argument(*names, **options)
+
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError instead of printing the usage and leaving."""
         raise UsageError(re.sub(r"^argument (\S+): ", r"\1: ", message))
+
+
+def _not_empty(text: str) -> str:
+    """The type of names and paths: Path("") would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
+    return text
 
 
 class _HelpFormatter(argparse.HelpFormatter):

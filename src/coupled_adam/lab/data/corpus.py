@@ -22,7 +22,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import clear_leftovers, duration, file_digest, lock, new_folder
+from coupled_adam.files import (
+    clear_leftovers,
+    duration,
+    file_digest,
+    lock,
+    new_folder,
+    read_text,
+)
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.text.documents import Documents, content_digest, open_documents
 from coupled_adam.text.source import Data
@@ -215,7 +222,7 @@ def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     reason = "corpus.json"
     with contextlib.suppress(*damaged):
-        facts = json.loads((folder / "corpus.json").read_text())
+        facts = json.loads(read_text(folder / "corpus.json"))
         digest = facts.pop("digest")
         files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
         tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}

@@ -20,7 +20,7 @@ from coupled_adam.embeddings import (
 )
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import write_atomically
+from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
@@ -278,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        values = json.loads(read_text(path), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("embeddings"), dict | None):

@@ -9,6 +9,7 @@ training is finished, ``model/`` in Hugging Face format.
 import contextlib
 import io
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from transformers import PreTrainedModel
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import (
+    LOCK,
     clear_leftovers,
+    is_temporary,
     make_folder,
     new_folder,
+    read_text,
     sole_writer,
     write_atomically,
 )
@@ -35,6 +39,7 @@ from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.text.tokenizers import load_tokenizer
 
 FOLDERS = ("checkpoints", "second_moments")
+_BEFORE_CONFIG = {LOCK, "environment.json", "unigram_counts.npy"}
 
 
 def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
@@ -44,10 +49,11 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
         held: an exit stack; the folder is unlocked when it closes.
 
     Raises:
-        UsageError: if the folder holds another run or a run on another text, is in use by another
-            process, or has symbolic links in the place of its folders.
+        UsageError: if the folder holds another run, a run on another text, or files of others and
+            no run; is in use by another process; or has symbolic links in the place of its folders.
     """
     folder, config = run.folder, run.config
+    _check_none_of_others(folder)
     make_folder(folder)
     held.enter_context(sole_writer(folder))
     for name in FOLDERS:
@@ -61,7 +67,7 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
             clear_leftovers(place)
     path = folder / "config.yaml"
     if path.exists():
-        if read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) != config:
+        if read_yaml(read_text(path, "replace"), str(path)) != config:
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
@@ -73,9 +79,21 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
     write_atomically(path, yaml.safe_dump(config, sort_keys=False))
 
 
+def _check_none_of_others(folder: Path) -> None:
+    """Raise UsageError if a folder without ``config.yaml`` holds more than what precedes that."""
+    if not folder.is_dir() or os.path.lexists(folder / "config.yaml"):
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name not in _BEFORE_CONFIG and not is_temporary(path):
+            raise UsageError(
+                f"{folder} holds {path.name} but no run, whose config.yaml would be there: restore "
+                "that file, or choose another --out"
+            )
+
+
 def _check_text(folder: Path, corpus: Corpus) -> None:
     """Raise UsageError unless the run was started with this text, and these tokens of it."""
-    started = _recorded(folder).get("corpus", {})
+    started = _recorded(folder)["corpus"]
     try:
         counts = read_array(folder / "unigram_counts.npy")
     except ValueError as error:
@@ -108,10 +126,11 @@ def record_resumption(folder: Path, step: int) -> None:
 
 def _recorded(folder: Path) -> dict[str, Any]:
     path = folder / "environment.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, FileNotFoundError):
-        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again") from None
+    content = None
+    with contextlib.suppress(ValueError, RecursionError, FileNotFoundError, IsADirectoryError):
+        content = json.loads(read_text(path))
+    if not isinstance(content, dict) or not isinstance(content.get("corpus"), dict):
+        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again")
     return content
 
 

@@ -446,6 +446,13 @@ def test_the_wait_for_another_process_ends(recipe, tmp_path, monkeypatch, capsys
     prepare_corpus(recipe, tmp_path / "cache")
 
 
+def test_a_cache_that_may_not_be_read(recipe, tmp_path, monkeypatch):
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(corpus_module, "_find", Mock(side_effect=refused))
+    with pytest.raises(UsageError, match=r"choose another folder with --cache"):
+        prepare_corpus(recipe, tmp_path / "cache")
+
+
 def test_a_lock_that_is_not_allowed(recipe, tmp_path, monkeypatch):
     """Is an error at once: nobody holds it whose end could be waited for."""
     refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))

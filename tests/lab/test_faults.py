@@ -203,6 +203,48 @@ def test_a_link_to_a_shared_folder_is_refused(unfinished, tmp_path, name):
     assert (shared / "thesis.tmp").exists()
 
 
+def test_a_file_for_a_folder_is_refused(unfinished):
+    run, go_on = unfinished
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("of others")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="checkpoints is no folder"):
+        go_on()
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "environment.json", "metrics.jsonl", "checkpoints/step-40"]
+)
+def test_a_pipe_for_a_file_is_refused(unfinished, name):
+    """To read it would be to wait for ever."""
+    run, go_on = unfinished
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(UsageError, match=f"{name} is a pipe or a device"):
+        go_on()
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"corpus": null}', "[" * 10**5])
+def test_a_damaged_environment_is_refused(unfinished, content):
+    run, go_on = unfinished
+    (run / "environment.json").write_text(content)
+    with pytest.raises(UsageError, match=r"environment\.json is damaged"):
+        go_on()
+
+
+def test_a_disk_that_is_full_for_the_model(unfinished, monkeypatch):
+    """safetensors and tokenizers have errors of their own, which are no OSErrors."""
+    run, go_on = unfinished
+    error = Exception("File too large (os error 27)")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.GPT2LMHeadModel.save_pretrained", Mock(side_effect=error))
+        with pytest.raises(TrainingError, match=r"model cannot be written \(File too large"):
+            go_on()
+    assert not [*run.glob(".coupled-adam-*")]
+    go_on()
+
+
 def test_a_folder_of_others_is_refused(unfinished):
     """A log of the same name would be emptied; what precedes config.yaml may be a killed run's."""
     run, go_on = unfinished

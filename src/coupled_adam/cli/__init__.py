@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = vars(_command_parser(name).parse_args(arguments[1:]))
         with text_given_as("data.text=" if given.get("text") is None else "--text "):
             _COMMANDS[name].run(_COMMANDS[name].Options(**given))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)
         return _fail(2, f"{message}{_hint(arguments, message)}", error)
@@ -85,10 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None:
             raise
+        try:
+            print(end="", flush=True)
+        except OSError:  # nor would Python's end be able to write to it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = f": {printable(str(error.filename))}" if error.filename else ""
         kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
         return _fail(1, f"{os.strerror(error.errno)}{where}{kept}", error)
     except (MemoryError, RuntimeError) as error:
+        if str(error).startswith("Symlink loop"):  # which pathlib raises before Python 3.13
+            return _fail(2, one_line(error), error)
         if not _is_out_of_memory(error):
             raise
         what = one_line(error) if str(error) else "no more can be allocated"

@@ -350,6 +350,10 @@ def check_folder(option: str, folder: Path) -> None:
     Raises:
         UsageError: it cannot be; nothing has been changed.
     """
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:  # as safetensors and tokenizers need it
+        raise UsageError(f"{option} {folder} is not UTF-8: choose another folder") from None
     with _explaining(f"{option} {folder}", "choose another folder"):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option} {folder} exists and is not a folder: choose another one")

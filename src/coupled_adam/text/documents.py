@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import stat
 import sys
 import sysconfig
 import warnings
@@ -203,8 +204,12 @@ def _digest(path: Path, shown: str) -> str:
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
     shown = f"{text_argument.get()}{path}"
-    if not path.is_dir():
-        if path.exists() and not path.is_file():  # a device or a pipe, which may never end
+    try:
+        kind = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"{shown}: {error.strerror}") from None
+    if not stat.S_ISDIR(kind):
+        if not stat.S_ISREG(kind):  # a device or a pipe, which may never end
             raise UsageError(f"{shown}: not a file or folder")
         return [path]
     found = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]

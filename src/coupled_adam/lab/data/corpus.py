@@ -119,9 +119,9 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
     }
     folder = cache / content_hash(made_from)[:32]
-    corpus = _find(folder, source)
-    if corpus is None:
-        try:
+    try:
+        corpus = _find(folder, source)
+        if corpus is None:
             cache.mkdir(parents=True, exist_ok=True)
             with lock(
                 cache / f"{folder.name}.lock",
@@ -134,11 +134,11 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
                 if corpus is None:
                     clear_leftovers(cache)
                     corpus = _make(source, tokenizer, data, vocab_size, folder)
-        except OSError as error:
-            raise UsageError(
-                f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
-                "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
-            ) from None
+    except OSError as error:
+        raise UsageError(
+            f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
+            "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
+        ) from None
     _check_length(corpus, recipe)
     return corpus
 

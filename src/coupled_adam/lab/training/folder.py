@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import (
     LOCK,
     clear_leftovers,
@@ -36,6 +36,7 @@ from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
+from coupled_adam.lab.training.errors import TrainingError
 from coupled_adam.text.tokenizers import load_tokenizer
 
 FOLDERS = ("checkpoints", "second_moments")
@@ -62,6 +63,8 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
                 f"{folder / name} is a symbolic link, where this run creates and removes files: "
                 "replace it by the folder itself, or let --out lead elsewhere"
             )
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UsageError(f"{folder / name} is no folder: move it away, or choose another --out")
     for place in (folder, *map(folder.joinpath, FOLDERS)):
         if place.is_dir():
             clear_leftovers(place)
@@ -141,14 +144,25 @@ def save_model(
 
     Args:
         state_dict: the weights, gathered from all processes.
+
+    Raises:
+        TrainingError, OSError: it cannot be written.
     """
     # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     own = {name: value for name, value in state_dict.items() if name in names}
     with new_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=own)
-        if corpus.tokenizer_folder is not None:
-            load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
+        try:
+            model.save_pretrained(temporary, state_dict=own)
+            if corpus.tokenizer_folder is not None:
+                load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
+        except OSError:
+            raise
+        except Exception as error:  # of safetensors or tokenizers, if the disk is full
+            raise TrainingError(
+                f"{folder} cannot be written ({one_line(error)}); what was finished is kept, "
+                "continue with --resume"
+            ) from error
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:

@@ -29,8 +29,11 @@ def recipe_of_run(folder: Path) -> Recipe:
             recipe, so that only the program that trained it knows its model and loss.
     """
     path = folder / "config.yaml"
+    try:
+        config = read_yaml(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({one_line(error)})") from None
     recipe = load_recipe(str(path))
-    config = read_yaml(read_text(path), str(path))
     if config.get("variant") is not None:
         raise UsageError(
             f"{folder} was trained with the variant {config['variant']!r}, which no recipe "

@@ -115,8 +115,8 @@ def test_what_has_been_evaluated_is_kept(run):
     assert some["word_similarity"] == with_words["word_similarity"]
     assert evaluate_run(folder, corpus) == with_words
     # A damaged file is not overwritten: it may hold hours of work.
+    (folder / "evaluation.json").write_text('{"test_loss": 1e999}')
     with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
-        (folder / "evaluation.json").write_text('{"test_loss": 1e999}')
         evaluate_run(folder, corpus)
     (folder / "evaluation.json").write_text('{"test_loss": 3')
     with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):

@@ -68,7 +68,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> Iterator[Path]:
+def new_folder(
+    path: Path, is_own: Callable[[str], bool] = lambda _: False, replace: bool = True
+) -> Iterator[Path]:
     """Yield an empty folder to fill, which becomes ``path`` if the block ends without an error.
 
     Its files are on the disk before it has its name, and the name when this returns. If there is a
@@ -79,6 +81,8 @@ def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> I
     Args:
         is_own: whether a file of the old folder, named by its path in it, is to be removed with
             it. All others are moved to the new folder.
+        replace: whether to replace a folder ``path``; otherwise it is an error if there is one with
+            anything in it, also if it has come meanwhile.
 
     Raises:
         OSError: if the disk is full or the place is not writable; the old folder is kept.
@@ -89,7 +93,7 @@ def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> I
             for name in names:
                 sync(Path(folder, name))
             sync_folder(Path(folder))
-        if not os.path.lexists(path):
+        if not replace or not os.path.lexists(path):
             temporary.rename(path)
             sync_folder(path.parent)
             return

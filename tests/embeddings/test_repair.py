@@ -217,7 +217,10 @@ def test_what_fails_leaves_nothing(gpt2, tmp_path):
     os.mkfifo(gpt2 / "pipe")
     with pytest.raises(UsageError, match=r"pipe cannot be copied \(.*named pipe"):
         repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    (gpt2 / "pipe").unlink()
+    (gpt2 / "pipe").rename(gpt2 / "more.safetensors")
+    with pytest.raises(UsageError, match=r"more\.safetensors is no file"):
+        repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    (gpt2 / "more.safetensors").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
 
     def meanwhile(rows):

@@ -5,6 +5,7 @@ are drawn around the mean of the healthy ones, where they take little probabilit
 (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -222,6 +223,9 @@ def repair_model(
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise UsageError(f"{folder} has no safetensors: save the model as safetensors first")
+    for shard in shards:
+        if not shard.is_file():  # to read a pipe would be to wait for ever
+            raise UsageError(f"{shard} is no file")
     _check_shards(folder)
     _check(repair, folder, entries[-1].role, config)
 
@@ -247,20 +251,29 @@ def repair_model(
         if rows or mean_norm is not None:
             changed[entry.tensor] = change
     clear_leftovers(out.parent)
-    with new_folder(out) as temporary:
+    with _explained(out), new_folder(out, replace=False) as temporary:
         _copy_all_but_weights(folder, temporary)
         for shard in shards:
             replaced = _write_shard(shard, temporary / shard.name, changed, shift)
             for report in reports:
                 same = [name for name, of in replaced.items() if of == report.tensors[0]]
                 report.tensors.extend(name for name in same if name not in report.tensors)
-        _check_new(out)
     return reports
 
 
 def _check_new(out: Path) -> None:
     if os.path.lexists(out):
         raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+
+
+@contextlib.contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    """What others have put at ``out`` meanwhile is there as if it had been there before."""
+    try:
+        yield
+    except OSError:
+        _check_new(out)
+        raise
 
 
 def _copy_all_but_weights(folder: Path, copy: Path) -> None:

@@ -52,12 +52,16 @@ class RunOptions:
 
 def positive_int(text: str) -> int:
     """The type of options that count: a whole number from 1 on."""
-    return _number(text, int, lambda number: 1 <= number < 2**63, "a whole number, 1 or more")
+    return _number(
+        text, int, lambda number: 1 <= number < 2**63, "a whole number, 1 or more, below 2^63"
+    )
 
 
 def whole_number(text: str) -> int:
     """The type of options that may be 0: a whole number from 0 on."""
-    return _number(text, int, lambda number: 0 <= number < 2**63, "a whole number, 0 or more")
+    return _number(
+        text, int, lambda number: 0 <= number < 2**63, "a whole number, 0 or more, below 2^63"
+    )
 
 
 def number_from_0(text: str) -> float:

@@ -63,6 +63,7 @@ class Disk:
     def __init__(self):
         self.events = []
         self.records = False
+        self.log = None  # of a run, which must be on the disk when a checkpoint has its name
 
     def record(self, event, arguments):
         if self.records and event == "os.rename":
@@ -72,6 +73,8 @@ class Disk:
         """The target has its name; what it holds must be on the disk already."""
         source = Path(source)
         held = [source, *source.rglob("*")] if source.is_dir() else [source]
+        if self.log is not None and Path(target).name.removeprefix("step-").isdigit():
+            held += [self.log, self.log.parent]
         states = [(os.stat(path).st_ino, os.stat(path).st_mtime_ns) for path in held]
         self.events.append(("rename", Path(target), states))
 
@@ -116,7 +119,7 @@ def disk(monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(files, "_exchange", exchanged)
-    _disk.events, _disk.records = [], True
+    _disk.events, _disk.records, _disk.log = [], True, None
     yield _disk
     _disk.records = False
 

@@ -43,7 +43,7 @@ def fresh(command, env, cwd):
 
 
 def snapshot(folder: Path):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    return {path: path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
 def test_compare(small_recipe, text_file, tmp_path):
@@ -116,13 +116,30 @@ def errors(small_recipe, text_file, tmp_path):
     short.write_text("Too short.")
     taken.mkdir()
     (taken / "precious").write_text("data")
+    loop = tmp_path / "loop.txt"
+    loop.symlink_to(loop)
     new = tmp_path / "out"
     recipe = ("--recipe", small_recipe)
     return {
-        "missing text": (("--text", tmp_path / "missing.txt", *recipe), "No such file"),
-        "empty text": (("--text", empty, *recipe), "there is no text in it"),
-        "short text": (("--text", short, *recipe), "the text is too short"),
-        "folder of nothing": (("--text", taken, *recipe), "no file in it ends in .txt"),
+        "missing text": (
+            ("--text", tmp_path / "missing.txt", *recipe),
+            f"--text {tmp_path / 'missing.txt'}: No such file",
+        ),
+        "empty text": (("--text", empty, *recipe), f"--text {empty}: there is no text in it"),
+        "empty text by its key": (
+            (f"data.text={empty}", *recipe),
+            f"error: data.text={empty}: there is no text in it",
+        ),
+        "short text": (("--text", short, *recipe), f"--text {short} is too short"),
+        "text that is a link to itself": (("--text", loop, *recipe), str(loop)),
+        "long name": (("--text", "x" * 300, *recipe), "File name too long"),
+        "name that is no UTF-8": (("--out", "a\udcff", *recipe), "is not UTF-8"),
+        "an option that is empty": (("--text", "", *recipe), "--text: '' is empty: give a value"),
+        "an arm that is empty": (("--arms", "", *recipe), "--arms: '' is empty"),
+        "folder of nothing": (
+            ("--text", taken, *recipe),
+            f"--text {taken}: no file in it ends in .txt",
+        ),
         "unwritable folder": (("--out", text_file / "sub", *recipe), "annot be written"),
         "unwritable place": (("--out", "/proc/sub", *recipe), "cannot be written"),
         "existing folder": (("--out", taken, *recipe), "continue it with --resume"),
@@ -139,7 +156,7 @@ def errors(small_recipe, text_file, tmp_path):
         "bad steps": (("--steps", 0), "--steps: '0' must be a whole number, 1 or more"),
         "bad seeds": (("--seeds", "one"), "--seeds: 'one' must be a whole number, 0 or more"),
         "a seed twice": (("--seeds", 2, 2, *recipe), "--seeds 2 2 names a seed twice"),
-        "endless seeds": (("--seeds", "9" * 20, *recipe), "must be from 1 to 1000"),
+        "endless seeds": (("--seeds", "9" * 18, *recipe), "must be from 1 to 1000"),
         "no seeds": (("--seeds", 0, *recipe), "must be from 1 to 1000"),
         "an arm twice": (("--arms", "adamw", "adamw", *recipe), "names an arm twice"),
         "bad device": (("--device", "tpu"), "--device: invalid choice: 'tpu' (choose from"),
@@ -197,6 +214,25 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: use(_, RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["recipes"])
+
+
+def test_standard_output_may_be_closed(monkeypatch, capsys):
+    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: None)
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["recipes"]) == 0
+
+
+def test_standard_output_may_be_full():
+    """One line; Python would add two of its own at its end."""
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "coupled_adam.cli", "recipes"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+    assert "No space left on device" in result.stderr
 
 
 def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):

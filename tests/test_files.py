@@ -114,6 +114,17 @@ def test_only_leftovers_of_the_dead_are_cleared(tmp_path):
     assert (tmp_path / "alive" / "file").exists()
 
 
+@pytest.mark.parametrize("read", [files.read_text, files.file_digest])
+def test_pipes_are_not_waited_for(tmp_path, read):
+    pipe = files.temporary_path(tmp_path / "x")
+    os.mkfifo(pipe)
+    with pytest.raises(UsageError, match="is a pipe or a device, and should be a file"):
+        read(pipe)
+    files.clear_leftovers(tmp_path)
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path)
+
+
 def test_what_fails_leaves_nothing(tmp_path):
     (tmp_path / "folder").mkdir()
 

@@ -14,12 +14,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from coupled_adam.errors import UsageError
 
@@ -66,7 +68,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> Iterator[Path]:
+def new_folder(
+    path: Path, is_own: Callable[[str], bool] = lambda _: False, replace: bool = True
+) -> Iterator[Path]:
     """Yield an empty folder to fill, which becomes ``path`` if the block ends without an error.
 
     Its files are on the disk before it has its name, and the name when this returns. If there is a
@@ -77,6 +81,8 @@ def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> I
     Args:
         is_own: whether a file of the old folder, named by its path in it, is to be removed with
             it. All others are moved to the new folder.
+        replace: whether to replace a folder ``path``; otherwise it is an error if there is one with
+            anything in it, also if it has come meanwhile.
 
     Raises:
         OSError: if the disk is full or the place is not writable; the old folder is kept.
@@ -87,7 +93,7 @@ def new_folder(path: Path, is_own: Callable[[str], bool] = lambda _: False) -> I
             for name in names:
                 sync(Path(folder, name))
             sync_folder(Path(folder))
-        if not os.path.lexists(path):
+        if not replace or not os.path.lexists(path):
             temporary.rename(path)
             sync_folder(path.parent)
             return
@@ -146,6 +152,37 @@ def remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read, unbuffered.
+
+    Raises:
+        OSError: it cannot be read.
+        UsageError: it is a pipe, which others may never write to, or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise UsageError(f"{path} is a pipe or a device, and should be a file")
+        return cast(BinaryIO, open(descriptor, "rb", buffering=0))
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_text(path: Path, errors: str = "strict") -> str:
+    """The content of a file in UTF-8; ``errors`` as for :meth:`bytes.decode`.
+
+    Raises:
+        OSError, UsageError: as :func:`open_regular`.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        return file.read().decode(errors=errors)
+
+
 def sync(path: Path) -> None:
     """Flush a file's content to the disk."""
     with path.open("rb") as file:
@@ -181,7 +218,7 @@ def file_digest(
         OSError: if it cannot be read.
     """
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(start)
         while piece := file.read(_CHUNK if length is None else min(_CHUNK, length)):
             digest.update(piece)
@@ -324,7 +361,7 @@ def _alive(path: Path) -> Iterator[int]:
 def _dead(path: Path) -> Iterator[bool]:
     """Whether no process is working on it, nor will be inside the block."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # another user's, or gone by now
         yield False
         return

@@ -1,6 +1,7 @@
 """Rows that are dead or under-trained get healthy values, in a copy of the model."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlamaForCausalLM as Llama
 from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError
+from coupled_adam.files import temporary_path
 
 V, H = 90, 8
 
@@ -194,3 +196,39 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     matrix = torch.full((3, 2), torch.nan)
     assert dead_rows(matrix) == dict.fromkeys(range(3), "not finite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "llama", "there"]
+
+
+def test_on_the_disk_before_it_has_its_name(gpt2, tmp_path, disk):
+    """And what killed processes have left there goes, but nothing of others."""
+    ours, others = temporary_path(tmp_path / "out"), tmp_path / f"out.{os.getpid()}.tmp"
+    for folder in (ours, others):
+        folder.mkdir()
+        (folder / "file").write_text("")
+    gpt2.chmod(0o500)
+    repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    assert disk.check(tmp_path) == 1
+    assert (tmp_path / "out").stat().st_mode & 0o200
+    assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out", others.name}
+    assert (others / "file").exists()
+
+
+def test_what_fails_leaves_nothing(gpt2, tmp_path):
+    """A pipe is in the model's folder; another process makes the new folder meanwhile."""
+    os.mkfifo(gpt2 / "pipe")
+    with pytest.raises(UsageError, match=r"pipe cannot be copied \(.*named pipe"):
+        repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    (gpt2 / "pipe").rename(gpt2 / "more.safetensors")
+    with pytest.raises(UsageError, match=r"more\.safetensors is no file"):
+        repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    (gpt2 / "more.safetensors").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
+
+    def meanwhile(rows):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        (tmp_path / "out" / "config.json").write_text("of others")
+        return of_ids(rows)
+
+    with pytest.raises(UsageError, match="out exists"):
+        repair_model(gpt2, tmp_path / "out", Repair(), meanwhile)
+    assert (tmp_path / "out" / "config.json").read_text() == "of others"
+    assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out"}

@@ -287,6 +287,25 @@ def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_p
     assert found["word_similarity"]["sets"]["WordSim-353 similarity"]["pairs"] > 3
 
 
+def test_a_text_is_named_as_it_was_given(gpt2, tmp_path, capsys):
+    """By the option: these commands know no recipe, and no ``data.text``."""
+    for path, what in {
+        "empty.txt": "there is no text in it",
+        "missing.txt": "No such file",
+    }.items():
+        (tmp_path / "empty.txt").write_text("")
+        text = ("--text", str(tmp_path / path))
+        for command, *rest in (
+            ("analyze", gpt2),
+            ("evaluate", gpt2),
+            ("theory", gpt2),
+            ("repair", gpt2, "--undertrained", "--out", tmp_path / "repaired"),
+        ):
+            assert main([command, *map(str, rest), *text]) == 2
+            assert f"error: --text {tmp_path / path}: {what}" in capsys.readouterr().err
+    assert not (tmp_path / "repaired").exists()
+
+
 def test_unusable_input(gpt2, tmp_path, capsys):
     torch.manual_seed(0)
     T5EncoderModel(

@@ -430,6 +430,7 @@ def test_kill_in_the_middle(process, recipe, tmp_path):
 
 def test_the_wait_for_another_process_ends(recipe, tmp_path, monkeypatch, capsys):
     """After a limit, and it is said whom the process waits for."""
+    assert corpus_module._PATIENCE == 24 * 60 * 60
     monkeypatch.setattr(corpus_module, "_PATIENCE", 0.2)
     monkeypatch.setattr(files, "_SAYS_AFTER", 0.0)
     folder = prepare_corpus(recipe, tmp_path / "other").folder.name
@@ -443,6 +444,13 @@ def test_the_wait_for_another_process_ends(recipe, tmp_path, monkeypatch, capsys
     assert said.startswith("waiting for another process that is preparing the corpus")
     assert "0.2 seconds at most" in said
     prepare_corpus(recipe, tmp_path / "cache")
+
+
+def test_a_cache_that_may_not_be_read(recipe, tmp_path, monkeypatch):
+    refused = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(corpus_module, "_find", Mock(side_effect=refused))
+    with pytest.raises(UsageError, match=r"choose another folder with --cache"):
+        prepare_corpus(recipe, tmp_path / "cache")
 
 
 def test_a_lock_that_is_not_allowed(recipe, tmp_path, monkeypatch):
@@ -490,7 +498,7 @@ def test_short_text(recipe, tmp_path):
     """Found at every call, since the cache does not know the recipe's batches."""
     (tmp_path / "short.txt").write_text("Too short.\n\n" * 5)
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"the text is too short: its .* split has"):
+        with pytest.raises(UsageError, match=r"short.txt is too short: its .* split has"):
             prepare_corpus(with_text(recipe, tmp_path / "short.txt"), tmp_path / "cache")
     prepare_corpus(recipe, tmp_path / "cache")
     long = override(recipe, {"training.batch_size": 10_000})
@@ -599,7 +607,7 @@ def test_existing_token_files(recipe, tmp_path):
     assert named.end_of_text == 1
     assert len(AutoTokenizer.from_pretrained(named.tokenizer_folder)) == 103
 
-    with pytest.raises(UsageError, match="the text is too short"):
+    with pytest.raises(UsageError, match=r"^data.tokens=.* is too short"):
         prepare_corpus(override(recipe, {"training.batch_size": 1000}), tmp_path / "cache")
     with pytest.raises(UsageError, match=r"train_1.bin .<u2.: token ids range from 0 to 299"):
         prepare_corpus(override(recipe, {"model.vocab_size": 299}), tmp_path / "cache")

@@ -32,7 +32,7 @@ from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
 )
-from coupled_adam.lab.evaluation.loading import is_run
+from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
 from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
@@ -115,6 +115,9 @@ def test_what_has_been_evaluated_is_kept(run):
     assert some["word_similarity"] == with_words["word_similarity"]
     assert evaluate_run(folder, corpus) == with_words
     # A damaged file is not overwritten: it may hold hours of work.
+    (folder / "evaluation.json").write_text('{"test_loss": 1e999}')
+    with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
+        evaluate_run(folder, corpus)
     (folder / "evaluation.json").write_text('{"test_loss": 3')
     with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
         evaluate_run(folder, corpus)
@@ -357,3 +360,10 @@ def test_the_token_that_is_a_word_of_gpt2():
         assert token_id(word) == (ids[0] if len(ids) == 1 else None), word
         single += len(ids) == 1
     assert 2000 < single < len(words)
+
+
+def test_a_run_whose_config_is_a_pipe(tmp_path):
+    """To read it would be to wait for ever."""
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(UsageError, match=r"config\.yaml is a pipe or a device"):
+        recipe_of_run(tmp_path)

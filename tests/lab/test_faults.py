@@ -203,16 +203,74 @@ def test_a_link_to_a_shared_folder_is_refused(unfinished, tmp_path, name):
     assert (shared / "thesis.tmp").exists()
 
 
+def test_a_file_for_a_folder_is_refused(unfinished):
+    run, go_on = unfinished
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("of others")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UsageError, match="checkpoints is no folder"):
+        go_on()
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "environment.json", "metrics.jsonl", "checkpoints/step-40"]
+)
+def test_a_pipe_for_a_file_is_refused(unfinished, name):
+    """To read it would be to wait for ever."""
+    run, go_on = unfinished
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(UsageError, match=f"{name} is a pipe or a device"):
+        go_on()
+
+
+@pytest.mark.parametrize("content", ["", "null", "[]", '{"corpus": null}', "[" * 10**5])
+def test_a_damaged_environment_is_refused(unfinished, content):
+    run, go_on = unfinished
+    (run / "environment.json").write_text(content)
+    with pytest.raises(UsageError, match=r"environment\.json is damaged"):
+        go_on()
+
+
+def test_a_disk_that_is_full_for_the_model(unfinished, monkeypatch):
+    """safetensors and tokenizers have errors of their own, which are no OSErrors."""
+    run, go_on = unfinished
+    error = Exception("File too large (os error 27)")
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.GPT2LMHeadModel.save_pretrained", Mock(side_effect=error))
+        with pytest.raises(TrainingError, match=r"model cannot be written \(File too large"):
+            go_on()
+    assert not [*run.glob(".coupled-adam-*")]
+    go_on()
+
+
+def test_a_folder_of_others_is_refused(unfinished):
+    """A log of the same name would be emptied; what precedes config.yaml may be a killed run's."""
+    run, go_on = unfinished
+    (run / "config.yaml").unlink()
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError, match=r"run holds checkpoints but no run, whose config\.yaml"):
+        go_on()
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    for path in run.iterdir():
+        if path.name not in ("environment.json", "unigram_counts.npy"):
+            files.remove(path)
+    go_on()
+
+
 def test_on_the_disk_before_it_has_its_name(unfinished, disk):
     """Model, arrays, checkpoints and all else, so that power may fail at any moment."""
     run, go_on = unfinished
     shutil.rmtree(run / "checkpoints")
     (run / "metrics.jsonl").unlink()
+    disk.log = run / "metrics.jsonl"
     go_on()
     names = {event[1].name for event in disk.events if event[0] == "rename"}
     assert {"step-10", "step-10.json", "model"} <= names
     assert disk.check(run) > 8
-    (run / "config.yaml").unlink()
+    disk.events.clear()
+    shutil.rmtree(run)
     go_on()
     assert {"config.yaml", "unigram_counts.npy", "environment.json"} <= {
         event[1].name for event in disk.events if event[0] == "rename"
@@ -290,12 +348,15 @@ def test_another_environment_is_recorded_and_warned_of(unfinished):
     assert "resumed" not in began
     began["packages"]["torch"] = "2.0.0"
     began["processes"], began["time"] = 64, "2999-01-01T00:00:00+00:00"
+    began["processor"], began["threads"] = "Z80", 77
     path.write_text(json.dumps(began))
     with pytest.warns(UserWarning, match="continues at step 40 in another environment") as warned:
         go_on()
     (message,) = [str(w.message) for w in warned if "another environment" in str(w.message)]
     assert f"torch 2.0.0 -> {torch.__version__}" in message
     assert "processes 64 -> 1" in message
+    assert "processor Z80 -> " in message
+    assert f"threads 77 -> {torch.get_num_threads()}" in message
     assert "the clock is set back, 2999-01-01" in message
     recorded = json.loads(path.read_text())
     (resumed,) = recorded.pop("resumed")
@@ -519,6 +580,7 @@ def test_ranks_with_different_settings(finished, change, said):
     ],
 )
 def test_a_rank_that_never_comes(finished, monkeypatch, capfd, rank, said):
+    assert distributed.PATIENCE == 10 * 60
     monkeypatch.setattr(distributed, "PATIENCE", 0.5)
     monkeypatch.setattr(files, "_SAYS_AFTER", 0.0)
     (error,) = meeting([rank], settings_of(finished, {}))

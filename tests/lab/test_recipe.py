@@ -305,6 +305,7 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["data.held_out=0.5"], "data.held_out=0.5 must be between 0 and 0.5"),
         (["data.text=a", "data.hub=b"], "data.text and data.hub exclude each other"),
         (["data.separator=''"], "data.separator='' separates nothing"),
+        (["data.text="], "data.text= has no value: give one, or write data.text=null"),
         (["arms.third.optimizer=adam"], "arms.third.optimizer='adam' must be one of adamw"),
         (["arms.third={}"], "arms.third.optimizer=None must be one of"),
         (["arms.third.optimizer=sgd"], "arms.third.lr_factor must be given"),

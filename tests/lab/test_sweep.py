@@ -87,7 +87,7 @@ ERRORS = {
     "nothing": ([], "nothing to sweep"),
     "one value": (["training.lr=1e-3"], "nothing to sweep: give two or more values"),
     "one value for all arms": (["arms.*.lr_factor=4"], "nothing to sweep"),
-    "no value": (["training.lr="], "lr=null must be a value"),
+    "no value": (["training.lr="], "training.lr= has no value: give one"),
     "unknown key": (["training.lrr=1,2"], "did you mean lr?"),
     "unknown section": (["trainin.lr=1,2"], "trainin.lr cannot be swept"),
     "seeds": (["seeds=1,2"], "seeds cannot be swept: give them with --seeds 1 2 3"),

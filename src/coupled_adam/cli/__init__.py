@@ -36,6 +36,7 @@ except ModuleNotFoundError as error:
 
 from coupled_adam.errors import UsageError, is_on_all_ranks, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
+from coupled_adam.text.source import text_given_as
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -70,8 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _command_name(arguments)
         given = vars(_command_parser(name).parse_args(arguments[1:]))
-        _COMMANDS[name].run(_COMMANDS[name].Options(**given))
-        sys.stdout.flush()
+        with text_given_as("data.text=" if given.get("text") is None else "--text "):
+            _COMMANDS[name].run(_COMMANDS[name].Options(**given))
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)
         return _fail(2, f"{message}{_hint(arguments, message)}", error)
@@ -83,10 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno is None:
             raise
+        try:
+            print(end="", flush=True)
+        except OSError:  # nor would Python's end be able to write to it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = f": {printable(str(error.filename))}" if error.filename else ""
         kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
         return _fail(1, f"{os.strerror(error.errno)}{where}{kept}", error)
     except (MemoryError, RuntimeError) as error:
+        if str(error).startswith("Symlink loop"):  # which pathlib raises before Python 3.13
+            return _fail(2, one_line(error), error)
         if not _is_out_of_memory(error):
             raise
         what = one_line(error) if str(error) else "no more can be allocated"
@@ -162,9 +171,22 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
 
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """Add an argument; its values may not be empty, unless that is the default."""
+        if "action" not in options and options.get("default") != "":
+            options.setdefault("type", _not_empty)
+        return super().add_argument(*names, **options)
+
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError instead of printing the usage and leaving."""
         raise UsageError(re.sub(r"^argument (\S+): ", r"\1: ", message))
+
+
+def _not_empty(text: str) -> str:
+    """The type of names and paths: Path("") would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
+    return text
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -94,9 +94,8 @@ def run(options: Options) -> None:
     from coupled_adam.lab.data.corpus import prepare_corpus
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
-    from coupled_adam.lab.evaluation.loading import is_run
+    from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
     from coupled_adam.lab.evaluation.tables import evaluation_table
-    from coupled_adam.lab.recipe import load_recipe
 
     check_files(out=options.out)
     target = device(options.device)
@@ -119,7 +118,7 @@ def run(options: Options) -> None:
                 f"--text, --out and --revision are for models; {folder} is a run, which has its "
                 "own text and output file"
             )
-        recipe = load_recipe(str(folder / "config.yaml"))
+        recipe = recipe_of_run(folder)
         result = evaluate_run(
             folder,
             lambda: prepare_corpus(recipe, cache_folder(options.cache)),

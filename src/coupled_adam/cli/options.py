@@ -52,12 +52,16 @@ class RunOptions:
 
 def positive_int(text: str) -> int:
     """The type of options that count: a whole number from 1 on."""
-    return _number(text, int, lambda number: number >= 1, "a whole number, 1 or more")
+    return _number(
+        text, int, lambda number: 1 <= number < 2**63, "a whole number, 1 or more, below 2^63"
+    )
 
 
 def whole_number(text: str) -> int:
     """The type of options that may be 0: a whole number from 0 on."""
-    return _number(text, int, lambda number: number >= 0, "a whole number, 0 or more")
+    return _number(
+        text, int, lambda number: 0 <= number < 2**63, "a whole number, 0 or more, below 2^63"
+    )
 
 
 def number_from_0(text: str) -> float:
@@ -350,6 +354,10 @@ def check_folder(option: str, folder: Path) -> None:
     Raises:
         UsageError: it cannot be; nothing has been changed.
     """
+    try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:  # as safetensors and tokenizers need it
+        raise UsageError(f"{option} {folder} is not UTF-8: choose another folder") from None
     with _explaining(f"{option} {folder}", "choose another folder"):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option} {folder} exists and is not a folder: choose another one")

@@ -23,6 +23,7 @@ from coupled_adam.embeddings.weights import (
     open_file,
     open_hub_file,
 )
+from coupled_adam.files import read_text
 from coupled_adam.text.hub import hub_error, reach_hub
 
 INPUT_NAMES = (
@@ -293,7 +294,7 @@ def _open_hub(name: str, revision: str | None) -> Weights:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):

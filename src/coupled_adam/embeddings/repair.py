@@ -5,6 +5,7 @@ are drawn around the mean of the healthy ones, where they take little probabilit
 (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models").
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -31,6 +32,7 @@ from coupled_adam.embeddings.loading import (
 from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import clear_leftovers, new_folder
 from coupled_adam.text.hub import download_model, hub_error
 
 Method = Literal["sample", "partner"]
@@ -208,8 +210,7 @@ def repair_model(
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
-    if out.exists():
-        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    _check_new(out)
     if folder.resolve() in out.resolve().parents:
         raise UsageError(f"--out {out} is inside of the model's folder: choose one beside it")
     if not out.parent.is_dir():
@@ -222,6 +223,9 @@ def repair_model(
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise UsageError(f"{folder} has no safetensors: save the model as safetensors first")
+    for shard in shards:
+        if not shard.is_file():  # to read a pipe would be to wait for ever
+            raise UsageError(f"{shard} is no file")
     _check_shards(folder)
     _check(repair, folder, entries[-1].role, config)
 
@@ -246,22 +250,45 @@ def repair_model(
         reports.append(RepairedMatrix([entry.tensor], entry.role, rows, mean_norm))
         if rows or mean_norm is not None:
             changed[entry.tensor] = change
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    try:
-        shutil.copytree(
-            folder,
-            temporary,
-            ignore=lambda _, names: [n for n in names if n.endswith(".safetensors")],
-        )
+    clear_leftovers(out.parent)
+    with _explained(out), new_folder(out, replace=False) as temporary:
+        _copy_all_but_weights(folder, temporary)
         for shard in shards:
             replaced = _write_shard(shard, temporary / shard.name, changed, shift)
             for report in reports:
                 same = [name for name, of in replaced.items() if of == report.tensors[0]]
                 report.tensors.extend(name for name in same if name not in report.tensors)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return reports
+
+
+def _check_new(out: Path) -> None:
+    if os.path.lexists(out):
+        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+
+
+@contextlib.contextmanager
+def _explained(out: Path) -> Iterator[None]:
+    """What others have put at ``out`` meanwhile is there as if it had been there before."""
+    try:
+        yield
+    except OSError:
+        _check_new(out)
+        raise
+
+
+def _copy_all_but_weights(folder: Path, copy: Path) -> None:
+    """Copy a model's folder into an empty one, without its files of weights."""
+    try:
+        shutil.copytree(
+            folder,
+            copy,
+            ignore=lambda _, names: [n for n in names if n.endswith(".safetensors")],
+            dirs_exist_ok=True,
+        )
+    except shutil.Error as error:  # of several files, which have no number of an error in common
+        source, _, reason = error.args[0][0]
+        raise UsageError(f"{source} cannot be copied ({reason})") from None
+    copy.chmod(copy.stat().st_mode | 0o700)  # of a folder that may be read-only
 
 
 def _check_shards(folder: Path) -> None:

@@ -148,7 +148,7 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
     """
     found = {}
     for name, layout in _FORMATS.items():
-        paths = sorted(Path(folder).rglob(layout.file))
+        paths = sorted(p for p in Path(folder).rglob(layout.file) if p.is_file())
         if len(paths) > 1:
             raise ValueError(f"{name} exists twice, in {paths[0]} and {paths[1]}: remove one")
         if paths:

@@ -47,6 +47,7 @@ def open_file(path: Path) -> Weights:
     Raises:
         ValueError: if the suffix is unknown, or the file is damaged or needs unpickling.
     """
+    _check_file(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     if path.suffix == ".npy":
@@ -54,6 +55,12 @@ def open_file(path: Path) -> Weights:
     if path.suffix in _ARCHIVES or re.fullmatch(r"step-\d+", path.name):
         return open_archive(path)
     raise ValueError(f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}")
+
+
+def _check_file(path: Path) -> None:
+    """Raise ValueError for a pipe, which others may never write to, a device or a folder."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file")
 
 
 def _open_safetensors(path: Path) -> Weights:
@@ -81,6 +88,7 @@ def read_array(path: Path) -> NDArray[Any]:
     Raises:
         ValueError: if there is no such file, or it is damaged or contains anything but numbers.
     """
+    _check_file(path)
     try:
         # This function never unpickles, and compares the size of the file with its header.
         array = np.lib.format.open_memmap(path, mode="c")

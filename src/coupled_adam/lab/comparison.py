@@ -19,6 +19,7 @@ from coupled_adam.files import (
     clear_leftovers,
     is_temporary,
     make_folder,
+    read_text,
     remove_empty,
     sole_writer,
     write_atomically,
@@ -46,7 +47,7 @@ _FILE = "comparison.yaml"
 def stored_recipe(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None if it is not one."""
     try:
-        text = (out / _FILE).read_text(encoding="utf-8", errors="replace")
+        text = read_text(out / _FILE, "replace")
     except OSError:
         return None
     return parse_recipe(text, str(out / _FILE))

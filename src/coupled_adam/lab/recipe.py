@@ -182,6 +182,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
                 f"{argument!r} is neither an option nor of the form key=value, such as "
                 "training.lr=1e-3"
             )
+        if not value.strip():
+            raise UsageError(f"{key}= has no value: give one, or write {key}=null")
         if key in values:
             raise UsageError(f"{key} is given twice: give it once")
         values[key] = read_yaml(value, repr(argument))

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import write_atomically
+from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.comparison import (
     check_new,
     claim_and_prepare,
@@ -30,6 +30,7 @@ from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
 from coupled_adam.lab.recipe import parse_recipe
 from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.training.callbacks import logged_lines
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
 from coupled_adam.lab.training.errors import DivergedError
@@ -163,9 +164,10 @@ def _validation_loss(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
 def _final_loss(run: TrainingRun, corpus: Corpus, device: str) -> float:
     training = run.recipe.training
-    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    logged = {line["step"]: line.get("valid_loss") for line in map(json.loads, lines)}
-    loss = logged.get(run.recipe.steps)
+    loss = None
+    for step, name, line in logged_lines(run.folder / "metrics.jsonl"):
+        if (step, name) == (run.recipe.steps, "valid_loss"):
+            loss = json.loads(line)[name]
     if loss is None:  # the last evaluation was before the end
         batches = training.evaluation_batches
         sequences = None if batches is None else batches * training.batch_size
@@ -222,7 +224,7 @@ def stored_sweep(out: Path) -> Sweep | None:
     path = out / _FILE
     if not path.exists():
         return None
-    content = read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    content = read_yaml(read_text(path, "replace"), str(path))
     try:
         recipe = parse_recipe(yaml.safe_dump(content["recipe"]), str(path))
         values = {k: parse_range(str(v)) or v for k, v in content["values"].items()}

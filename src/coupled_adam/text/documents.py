@@ -11,6 +11,7 @@ import json
 import lzma
 import os
 import re
+import stat
 import sys
 import sysconfig
 import warnings
@@ -26,7 +27,7 @@ from fsspec.utils import infer_compression
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import file_digest
 from coupled_adam.text.hub import hub_error, reach_hub
-from coupled_adam.text.source import Data
+from coupled_adam.text.source import Data, text_argument
 
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
@@ -64,17 +65,26 @@ class Documents:
 class _Files:
     """Files that have a digest when they are listed, and must still have it when they are read.
 
-    What is read from the start to the end is digested while it is read.
+    What is read from the start to the end is digested while it is read. In messages the argument
+    that gave the files precedes their paths.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self.digests = {path: _digest(path) for path in files}
+    def __init__(self, files: Iterable[Path], argument: str = "") -> None:
+        self._argument = argument
+        self.digests = {path: self._digest(path) for path in files}
         self._read: dict[Path, Callable[[], str]] = {}
 
     @property
     def identity(self) -> str:
         """A hash of the names and contents of the files, in order."""
         return _combined(self.digests)
+
+    def named(self, path: Path) -> str:
+        """A file as messages name it."""
+        return f"{self._argument}{path}"
+
+    def _digest(self, path: Path) -> str:
+        return _digest(path, self.named(path))
 
     @contextmanager
     def open(self, path: Path) -> Iterator[BinaryIO]:
@@ -89,13 +99,15 @@ class _Files:
 
     def read_elsewhere(self, path: Path) -> None:
         """Note that a library reads one of the files."""
-        self._read[path] = functools.partial(_digest, path)
+        self._read[path] = functools.partial(self._digest, path)
 
     def check(self) -> None:
         """Raise UsageError if files have changed that were read since the last check."""
         for path, digest in self._read.items():
             if digest() != self.digests[path]:
-                raise UsageError(f"{path} changed while it was read: start again once it is whole")
+                raise UsageError(
+                    f"{self.named(path)} changed while it was read: start again once it is whole"
+                )
         self._read = {}
 
     def check_all(self) -> None:
@@ -149,8 +161,8 @@ def open_documents(data: Data) -> Documents:
             if name
         }
     elif data.text is not None:
-        files = _Files(text_files(Path(data.text)))
-        source, identity, check = f"data.text={data.text}", files.identity, files.check
+        files = _Files(text_files(Path(data.text)), text_argument.get())
+        source, identity, check = files.named(Path(data.text)), files.identity, files.check
         readers = {
             "train": lambda: itertools.chain.from_iterable(
                 _read(path, data, files) for path in files.digests
@@ -172,7 +184,7 @@ def open_documents(data: Data) -> Documents:
 
 def content_digest(files: Iterable[Path]) -> str:
     """Compute a hash of the names and contents of files, which depends on their order."""
-    return _combined({path: _digest(path) for path in files})
+    return _combined({path: _digest(path, str(path)) for path in files})
 
 
 def _combined(digests: Mapping[Path, str]) -> str:
@@ -182,26 +194,31 @@ def _combined(digests: Mapping[Path, str]) -> str:
     return combined.hexdigest()
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, shown: str) -> str:
     try:
         return file_digest(path)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{shown}: {error.strerror}") from None
 
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
-    if not path.is_dir():
-        if path.exists() and not path.is_file():  # a device or a pipe, which may never end
-            raise UsageError(f"data.text={path}: not a file or folder")
+    shown = f"{text_argument.get()}{path}"
+    try:
+        kind = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"{shown}: {error.strerror}") from None
+    if not stat.S_ISDIR(kind):
+        if not stat.S_ISREG(kind):  # a device or a pipe, which may never end
+            raise UsageError(f"{shown}: not a file or folder")
         return [path]
     found = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
     if not found:
-        raise UsageError(f"data.text={path}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
+        raise UsageError(f"{shown}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
     formats = {_format(p) for p in found}
     if not formats <= {*_PLAIN} and not formats <= {*_TABLES}:
         raise UsageError(
-            f"data.text={path} holds plain text and tables ({', '.join(sorted(formats))}): give "
+            f"{shown} holds plain text and tables ({', '.join(sorted(formats))}): give "
             "one file, a folder of one kind, or a folder as the hub has them as data.hub"
         )
     return found
@@ -303,14 +320,14 @@ def _format(path: Path) -> str:
 
 def _read(path: Path, data: Data, files: _Files) -> Iterator[str]:
     """Yield the documents of a file; with an unknown extension it is read as plain text."""
-    kind = _format(path)
+    kind, where = _format(path), files.named(path)
     if kind == ".parquet":
         files.read_elsewhere(path)
-        yield from _parquet(path, data.column)
+        yield from _parquet(path, data.column, where)
     elif kind in _TABLES:
         with _opened(path, files) as stream:
-            for number, row in enumerate(_json_rows(stream, path), 1):
-                yield _cell(row, data.column, f"data.text={path}, row {number}")
+            for number, row in enumerate(_json_rows(stream, where), 1):
+                yield _cell(row, data.column, f"{where}, row {number}")
     else:
         with _opened(path, files) as stream:
             if data.separator is None:
@@ -319,7 +336,7 @@ def _read(path: Path, data: Data, files: _Files) -> Iterator[str]:
             else:
                 chunks = iter(functools.partial(stream.read, _CHUNK), "")
                 for document in separated(chunks, data.separator, _limit(*_MAX_DOCUMENT)):
-                    yield _not_too_long(document, f"data.text={path}")
+                    yield _not_too_long(document, where)
 
 
 @contextmanager
@@ -331,24 +348,24 @@ def _opened(path: Path, files: _Files) -> Iterator[TextIO]:
             content = file
             if compression is not None:
                 unpacked = compr[compression](file, mode="rb")
-                content = io.BufferedReader(_Limited(unpacked, path), _CHUNK)
+                content = io.BufferedReader(_Limited(unpacked, path, files.named(path)), _CHUNK)
             with io.TextIOWrapper(content, encoding="utf-8-sig") as stream:
                 yield stream
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"data.text={path}: not UTF-8 text (byte 0x{error.object[error.start]:02x} in "
+            f"{files.named(path)}: not UTF-8 text (byte 0x{error.object[error.start]:02x} in "
             f"{error.object[max(error.start - 20, 0) : error.end + 20]!r}); convert it first"
         ) from None
     except (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"data.text={path}: {reason}") from None
+        raise UsageError(f"{files.named(path)}: {reason}") from None
 
 
 class _Limited(io.RawIOBase):
     """The bytes of a file that may be compressed; a few of them can stand for any number."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path = file, path
+    def __init__(self, file: BinaryIO, path: Path, shown: str) -> None:
+        self._file, self._shown = file, shown
         self._left = _largest_expansion(path)
 
     def readable(self) -> bool:
@@ -359,7 +376,7 @@ class _Limited(io.RawIOBase):
         buffer[: len(content)] = content
         self._left -= len(content)
         if self._left < 0:
-            raise _expands_too_far(self._path)
+            raise _expands_too_far(self._shown)
         return len(content)
 
 
@@ -367,10 +384,10 @@ def _largest_expansion(path: Path) -> int:
     return max(_ALWAYS, _limit(*_MAX_EXPANSION) * path.stat().st_size)
 
 
-def _expands_too_far(path: Path) -> UsageError:
+def _expands_too_far(where: str) -> UsageError:
     name, _ = _MAX_EXPANSION
     return UsageError(
-        f"data.text={path}: it expands to more than {_limit(*_MAX_EXPANSION)} times its size, "
+        f"{where}: it expands to more than {_limit(*_MAX_EXPANSION)} times its size, "
         f"which texts hardly do. If it should, set the environment variable {name} to a higher "
         "number"
     )
@@ -399,7 +416,7 @@ def _too_long(where: str) -> UsageError:
     )
 
 
-def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
+def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
     """Yield the rows of JSON Lines, or of a single array."""
     longest = 6 * _limit(*_MAX_DOCUMENT) + _CHUNK  # \u0061 for each character, and other columns
     number = 0
@@ -408,21 +425,21 @@ def _json_rows(stream: TextIO, path: Path) -> Iterator[Any]:
             number += start.endswith("\n")
         if start.lstrip().startswith("["):
             number = 0
-            yield from _array_rows(stream, start, longest, f"data.text={path}")
+            yield from _array_rows(stream, start, longest, where)
             return
         if not start.endswith("\n"):
             start += stream.readline(longest)
         for line in itertools.chain([start], iter(lambda: stream.readline(longest), "")):
             number += 1
             if len(line) >= longest:
-                raise _too_long(f"data.text={path}, line {number}")
+                raise _too_long(f"{where}, line {number}")
             if line.strip():
                 yield json.loads(line)
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError also for thousands of digits
-        where = f"data.text={path}" + (f", line {number}" if number else "")
-        raise UsageError(f"{where}: not JSON ({error})") from None
+        line = f", line {number}" if number else ""
+        raise UsageError(f"{where}{line}: not JSON ({error})") from None
 
 
 def _array_rows(stream: TextIO, text: str, longest: int, where: str) -> Iterator[Any]:
@@ -470,11 +487,10 @@ def _array_rows(stream: TextIO, text: str, longest: int, where: str) -> Iterator
 _BLANK = re.compile(r"[ \t\n\r]*")
 
 
-def _parquet(path: Path, column: str) -> Iterator[str]:
+def _parquet(path: Path, column: str, where: str) -> Iterator[str]:
     import pyarrow
     from pyarrow import parquet
 
-    where = f"data.text={path}"
     try:
         metadata = parquet.read_metadata(path)
         _check_column(metadata.schema.to_arrow_schema().names, column, where)
@@ -483,7 +499,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         with parquet.ParquetFile(path, read_dictionary=[*({column} & paths)]) as table:
             groups = (table.metadata.row_group(i) for i in range(table.num_row_groups))
             if sum(group.total_byte_size for group in groups) > _largest_expansion(path):
-                raise _expands_too_far(path)
+                raise _expands_too_far(where)
             for batch in table.iter_batches(batch_size=1024, columns=[column]):
                 for value in batch.column(0):
                     yield _cell({column: value.as_py()}, column, where)
@@ -507,10 +523,10 @@ def _cell(row: Any, column: str, where: str) -> str:
 
 def _check_column(names: Collection[str], column: str, where: str) -> None:
     if column not in names:
-        near = difflib.get_close_matches(column, names, n=1)
-        hint = f"did you mean data.column={near[0]}? " if near else "set data.column. "
+        near = difflib.get_close_matches(column, names, n=1) or ["NAME"]
         raise UsageError(
-            f"{where} has no column {column!r}: {hint}There are {', '.join(sorted(names))}"
+            f"{where} has no column {column!r}, but {', '.join(sorted(names))}: a recipe can name "
+            f"another one with data.column={near[0]}"
         )
 
 

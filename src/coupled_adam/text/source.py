@@ -1,7 +1,23 @@
 """The section ``data`` of a recipe: which text to read, and how."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal
+
+text_argument = ContextVar("text_argument", default="data.text=")
+"""How messages name the argument that gave the text, up to its value."""
+
+
+@contextmanager
+def text_given_as(argument: str) -> Iterator[None]:
+    """While this is open, messages about the text name this argument, such as ``"--text "``."""
+    token = text_argument.set(argument)
+    try:
+        yield
+    finally:
+        text_argument.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import clear_leftovers, duration, file_digest, lock, new_folder
+from coupled_adam.files import (
+    clear_leftovers,
+    duration,
+    file_digest,
+    lock,
+    new_folder,
+    read_text,
+)
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.text.documents import Documents, content_digest, open_documents
 from coupled_adam.text.source import Data
@@ -112,9 +119,9 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
     }
     folder = cache / content_hash(made_from)[:32]
-    corpus = _find(folder, source)
-    if corpus is None:
-        try:
+    try:
+        corpus = _find(folder, source)
+        if corpus is None:
             cache.mkdir(parents=True, exist_ok=True)
             with lock(
                 cache / f"{folder.name}.lock",
@@ -127,11 +134,11 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
                 if corpus is None:
                     clear_leftovers(cache)
                     corpus = _make(source, tokenizer, data, vocab_size, folder)
-        except OSError as error:
-            raise UsageError(
-                f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
-                "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
-            ) from None
+    except OSError as error:
+        raise UsageError(
+            f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
+            "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
+        ) from None
     _check_length(corpus, recipe)
     return corpus
 
@@ -215,7 +222,7 @@ def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     reason = "corpus.json"
     with contextlib.suppress(*damaged):
-        facts = json.loads((folder / "corpus.json").read_text())
+        facts = json.loads(read_text(folder / "corpus.json"))
         digest = facts.pop("digest")
         files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
         tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
@@ -467,7 +474,7 @@ def _check_length(corpus: Corpus, recipe: Recipe) -> None:
         tokens = corpus.facts["tokens"][split]
         if tokens < blocks * length + 1:
             raise UsageError(
-                f"the text is too short: its {split} split has {tokens} tokens, and the recipe "
-                f"needs {blocks * length + 1} ({blocks} x {length} and one). Give more text, or "
-                "lower training.batch_size or training.sequence_length"
+                f"{corpus.facts['source']} is too short: its {split} split has {tokens} tokens, "
+                f"and the recipe needs {blocks * length + 1} ({blocks} x {length} and one). Give "
+                "more text, or lower training.batch_size or training.sequence_length"
             )

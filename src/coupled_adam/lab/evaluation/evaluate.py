@@ -20,7 +20,7 @@ from coupled_adam.embeddings import (
 )
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import write_atomically
+from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
@@ -278,7 +278,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        values = json.loads(read_text(path), parse_constant=_number, parse_float=_number)
     except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict) or not isinstance(values.get("embeddings"), dict | None):
@@ -286,8 +286,11 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _number(text: str) -> float:
+    """A finite number; 1e999 is JSON, too, and NaN is not."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not finite")
+    return float(text)
 
 
 def _merge(path: Path, new: dict[str, Any]) -> None:

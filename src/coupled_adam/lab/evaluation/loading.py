@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from coupled_adam.embeddings.loading import inner_runs
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.text.hub import hub_error, reach_hub
@@ -28,8 +29,11 @@ def recipe_of_run(folder: Path) -> Recipe:
             recipe, so that only the program that trained it knows its model and loss.
     """
     path = folder / "config.yaml"
+    try:
+        config = read_yaml(read_text(path), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read ({one_line(error)})") from None
     recipe = load_recipe(str(path))
-    config = read_yaml(path.read_text(encoding="utf-8"), str(path))
     if config.get("variant") is not None:
         raise UsageError(
             f"{folder} was trained with the variant {config['variant']!r}, which no recipe "

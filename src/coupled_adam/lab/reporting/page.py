@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.runs import Run, short
 from coupled_adam.lab.reporting.statistics import shown_p
@@ -125,7 +126,7 @@ def _link(folder: Path, out: Path) -> str:
 def _environment(run: Run) -> dict[str, Any]:
     """The environment of a run; empty if its file is missing or not as training writes it."""
     try:
-        found = json.loads((run.folder / "environment.json").read_text(encoding="utf-8"))
+        found = json.loads(read_text(run.folder / "environment.json"))
         return {
             "command": " ".join(map(str, found.get("command", []))),
             "git commit": found.get("git_commit"),

@@ -94,7 +94,6 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     columns = shown_columns(rows)
     notes = footnotes(rows, bold)
     all_columns = [*columns, *more_columns(rows)]
-    shown, out = out, out.resolve()  # so that a symbolic link stays one
     make_folder(out.parent)
     with new_folder(out, _is_own) as folder:
         _write(folder / "table.md", markdown(rows, columns, bold))

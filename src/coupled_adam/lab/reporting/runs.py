@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.files import read_text
 from coupled_adam.lab.arms import AdamWArm
 from coupled_adam.lab.recipe import Recipe, RecipeReader
 from coupled_adam.lab.safe_yaml import read_yaml
@@ -166,7 +167,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
     for _, path in sorted(configs.items()):
         folder = path.parent
         try:
-            config = read_yaml(path.read_text(encoding="utf-8"), path.name)
+            config = read_yaml(read_text(path), path.name)
             if not isinstance(config, dict) or not {"arm", "seed", "recipe"} <= config.keys():
                 continue
             evaluation = _json(folder / "evaluation.json")
@@ -196,7 +197,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
 def _why_unfinished(folder: Path) -> str:
     """Why a run has no evaluation: its log may end with a loss or gradient that is not finite."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        *_, last = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        *_, last = read_text(folder / "metrics.jsonl").splitlines()
         line = json.loads(last)
         if not all(math.isfinite(line.get(name, 0.0)) for name in ("train_loss", "grad_norm")):
             return f"diverged at step {line['step']}"
@@ -207,7 +208,7 @@ def _json(path: Path) -> list[Any]:
     """The objects in a JSON or JSON Lines file; an empty list if there is no file."""
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         parts = [json.loads(p) for p in (text.splitlines() if path.suffix == ".jsonl" else [text])]
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
-from coupled_adam.files import make_folder, write_atomically
+from coupled_adam.files import make_folder, read_text, write_atomically
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.config import TrainingRun
@@ -173,7 +173,7 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
     """
     path = run.folder / "metrics.jsonl"
     end = -1 if last_step is None else last_step
-    found = [line for line in _logged(path) if line[0] <= end]
+    found = [line for line in logged_lines(path) if line[0] <= end]
     kept = {(step, name): line for step, name, line in reversed(found)}
     expected = _expected(run.recipe, end)
     missing = [place for place in expected if place not in kept]
@@ -194,17 +194,21 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
         write_atomically(path, "".join(kept[place] for place in expected if place in kept))
 
 
-def _logged(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Each complete line of a log, with its step and the name of its first metric."""
+def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Each complete line of a log, with its step and the name of its first metric.
+
+    Raises:
+        UsageError: a line is not JSON, or not of a log.
+    """
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    for line in read_text(path, "replace").splitlines(keepends=True):
         if line.endswith("\n"):
             try:
                 content = json.loads(line)
                 name = next(key for key in content if key != "step")
                 yield int(content["step"]), name, line
-            except (ValueError, KeyError, TypeError, StopIteration):
+            except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
                 raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None
 
 

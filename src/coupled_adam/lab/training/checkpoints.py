@@ -27,6 +27,7 @@ from coupled_adam.errors import UsageError, on_all_ranks, one_line
 from coupled_adam.files import (
     file_digest,
     make_folder,
+    read_text,
     remove,
     remove_empty,
     sync,
@@ -276,7 +277,7 @@ def _manifest(path: Path) -> Path:
 
 
 def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
-    content = json.loads(_manifest(path).read_text(encoding="utf-8"))
+    content = json.loads(read_text(_manifest(path)))
     return content["config"], dict(content["files"])
 
 

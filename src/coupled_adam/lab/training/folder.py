@@ -9,6 +9,7 @@ training is finished, ``model/`` in Hugging Face format.
 import contextlib
 import io
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,14 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import (
+    LOCK,
     clear_leftovers,
+    is_temporary,
     make_folder,
     new_folder,
+    read_text,
     sole_writer,
     write_atomically,
 )
@@ -32,9 +36,11 @@ from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
+from coupled_adam.lab.training.errors import TrainingError
 from coupled_adam.text.tokenizers import load_tokenizer
 
 FOLDERS = ("checkpoints", "second_moments")
+_BEFORE_CONFIG = {LOCK, "environment.json", "unigram_counts.npy"}
 
 
 def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
@@ -44,10 +50,11 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
         held: an exit stack; the folder is unlocked when it closes.
 
     Raises:
-        UsageError: if the folder holds another run or a run on another text, is in use by another
-            process, or has symbolic links in the place of its folders.
+        UsageError: if the folder holds another run, a run on another text, or files of others and
+            no run; is in use by another process; or has symbolic links in the place of its folders.
     """
     folder, config = run.folder, run.config
+    _check_none_of_others(folder)
     make_folder(folder)
     held.enter_context(sole_writer(folder))
     for name in FOLDERS:
@@ -56,12 +63,14 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
                 f"{folder / name} is a symbolic link, where this run creates and removes files: "
                 "replace it by the folder itself, or let --out lead elsewhere"
             )
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise UsageError(f"{folder / name} is no folder: move it away, or choose another --out")
     for place in (folder, *map(folder.joinpath, FOLDERS)):
         if place.is_dir():
             clear_leftovers(place)
     path = folder / "config.yaml"
     if path.exists():
-        if read_yaml(path.read_text(encoding="utf-8", errors="replace"), str(path)) != config:
+        if read_yaml(read_text(path, "replace"), str(path)) != config:
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
@@ -73,9 +82,21 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
     write_atomically(path, yaml.safe_dump(config, sort_keys=False))
 
 
+def _check_none_of_others(folder: Path) -> None:
+    """Raise UsageError if a folder without ``config.yaml`` holds more than what precedes that."""
+    if not folder.is_dir() or os.path.lexists(folder / "config.yaml"):
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name not in _BEFORE_CONFIG and not is_temporary(path):
+            raise UsageError(
+                f"{folder} holds {path.name} but no run, whose config.yaml would be there: restore "
+                "that file, or choose another --out"
+            )
+
+
 def _check_text(folder: Path, corpus: Corpus) -> None:
     """Raise UsageError unless the run was started with this text, and these tokens of it."""
-    started = _recorded(folder).get("corpus", {})
+    started = _recorded(folder)["corpus"]
     try:
         counts = read_array(folder / "unigram_counts.npy")
     except ValueError as error:
@@ -108,10 +129,11 @@ def record_resumption(folder: Path, step: int) -> None:
 
 def _recorded(folder: Path) -> dict[str, Any]:
     path = folder / "environment.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, FileNotFoundError):
-        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again") from None
+    content = None
+    with contextlib.suppress(ValueError, RecursionError, FileNotFoundError, IsADirectoryError):
+        content = json.loads(read_text(path))
+    if not isinstance(content, dict) or not isinstance(content.get("corpus"), dict):
+        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again")
     return content
 
 
@@ -122,14 +144,25 @@ def save_model(
 
     Args:
         state_dict: the weights, gathered from all processes.
+
+    Raises:
+        TrainingError, OSError: it cannot be written.
     """
     # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     own = {name: value for name, value in state_dict.items() if name in names}
     with new_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=own)
-        if corpus.tokenizer_folder is not None:
-            load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
+        try:
+            model.save_pretrained(temporary, state_dict=own)
+            if corpus.tokenizer_folder is not None:
+                load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
+        except OSError:
+            raise
+        except Exception as error:  # of safetensors or tokenizers, if the disk is full
+            raise TrainingError(
+                f"{folder} cannot be written ({one_line(error)}); what was finished is kept, "
+                "continue with --resume"
+            ) from error
 
 
 def save_array(path: Path, values: NDArray[Any]) -> None:

@@ -216,10 +216,13 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
         main(["recipes"])
 
 
-def test_standard_output_may_be_closed(monkeypatch, capsys):
-    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: None)
-    monkeypatch.setattr("sys.stdout", None)
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_standard_streams_may_be_closed(name, monkeypatch, capsys):
+    """As Lightning and the progress bars need them."""
+    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: getattr(sys, name).isatty())
+    monkeypatch.setattr(sys, name, None)
     assert main(["recipes"]) == 0
+    getattr(sys, name).close()
 
 
 def test_standard_output_may_be_full():

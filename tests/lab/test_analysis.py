@@ -118,6 +118,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     np.save(tmp_path / "long.npy", np.ones(449))
     np.save(tmp_path / "negative.npy", -np.ones(448))
     np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
+    (tmp_path / "odd.bin").write_bytes(b"odd")
     (tmp_path / "text.npy").write_text("no")
     for arguments, message in {
         (
@@ -127,8 +128,9 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
         ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): "No such file",
-        ("--tokens", "c.bin"): "must be between 0 and 447",
-        ("--tokens", "missing.bin"): "missing.bin: No such file",
+        ("--tokens", "c.bin"): f"--tokens {tmp_path}/c.bin: token ids range from 448 to 448, but",
+        ("--tokens", "missing.bin"): f"error: --tokens {tmp_path}/missing.bin: No such file",
+        ("--tokens", "odd.bin"): "odd.bin is damaged: 3 bytes of uint16. Copy or write it again\n",
     }.items():
         code, out, err = run(capsys, gpt2, arguments[0], tmp_path / arguments[1])
         assert (code, out, err.count("\n")) == (2, "", 1), err

@@ -1,6 +1,7 @@
 """Texts that models write: what they draw, and how it is shown."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -69,6 +70,9 @@ def test_command(run, gpt2, tmp_path, capsys):
         str(comparison / f"{arm}-seed-1") for arm in recipe["arms"]
     ]
     assert first["text"] == second["text"] != third["text"]  # the same model, another
+    not_text = ["--prompt", os.fsdecode(b"\xff")]
+    assert main(["sample", str(gpt2), *not_text]) == 2
+    assert "error: --prompt '\\udcff' is not UTF-8\n" in capsys.readouterr().err
     assert main(["sample", str(comparison), str(gpt2), *options]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown.splitlines()[0] for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))

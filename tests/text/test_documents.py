@@ -25,7 +25,7 @@ from coupled_adam.text.documents import (
     python_documentation,
     separated,
 )
-from coupled_adam.text.source import Data, text_given_as
+from coupled_adam.text.source import Data, arguments_named
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -197,7 +197,7 @@ def test_unreadable_files(tmp_path):
     for name, message in unreadable(tmp_path):
         for argument in ("data.text=", "--text "):
             with (
-                text_given_as(argument),
+                arguments_named({"data.text=": argument}),
                 pytest.raises(UsageError, match=f"^{argument}.*{message}") as caught,
             ):
                 read(Data(text=str(tmp_path / name)))
@@ -357,7 +357,7 @@ READ = """
 import sys
 from coupled_adam.errors import UsageError
 from coupled_adam.text.documents import open_documents
-from coupled_adam.text.source import Data, text_given_as
+from coupled_adam.text.source import Data
 try:
     documents = open_documents(Data(hub=sys.argv[1]))
     print(documents.fingerprint, len(list(documents.readers["train"]())))

@@ -36,7 +36,7 @@ except ModuleNotFoundError as error:
 
 from coupled_adam.errors import UsageError, is_on_all_ranks, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
-from coupled_adam.text.source import text_given_as
+from coupled_adam.text.source import arguments_named
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -65,16 +65,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     and the first one what all of them know.
     """
     arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
+    for name in ("stdout", "stderr"):  # closed, as by 2>&-; libraries write to them all the same
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # rather ? than an error, where there is no ‖
         sys.stdout.reconfigure(errors="replace")
     given: dict[str, Any] = {}
     try:
         name = _command_name(arguments)
         given = vars(_command_parser(name).parse_args(arguments[1:]))
-        with text_given_as("data.text=" if given.get("text") is None else "--text "):
+        options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if given.get(name)}
+        with arguments_named(options):
             _COMMANDS[name].run(_COMMANDS[name].Options(**given))
-        if sys.stdout is not None:  # it may be closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)
         return _fail(2, f"{message}{_hint(arguments, message)}", error)

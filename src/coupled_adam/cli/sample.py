@@ -22,6 +22,7 @@ from coupled_adam.cli.options import (
     whole_number,
 )
 from coupled_adam.cli.terminal import console, quiet_libraries
+from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -80,6 +81,10 @@ def run(options: Options) -> None:
     )
     from coupled_adam.lab.evaluation.sample import sample
 
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"--prompt {options.prompt!r} is not UTF-8") from None
     target = device(options.device)
     quiet_libraries()
     texts = {}

@@ -296,8 +296,13 @@ def _counts(
         pieces = (tokens[start : start + 2**24] for start in bar)
     if pieces is not None:
         counted = np.zeros(rows, dtype=np.int64)
-        for piece in pieces:  # in bounded memory
-            counted += unigram_counts(piece, rows)
+        given = source.tokens if source.text is None else [source.text]
+        option = "--tokens" if source.text is None else "--text"
+        try:
+            for piece in pieces:  # in bounded memory
+                counted += unigram_counts(piece, rows)
+        except ValueError as error:
+            raise UsageError(f"{model}: {option} {' '.join(map(str, given))}: {error}") from None
         return counted
     path = source.counts or (own if own.exists() else None)
     if path is None:

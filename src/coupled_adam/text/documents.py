@@ -27,7 +27,7 @@ from fsspec.utils import infer_compression
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import file_digest
 from coupled_adam.text.hub import hub_error, reach_hub
-from coupled_adam.text.source import Data, text_argument
+from coupled_adam.text.source import Data, argument_name
 
 if sys.version_info >= (3, 14):
     from compression.zstd import ZstdError
@@ -161,7 +161,7 @@ def open_documents(data: Data) -> Documents:
             if name
         }
     elif data.text is not None:
-        files = _Files(text_files(Path(data.text)), text_argument.get())
+        files = _Files(text_files(Path(data.text)), argument_name("data.text="))
         source, identity, check = files.named(Path(data.text)), files.identity, files.check
         readers = {
             "train": lambda: itertools.chain.from_iterable(
@@ -203,7 +203,7 @@ def _digest(path: Path, shown: str) -> str:
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
-    shown = f"{text_argument.get()}{path}"
+    shown = f"{argument_name('data.text=')}{path}"
     try:
         kind = path.stat().st_mode
     except OSError as error:

@@ -1,23 +1,28 @@
 """The section ``data`` of a recipe: which text to read, and how."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Literal
 
-text_argument = ContextVar("text_argument", default="data.text=")
-"""How messages name the argument that gave the text, up to its value."""
+_options: ContextVar[Mapping[str, str]] = ContextVar("options", default=MappingProxyType({}))
+
+
+def argument_name(key: str) -> str:
+    """How messages name the argument of a key, such as ``"data.text="``, up to its value."""
+    return _options.get().get(key, key)
 
 
 @contextmanager
-def text_given_as(argument: str) -> Iterator[None]:
-    """While this is open, messages about the text name this argument, such as ``"--text "``."""
-    token = text_argument.set(argument)
+def arguments_named(options: Mapping[str, str]) -> Iterator[None]:
+    """While this is open, messages name options for keys, as ``{"data.text=": "--text "}``."""
+    token = _options.set(options)
     try:
         yield
     finally:
-        text_argument.reset(token)
+        _options.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)

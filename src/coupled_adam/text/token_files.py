@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.source import Data
+from coupled_adam.text.source import Data, argument_name
 
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -163,6 +163,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
     Raises:
         UsageError: the file cannot be read, is truncated, or is in another format.
     """
+    shown = f"{argument_name('data.tokens=')}{path}"
     try:
         if path.exists() and not path.is_file():
             raise OSError(None, "not a file")
@@ -170,7 +171,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
         with path.open("rb") as file:
             start = file.read(12).ljust(12, b"\0")
     except OSError as error:
-        raise UsageError(f"data.tokens: {path}: {error.strerror}") from None
+        raise UsageError(f"{shown}: {error.strerror}") from None
     magic, version, promised = np.frombuffer(start, "<i4").tolist()
     smallest = "uint16" if vocab_size <= 2**16 else "uint32"
     dtype, offset = token_dtype or smallest, 0
@@ -182,15 +183,16 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
             )
     elif magic // 10000 == 2024:  # llm.c's are dates; unlikely in a file of ids alone
         raise UsageError(
-            f"data.tokens: {path} has the header {magic}, version {version}; of llm.c's files "
-            f"those with {' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
+            f"{shown} has the header {magic}, version {version}; of llm.c's files those with "
+            f"{' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
         )
     length, rest = divmod(size - offset, np.dtype(dtype).itemsize)
     if rest or length < 0 or (offset and length != promised):
         says = f", where its header says {promised} tokens" if offset else ""
+        other = "" if shown.startswith("--") else ", or set data.token_dtype"
         raise UsageError(
-            f"data.tokens: {path} is damaged: {size - offset} bytes of {dtype}{says}. Copy or "
-            "write it again, or set data.token_dtype"
+            f"{shown} is damaged: {size - offset} bytes of {dtype}{says}. Copy or write it again"
+            f"{other}"
         )
     little_endian = np.dtype(dtype).newbyteorder("<").str
     return TokenFile(str(path.resolve()), little_endian, offset, length)

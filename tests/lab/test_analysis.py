@@ -117,6 +117,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     assert -1 < counted["norm_frequency_correlation"] < 1
     np.save(tmp_path / "long.npy", np.ones(449))
     np.save(tmp_path / "negative.npy", -np.ones(448))
+    np.save(tmp_path / "one.npy", np.array(3))
     np.full(10, 448, np.uint16).tofile(tmp_path / "c.bin")
     (tmp_path / "odd.bin").write_bytes(b"odd")
     (tmp_path / "text.npy").write_text("no")
@@ -125,6 +126,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
             "--counts",
             "long.npy",
         ): "has the shape [449], but must hold one number for each of the 448 rows",
+        ("--counts", "one.npy"): "has the shape [], but must hold one number for each",
         ("--counts", "negative.npy"): "counts must not be negative",
         ("--counts", "text.npy"): "not a .npy file of numbers",
         ("--counts", "missing.npy"): "No such file",
@@ -334,11 +336,32 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "nan.npy",): "nan.npy: embeddings: row 1 is not finite",
         (tmp_path / "zero.npy",): "every row of embeddings is zero",
+        (tmp_path / "zero.npy", "--exclude", "dead"): "--exclude dead leaves no row",
         (gpt2, "--exclude", "some"): "'padding', 'unseen'",
     }.items():
         code, out, err = run(capsys, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert message in err
+
+
+def test_results_never_replace_what_is_read(tmp_path, capsys):
+    """Nor one another: the files are as they were."""
+    np.save(tmp_path / "m.npy", np.eye(3))
+    (tmp_path / "tokens").write_bytes(bytes(range(3)) * 2)
+    (tmp_path / "link").symlink_to("m.npy")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    for arguments, message in {
+        ("--html", tmp_path / "m.npy"): "m.npy is read by this command",
+        ("--csv", tmp_path / "link"): "link is read by this command",
+        ("--tokens", tmp_path / "tokens", "--csv", tmp_path / "tokens"): "tokens is read by this",
+        ("--html", tmp_path / "a", "--csv", tmp_path / "a"): "--csv and --html ",
+    }.items():
+        code, out, err = run(capsys, tmp_path / "m.npy", *arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert message in err
+    code, _, err = run(capsys, tmp_path, "--csv", tmp_path / "m.npy")
+    assert (code, "m.npy is a .npy file: name another" in err) == (2, True)
+    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
 
 def test_a_page_or_table_that_cannot_be_written(gpt2, tmp_path, capsys):

@@ -98,6 +98,9 @@ def test_token_files(recipe, text_file, tmp_path):
     )
     assert corpus.end_of_text == corpus.tokens("train")[:1][0]
     assert corpus.folder.parent == tmp_path
+    (corpus.folder / "unigram_counts.npy").unlink()
+    with pytest.raises(UsageError, match=r"the corpus has changed: .*unigram_counts\.npy"):
+        corpus.unigram_counts()
 
 
 def test_packing_is_a_round_trip(recipe, tmp_path_factory):

@@ -134,6 +134,7 @@ def test_unusable_input(gpt2, tmp_path, capsys, monkeypatch):
         (gpt2, "--compare"): "--compare needs two models, not 1",
         (gpt2, "--neighbours", "no such token"): "'no such token' is not a single token",
         (gpt2, "--neighbours", "#999"): "there is no token #999",
+        (gpt2, "--neighbours", "#" + "9" * 5000): "there is no token #999",
         (gpt2, "--explore", tmp_path / "no" / "page.html"): "--explore: there is no folder",
         (gpt2, "--layout", "umap"): "--layout is that of the map: add --explore or --parquet",
         ("no-model", "--parquet", tmp_path / "m", "--layout", "umap"): "pip install umap-learn",

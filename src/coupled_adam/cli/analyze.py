@@ -144,7 +144,11 @@ def run(options: Options) -> None:
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
     check_files(
-        csv=options.csv, html=options.html, explore=options.explore, parquet=options.parquet
+        [*options.models, options.counts, options.text, *(options.tokens or ())],
+        csv=options.csv,
+        html=options.html,
+        explore=options.explore,
+        parquet=options.parquet,
     )
     layout = options.layout or "pca"
     if options.explore or options.parquet:

@@ -97,7 +97,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
     from coupled_adam.lab.evaluation.tables import evaluation_table
 
-    check_files(out=options.out)
+    check_files([options.text], out=options.out)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)

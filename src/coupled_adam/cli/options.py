@@ -9,7 +9,7 @@ import importlib.util
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -326,15 +326,21 @@ def optional_path(path: str | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-def check_files(**files: str | None) -> None:
+def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
     """Check, before any work is done for them, that files can be written.
 
     Args:
+        inputs: what the command reads, which its results must not replace.
         files: paths, by the names of their options.
 
     Raises:
-        UsageError: a file cannot be written; nothing has been changed.
+        UsageError: a file cannot be written, or would replace another result, an input, or what has
+            the ending of weights, counts or tokens; nothing has been changed.
     """
+    from coupled_adam.embeddings.weights import SUFFIXES
+
+    read = {Path(name).resolve() for name in inputs if name is not None}
+    written: dict[Path, str] = {}
     for option, name in files.items():
         if name is None:
             continue
@@ -344,6 +350,14 @@ def check_files(**files: str | None) -> None:
                 raise UsageError(f"--{option}: there is no folder {path.parent}: create it first")
             if path.exists() and not path.is_file():
                 raise UsageError(f"--{option} {name} exists and is not a file: name another one")
+            if path in read or (path.exists() and path.suffix in SUFFIXES):
+                what = "is read by this command" if path in read else f"is a {path.suffix} file"
+                raise UsageError(f"--{option} {name} {what}: name another file")
+            if path in written:
+                raise UsageError(
+                    f"--{written[path]} and --{option} {name} are the same file: name two"
+                )
+            written[path] = option
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
 

@@ -57,7 +57,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.evaluation.theory import measure_folder
     from coupled_adam.lab.reporting.theory import theory_page, theory_table
 
-    check_files(html=options.html)
+    check_files([options.text], html=options.html)
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)

@@ -232,6 +232,8 @@ def _kept_rows(
         if counts is None:
             raise UsageError("--exclude unseen needs --counts, --text or --tokens")
         keep &= counts > 0
+    if exclude and not keep.any():
+        raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
     return None if keep.all() else keep
 
 
@@ -313,8 +315,9 @@ def _counts(
     except ValueError as error:
         raise UsageError(str(error) if source.counts is None else f"--counts {error}") from None
     missing_are_padding = is_token is not None and not is_token[counts.size :].any()
-    fits = len(counts) == rows or (len(counts) < rows and missing_are_padding)
-    if counts.ndim != 1 or not fits:
+    if counts.ndim != 1 or not (
+        len(counts) == rows or (len(counts) < rows and missing_are_padding)
+    ):
         raise UsageError(
             f"{shown} has the shape {list(counts.shape)}, but must hold one number for each of "
             f"the {rows} rows of the embeddings; only padding at their end may be left out, where "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,15 +71,16 @@ class Vocabulary:
         Raises:
             UsageError: if there is no such token.
         """
+        shown = one_line(token, 50)
         if re.fullmatch(r"#\d+", token):
-            if int(token[1:]) >= len(self):
-                raise UsageError(f"there is no token {token}: the embeddings have {len(self)} rows")
+            if len(token) > 20 or int(token[1:]) >= len(self):  # int refuses 4300 digits
+                raise UsageError(f"there is no token {shown}: the embeddings have {len(self)} rows")
             return int(token[1:])
         for text in (token, f" {token}"):
             if text and text in self._rows:
                 return self._rows[text]
         raise UsageError(
-            f"{token!r} is not a single token of this model: write a token's text, or its id, such "
+            f"{shown!r} is not a single token of this model: write a token's text, or its id, such "
             "as '#42'"
         )
 

@@ -69,8 +69,15 @@ class Corpus:
         return content_hash([self.facts["fingerprint"], self.facts["digests"]])
 
     def unigram_counts(self) -> NDArray[np.int64]:
-        """How often each token occurs in the training split, [V]."""
-        return np.array(read_array(self.folder / "unigram_counts.npy"))
+        """How often each token occurs in the training split, [V].
+
+        Raises:
+            UsageError: the file has gone since the corpus was verified, or cannot be opened.
+        """
+        try:
+            return np.array(read_array(self.folder / "unigram_counts.npy"))
+        except ValueError as error:
+            raise UsageError(f"the corpus has changed: {error}") from None
 
     @property
     def tokenizer_folder(self) -> Path | None:

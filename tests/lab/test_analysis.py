@@ -344,6 +344,22 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         assert message in err
 
 
+def test_a_damaged_tokenizer_that_is_not_needed(gpt2, tmp_path, capsys):
+    """Padding cannot be told from tokens then, which is said."""
+    model = shutil.copytree(gpt2, tmp_path / "model")
+    (model / "tokenizer_config.json").write_text("{")
+    with pytest.warns(UserWarning, match="model has no tokenizer that can be read .* goes on with"):
+        assert as_json(capsys, model)["padding_rows"] is None
+
+
+def test_the_revision_is_that_of_the_model_s_own_tokenizer(monkeypatch):
+    asked = []
+    monkeypatch.setattr(analysis, "load_tokenizer", lambda *given: asked.append(given))
+    for tokenizer in (None, "other/one"):
+        analysis.find_tokenizer("a/b", analysis.Source(revision="v1", tokenizer=tokenizer), True)
+    assert asked == [("a/b", "v1"), ("other/one", None)]
+
+
 def test_results_never_replace_what_is_read(tmp_path, capsys):
     """Nor one another: the files are as they were."""
     np.save(tmp_path / "m.npy", np.eye(3))

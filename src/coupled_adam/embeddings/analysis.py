@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -252,12 +253,14 @@ def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokeni
     if source.tokenizer is None and (Path(model) / "config.yaml").exists():
         name = str(Path(model) / "model")
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(name, source.revision if source.tokenizer is None else None)
     except UsageError as error:
         if source.tokenizer is not None:
             raise UsageError(f"--tokenizer {error}") from None
         if needed:
             raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
+        if any(Path(name).glob("tokenizer*")):  # which are damaged
+            warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
         return None
 
 

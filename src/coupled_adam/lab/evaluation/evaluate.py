@@ -288,9 +288,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _number(text: str) -> float:
     """A finite number; 1e999 is JSON, too, and NaN is not."""
-    if not math.isfinite(float(text)):
+    number = float(text)
+    if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")
-    return float(text)
+    return number
 
 
 def _merge(path: Path, new: dict[str, Any]) -> None:

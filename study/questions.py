@@ -1,4 +1,4 @@
-"""The runs of each question by name. Each is made with three seeds."""
+"""The runs of each question by name. Each is made with at least three seeds."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -237,6 +237,10 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_between({0.5: (2, 4)}, **_steps(9768)),
         **_faster({"adamw": (2, 4), "coupled": (2, 4)}, **_steps(9768)),
     },
+    "paper_ratio_longer": {
+        **_between({0.5: (4,)}, **_steps(23436)),
+        **_faster({"adamw": (4,), "coupled": (4,)}, **_steps(23436)),
+    },
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
@@ -247,5 +251,6 @@ UNFINISHED = (
     "between_models",
     "between_rates",
     "paper_ratio",
+    "paper_ratio_longer",
 )
 """Questions that have no result yet, or not with all names and seeds."""

@@ -374,12 +374,47 @@ def _between(question: str, best: str, borrowed: Sequence[Line] = ()) -> str:
     return markdown([[first, *(line for line in lines if line != first and runs(line))]], MORE)
 
 
-def between(question: str, name: str) -> Line:
-    """A row of question 12, from any question whose embeddings have rates of their own."""
+def between(question: str, name: str, setting: str = "") -> Line:
+    """A row of question 12, from any question whose embeddings have rates of their own.
+
+    Args:
+        question: the question that has its runs.
+        name: their name, as in ``a=0.5 n=7``, without the setting.
+        setting: what a question that has several puts in front of it, as in ``untied``.
+    """
     arm, _, n = name.rpartition(" n=")
     names = {str(key): label for key, label in LABELS.items()}
-    label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,"))
-    return Line(f"{label}, n = {n}", question, name)
+    label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,")) + f", n = {n}"
+    if not setting:
+        return Line(label, question, name)
+    return Line(f"{setting.replace('lr=', 'rate ')}: {label}", question, f"{setting} {name}")
+
+
+def _settings(question: str) -> str:
+    """For each setting of a question AdamW at its best n, followed by everything else with runs."""
+    groups: dict[str, list[Line]] = {}
+    for full in QUESTIONS[question]:
+        setting, _, name = full.partition(" ")
+        line = between(question, name, setting)
+        if runs(line) and setting != "muon":
+            groups.setdefault(setting, []).append(line)
+
+    def rank(line: Line) -> tuple[bool, float]:
+        return " adamw " not in line.name, float(np.mean(values(line, "valid_loss")))
+
+    for lines in groups.values():
+        lines.insert(0, lines.pop(lines.index(min(lines, key=rank))))
+    return markdown([*groups.values()], MORE)
+
+
+def _between_muon() -> str:
+    """Beside Muon, with the same rates, relative to the core's; others have both other arms."""
+    groups = []
+    for f in (0.25, 1, 4):
+        others = ("muon", "lr=0.01") if f == 1 else ("muon_rates", f"f={f:g}")
+        half = Line(f"f = {f:g}: a = 0.5", "between_models", f"muon f={f:g} a=0.5")
+        groups.append([*pair(f"f = {f:g}:", *others), half])
+    return markdown(groups, MORE, "Muon +")
 
 
 def _readme() -> str:
@@ -444,6 +479,9 @@ TABLES: dict[str, Callable[[], str]] = {
         [between("scaled_longer", n) for n in ("adamw n=5", "coupled n=5", "coupled n=3")],
     ),
     "paper_ratio": partial(_between, "paper_ratio", "adamw n=4"),
+    "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=4"),
+    **{question: partial(_settings, question) for question in ("between_rates", "between_models")},
+    "between_muon": _between_muon,
     "muon_rates": _muon_rates,
     "readme": _readme,
 }

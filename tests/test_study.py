@@ -344,8 +344,8 @@ def test_results_are_of_the_questions_as_they_are(question):
     for name, entry in found.items():
         recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
         assert parse_recipe(yaml.safe_dump(entry["recipe"]), name) == recipe
-        assert {*entry["seeds"]} <= {"1", "2", "3"}
-        complete &= len(entry["seeds"]) == 3
+        assert {*entry["seeds"]} <= {"1", "2", "3", "4", "5"}
+        complete &= {*entry["seeds"]} >= {"1", "2", "3"}
     assert complete == (question not in UNFINISHED)
 
 

@@ -18,11 +18,13 @@ from .run import HERE
 from .tables import (
     ALTERNATIVES,
     BASE,
+    BEST,
     LABELS,
     SCALE,
     Arm,
     Line,
     alternative,
+    by_seed,
     exponents,
     pair,
     runs,
@@ -30,7 +32,7 @@ from .tables import (
 )
 
 IMAGES = HERE.parent / "docs" / "images" / "study"
-ORANGE, BLUE = "#d55e00", "#0072b2"
+ORANGE, BLUE, GREEN = "#d55e00", "#0072b2", "#009e73"
 COLORS = {"adamw": ORANGE, "coupled": BLUE}
 
 
@@ -91,6 +93,34 @@ def scaled() -> Figure:
         panels[0][column].set(title=title)
         panels[1][column].set(xlabel="n: the embeddings' learning rate times 2^(n/2)")
     panels[0][0].legend()
+    return figure
+
+
+def between() -> Figure:
+    """Plot each seed's loss less AdamW's, mean norm and word similarity against D."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    panels = figure.subplots(1, 3)
+    arms = zip(("AdamW", "Coupled Adam", "a = 0.5, zero-sum"), (ORANGE, BLUE, GREEN))
+    for number, (label, color) in enumerate(arms):
+        by_tokens = {
+            next(iter(runs(lines[0]).values()))["tokens"]: (lines[number], lines[0])
+            for lines in BEST.values()
+        }
+        for ax, measure in zip(panels, ("test_loss", "mean_norm_ratio", "men")):
+            means = {}
+            for tokens, (line, adamw) in by_tokens.items():
+                found, base = by_seed(line, measure), by_seed(adamw, measure)
+                if measure == "test_loss":
+                    found = {seed: found[seed] - base[seed] for seed in found.keys() & base.keys()}
+                ax.scatter([tokens] * len(found), [*found.values()], color=color, s=12, alpha=0.4)
+                means[tokens] = np.mean([*found.values()])
+            ax.plot([*means], [*means.values()], color=color, marker="o", label=label)
+    for ax, label in zip(panels, ("test loss − AdamW's", "‖μ‖ʳ", "r of MEN")):
+        ax.set(xscale="log", xlabel="tokens D", ylabel=label)
+        ax.set_xticks([*by_tokens], BEST)
+        ax.minorticks_off()
+    panels[1].set(yscale="log")
+    panels[0].legend()
     return figure
 
 
@@ -186,7 +216,7 @@ def switching() -> Figure:
     return figure
 
 
-FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching)
+FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching, between)
 
 
 def main() -> None:

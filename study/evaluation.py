@@ -40,7 +40,7 @@ Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
 
 
 def evaluate(
-    run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None
+    run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None, device: str = "cpu"
 ) -> dict[str, Any]:
     """Evaluate the trained model of a run, with the losses of its variant.
 
@@ -57,6 +57,7 @@ def evaluate(
     output = output_embeddings(model).detach()
     inputs = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
     counts = np.pad(corpus.unigram_counts(), (0, len(output) - recipe.model.vocab_size))
+    model.to(device)  # type: ignore[arg-type]  # the matrices above stay where they are
     token_ids = single_tokens(load_tokenizer(folder / "model"))
     similarity = word_similarity(output[: recipe.model.vocab_size], sets, token_ids)
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -79,7 +80,8 @@ def evaluate(
         found["second_moment"] = fits
     if extra is not None:
         size, length = 4 * recipe.training.batch_size, recipe.training.sequence_length
-        found |= extra(model, next(held_out_batches(corpus.tokens("valid"), size, length)))
+        blocks = next(held_out_batches(corpus.tokens("valid"), size, length))
+        found |= extra(model, blocks.to(device))
     return found
 
 
@@ -98,7 +100,7 @@ def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, spli
     batches = held_out_batches(corpus.tokens(split), options.batch_size, options.sequence_length)
     with torch.inference_mode():
         losses = [
-            run.variant.sequence_losses(model, blocks)
+            run.variant.sequence_losses(model, blocks.to(model.device))
             for blocks in itertools.islice(batches, limit)
         ]
     return torch.cat(losses).double().mean().item()

@@ -58,6 +58,21 @@ def _steps(steps: int) -> dict[str, Any]:
     return {"training.steps": steps, "training.evaluate_every": steps // 6}
 
 
+TEN_MILLION: dict[str, Any] = {
+    **_size(n_embd=256, n_layer=8, n_head=8, lr=2e-3),
+    "model.vocab_size": 16384,
+    "model.bias": False,
+    "data.max_held_out_tokens": 1_000_000,
+    "training.batch_size": 64,
+    "training.sequence_length": 512,
+    "training.precision": "bf16-mixed",
+    "training.evaluation_batches": 20,
+    "training.test_batches": 30,
+    **_steps(2904),
+}
+"""The model of the recipe 10M, and 95M tokens; about 9 for each parameter."""
+
+
 def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> dict[str, Entry]:
     """Scale nu by 2^-n, or AdamW's embedding learning rate by the corresponding 2^(n/2)."""
     scaled = {n: {**COUPLED, "second_moment_scale": 2.0**-n} for n in coupled}
@@ -241,11 +256,19 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_between({0.5: (4,)}, **_steps(23436)),
         **_faster({"adamw": (4,), "coupled": (4,)}, **_steps(23436)),
     },
+    "10M": {
+        **_between({0.5: (0, 4, 7, 9)}, **TEN_MILLION),
+        **_faster({"adamw": (0, 4, 7, 9), "coupled": (0, 4, 7, 9)}, **TEN_MILLION),
+    },
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 
+ON_A_GPU = ("10M",)
+"""Questions that are run only when they are named."""
+
 UNFINISHED = (
+    "10M",
     "between",
     "between_longer",
     "between_models",

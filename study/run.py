@@ -30,9 +30,10 @@ from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.run import train
 
 from .evaluation import Extra, evaluate
-from .questions import QUESTIONS, Entry
+from .questions import ON_A_GPU, QUESTIONS, Entry
 
 HERE = Path(__file__).parent
+ON_CPU = Execution(log=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
     return override(load_recipe(str(HERE / "english.yaml")), values)
 
 
-def run(question: str, name: str, seed: int, paths: Paths) -> dict[str, Any]:
+def run(question: str, name: str, seed: int, paths: Paths, execution: Execution) -> dict[str, Any]:
     """Train and evaluate one run in one of the laboratory's run folders.
 
     Returns:
@@ -71,6 +72,7 @@ def run(question: str, name: str, seed: int, paths: Paths) -> dict[str, Any]:
         prepare_corpus(recipe, default_cache()),
         word_similarity_sets(paths.word_similarity),
         entry.extra,
+        execution,
     )
     if "diverged_at" not in found:
         found["seconds"] = time.perf_counter() - began
@@ -78,14 +80,18 @@ def run(question: str, name: str, seed: int, paths: Paths) -> dict[str, Any]:
 
 
 def train_and_evaluate(
-    run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None
+    run: TrainingRun,
+    corpus: Corpus,
+    sets: Sets,
+    extra: Extra | None = None,
+    execution: Execution = ON_CPU,
 ) -> dict[str, Any]:
     """The results of a run, or the step at which it diverged."""
     try:
-        train(run, corpus, Execution(log=()))
+        train(run, corpus, execution)
     except DivergedError as error:
         return {"diverged_at": error.step}
-    return evaluate(run, corpus, sets, extra)
+    return evaluate(run, corpus, sets, extra, execution.device)
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
@@ -110,14 +116,17 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
     parser.add_argument("--processes", type=int, default=os.cpu_count())
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", action="store_true", help="the models, with torch.compile")
     options = parser.parse_args()
     unknown = {*options.questions} - {*QUESTIONS}
     if unknown:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(QUESTIONS)}")
     paths = Paths(options.text, options.word_similarity, options.out)
+    execution = dataclasses.replace(ON_CPU, device=options.device, compile=options.compile)
     jobs = [
         (question, name, seed)
-        for question in options.questions or QUESTIONS
+        for question in options.questions or (q for q in QUESTIONS if q not in ON_A_GPU)
         for seed in options.seeds
         for name in fnmatch.filter(QUESTIONS[question], options.only)
         if str(seed) not in results(question, options.results).get(name, {}).get("seeds", {})
@@ -129,7 +138,7 @@ def main() -> None:
     with concurrent.futures.ProcessPoolExecutor(
         options.processes, multiprocessing.get_context("spawn")
     ) as pool:
-        waiting = {pool.submit(run, *job, paths): job for job in jobs}
+        waiting = {pool.submit(run, *job, paths, execution): job for job in jobs}
         for done in concurrent.futures.as_completed(waiting):
             question, name, seed = waiting[done]
             error = done.exception()

@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import json
 import operator
+from concurrent.futures import Executor, Future
 
 import numpy as np
 import pytest
+import study.run
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -128,6 +130,57 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
         assert "diverged_at" not in found
         json.dumps(found, allow_nan=False)
         assert 0 <= found["isotropy"] <= 1
+
+
+class InThisProcess(Executor):
+    """Runs what it is given at once: a new process would have other QUESTIONS."""
+
+    def __init__(self, processes, context):
+        super().__init__()
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def test_the_command_runs_what_has_no_result(text_file, tmp_path, monkeypatch, capsys):
+    """Each run once, with its recipe and commit; a second call has nothing left to do."""
+    entries = {"one": Entry(ADAMW, SMALL), "two n=1": Entry(COUPLED, SMALL)}
+    monkeypatch.setattr(study.run, "QUESTIONS", {"a": entries, "10M": entries})
+    monkeypatch.setattr(study.run.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    for name, value in {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    (sets / "SimLex-999.txt").write_text("near\tclose\tA\t8.5\t2.1\t2.2\t1\t3.0\t1\t0.5\n")
+
+    def command(*arguments):
+        options = ["--text", text_file, "--word-similarity", sets, "--results", tmp_path / "found"]
+        words = ["run", *options, "--out", tmp_path / "runs", *arguments]
+        monkeypatch.setattr("sys.argv", [*map(str, words)])
+        study.run.main()
+        return sorted(capsys.readouterr().out.splitlines())
+
+    assert [line.rpartition(":")[0] for line in command("--only", "two*", "--seeds", 4)] == [
+        "a: two n=1, seed 4"
+    ]
+    assert len(command("--seeds", 4, 5)) == 3
+    assert command("--seeds", 4, 5) == []
+    found = results("a", tmp_path / "found")
+    assert {name: sorted(entry["seeds"]) for name, entry in found.items()} == {
+        name: ["4", "5"] for name in entries
+    }
+    for name, entry in found.items():
+        expected = recipe_of(entries[name], text_file.name)
+        assert parse_recipe(yaml.safe_dump(entry["recipe"]), name) == expected
+        for run in entry["seeds"].values():
+            assert run["tokens"] == 4 * 4 * 16
+            assert {"test_loss", "seconds", "environment"} <= run.keys()
+    assert results("10M", tmp_path / "found") == {}  # is run only if it is named
+    with pytest.raises(SystemExit):
+        command("10 M")
+    assert "10 M: there are a, 10M" in capsys.readouterr().err
 
 
 def test_divergence_is_a_result(text_file, tmp_path):

@@ -160,6 +160,20 @@ def _other_models() -> dict[str, Entry]:
     return {**found, **beside_muon}
 
 
+def _warmup() -> dict[str, Entry]:
+    """No warmup, ten steps, and the base's hundred, with one rate for all parameters."""
+    return {
+        name: entry
+        for steps in (0, 10, 100)
+        for name, entry in _finalists(
+            f"warmup={steps}",
+            {0.5: (0,)},
+            {"adamw": (0,), "coupled": (0,)},
+            **{"training.warmup": steps},
+        ).items()
+    }
+
+
 def _muon_rates() -> dict[str, Entry]:
     """Rates of their own for the embeddings, and for the head of an untied model, beside Muon."""
     tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4)}
@@ -260,6 +274,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_between({0.5: (0, 4, 7, 9)}, **TEN_MILLION),
         **_faster({"adamw": (0, 4, 7, 9), "coupled": (0, 4, 7, 9)}, **TEN_MILLION),
     },
+    "warmup": _warmup(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
@@ -275,5 +290,6 @@ UNFINISHED = (
     "between_rates",
     "paper_ratio",
     "paper_ratio_longer",
+    "warmup",
 )
 """Questions that have no result yet, or not with all names and seeds."""

@@ -387,7 +387,8 @@ def between(question: str, name: str, setting: str = "") -> Line:
     label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,")) + f", n = {n}"
     if not setting:
         return Line(label, question, name)
-    return Line(f"{setting.replace('lr=', 'rate ')}: {label}", question, f"{setting} {name}")
+    shown = setting.replace("lr=", "rate ").replace("warmup=", "warmup ")
+    return Line(f"{shown}: {label}", question, f"{setting} {name}")
 
 
 def _settings(question: str) -> str:
@@ -487,7 +488,10 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "paper_ratio": partial(_between, "paper_ratio", "adamw n=4"),
     "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=4"),
-    **{question: partial(_settings, question) for question in ("between_rates", "between_models")},
+    **{
+        question: partial(_settings, question)
+        for question in ("between_rates", "between_models", "warmup")
+    },
     "between_muon": _between_muon,
     "muon_rates": _muon_rates,
     "readme": _readme,

@@ -263,8 +263,8 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "between_rates": _core_rates(),
     "between_models": _other_models(),
     "paper_ratio": {
-        **_between({0.5: (2, 4)}, **_steps(9768)),
-        **_faster({"adamw": (2, 4), "coupled": (2, 4)}, **_steps(9768)),
+        **_between({0.5: (0, 2, 4)}, **_steps(9768)),
+        **_faster({"adamw": (0, 2, 4), "coupled": (0, 2, 4)}, **_steps(9768)),
     },
     "paper_ratio_longer": {
         **_between({0.5: (4,)}, **_steps(23436)),

@@ -202,11 +202,15 @@ def for_switching():
     loss(model).backward()
     adamw.step()
     dcp.save({"optimizer": get_optimizer_state_dict(model, adamw)}, checkpoint_id="saved")
+    coupled = coupled_adam.CoupledAdamW(coupled_adam.param_groups(model))
+    coupled.step()
     return {
         "model": model,
         "others": others,
         "old_groups": groups,
-        "checkpoint": {"optimizer": adamw.state_dict()},
+        "checkpoint": {"optimizer": adamw.state_dict(), "coupled_adam": coupled.state_dict()},
+        "schedule": lambda step: 1 / (1 + step),
+        "step": 10,
         "folder": "saved",
     }
 

@@ -119,7 +119,7 @@ def test_round_trip_is_exact(dtype, between):
     take_steps(optimizer, range(5))
     with torch.no_grad():
         q.copy_(p)
-    resumed = CoupledAdamW([q], coupled=True)
+    resumed = CoupledAdamW([q], coupled=True, **options)
     resumed.load_state_dict(through_disk(optimizer.state_dict()))
     assert resumed.param_groups[0]["second_moment_scale"] == 0.25
     for name, value in optimizer.state[p].items():
@@ -345,6 +345,27 @@ def test_checkpoint_that_contradicts_the_flag_warns():
     again = CoupledAdamW([p], coupled=True)
     again.load_state_dict(checkpoint)
     assert again.state[p]["exp_avg_sq"].shape == (H,)
+
+
+@pytest.mark.parametrize(("name", "mine"), [("row_exponent", 0.5), ("zero_sum", True)])
+def test_checkpoint_that_makes_it_another_optimizer_warns(name, mine):
+    """In either direction; without the option in the checkpoint, the constructed value stays."""
+    p = matrix()
+    plain, other = CoupledAdamW([p], coupled=True), CoupledAdamW([p], coupled=True, **{name: mine})
+    for optimizer in (plain, other):
+        take_steps(optimizer, [0])
+    saved = plain.state_dict()
+    for optimizer, checkpoint in ((other, saved), (plain, other.state_dict())):
+        value = checkpoint["param_groups"][0][name]
+        before = optimizer.param_groups[0][name]
+        with pytest.warns(UserWarning, match=f"with {name}={before}, but the checkpoint .*{value}"):
+            optimizer.load_state_dict(checkpoint)
+        assert optimizer.param_groups[0][name] == value
+    del saved["param_groups"][0][name]
+    again = CoupledAdamW([p], coupled=True, **{name: mine})
+    again.load_state_dict(saved)
+    assert again.param_groups[0][name] == mine
+    take_steps(again, [1])
 
 
 def test_users_hooks_see_what_torch_shows_them():

@@ -472,8 +472,8 @@ class CoupledAdam(torch.optim.Adam):
 
         As in torch, the options of the loaded groups replace the optimizer's own. Options that the
         checkpoint does not contain (in a checkpoint of torch: all options of Coupled Adam) keep
-        their values. A loaded ``coupled`` that differs from the optimizer's also replaces it, with
-        a warning.
+        their values. A loaded ``coupled``, ``row_exponent`` or ``zero_sum`` that differs from the
+        optimizer's also replaces it, with a warning.
 
         With ``row_exponent``, the mean of each row of a second moment [V, H] becomes the row's
         ``exp_avg_sq_row``. A checkpoint of Coupled Adam without ``row_exponent`` has nothing to

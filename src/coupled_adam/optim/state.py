@@ -28,6 +28,9 @@ OPTIONS = (
 )
 """Options of a param group that torch.optim.Adam does not have."""
 
+_METHOD = ("coupled", "row_exponent", "zero_sum")
+"""Those that make it another optimizer: a checkpoint does not change them without a warning."""
+
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The states that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
 
@@ -223,14 +226,15 @@ def from_adam(
             )
         for name in OPTIONS:
             saved.setdefault(name, group[name])
-        if saved["coupled"] != group["coupled"]:
-            warnings.warn(
-                f"param group {number} was constructed with coupled={group['coupled']}, but the "
-                f"checkpoint has coupled={saved['coupled']}, which is used from now on, as for "
-                "every option. To keep the constructed value, delete 'coupled' from the "
-                "checkpoint's group before loading",
-                stacklevel=2,
-            )
+        for name in _METHOD if saved["coupled"] else _METHOD[:1]:
+            if saved[name] != group[name]:
+                warnings.warn(
+                    f"param group {number} was constructed with {name}={group[name]}, but the "
+                    f"checkpoint has {name}={saved[name]}, which is used from now on, as for every "
+                    f"option. To keep the constructed value, delete {name!r} from the checkpoint's "
+                    "group before loading",
+                    stacklevel=2,
+                )
         fitted = {**group, **saved, "params": group["params"]}
         check_group(fitted)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):

@@ -250,14 +250,14 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "muon_rates": _muon_rates(),
     "alternatives": _alternatives(),
     "between": {
-        **_between({0.5: (7, 8, 9)}),
+        **_between({0.5: (6, 7, 8, 9)}),
         **_faster({"adamw": (8, 9, 10), "coupled": (5, 6, 7)}),
         **_between({0.25: (6, 7, 8), 0.75: (7, 8, 9), 1.0: (8, 9, 10)}),
         **_full({0.5: (7, 8, 9), 1.0: (8, 9, 10)}),
     },
     "between_longer": {
         # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
-        **_between({0.5: (4, 5, 6)}, **_steps(2400)),
+        **_between({0.5: (3, 4, 5, 6)}, **_steps(2400)),
         **_faster({"adamw": (3, 4)}, **_steps(2400)),
     },
     "between_rates": _core_rates(),

@@ -1,4 +1,4 @@
-"""Coupled Adam with the Hugging Face Trainer: only ``create_optimizer`` is overridden.
+"""Coupled Adam with the Hugging Face Trainer, which is given a factory of the optimizer.
 
     python examples/huggingface_trainer.py --steps 300 --out /tmp/trainer
 
@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import mean_norm_ratio
+from coupled_adam.transformers import CoupledAdamWFactory
 from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
@@ -21,20 +21,6 @@ parser.add_argument("--save-steps", type=int, default=100)
 parser.add_argument("--out", default="trainer")
 parser.add_argument("--resume", action="store_true")
 options = parser.parse_args()
-
-
-class CoupledTrainer(Trainer):
-    """A Trainer with Coupled Adam, for every distributed strategy."""
-
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create the optimizer; called by the Trainer, which may pass the wrapped model."""
-        if self.optimizer is None:
-            self.optimizer = CoupledAdamW(
-                param_groups(model or self.model, weight_decay=self.args.weight_decay),
-                lr=self.args.learning_rate,
-                betas=(self.args.adam_beta1, self.args.adam_beta2),
-            )
-        return self.optimizer
 
 
 class Bytes(Dataset):
@@ -50,22 +36,24 @@ class Bytes(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-trainer = CoupledTrainer(
+args = TrainingArguments(
+    options.out,
+    max_steps=options.steps,
+    per_device_train_batch_size=16,
+    learning_rate=3e-3,
+    weight_decay=0.1,
+    adam_beta2=0.95,
+    lr_scheduler_type="cosine",
+    save_steps=options.save_steps,
+    logging_steps=50,
+    report_to="none",
+    use_cpu=not torch.cuda.is_available(),
+)
+trainer = Trainer(
     small_gpt2(),
-    TrainingArguments(
-        options.out,
-        max_steps=options.steps,
-        per_device_train_batch_size=16,
-        learning_rate=3e-3,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        lr_scheduler_type="cosine",
-        save_steps=options.save_steps,
-        logging_steps=50,
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-    ),
+    args,
     train_dataset=Bytes(),
+    optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args}),
 )
 trainer.train(resume_from_checkpoint=options.resume)
 trainer.save_model()

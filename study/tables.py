@@ -427,7 +427,11 @@ BEST: dict[str, Group] = {
             ("scaled_longer", "coupled n=5"),
             ("between_longer", "a=0.5 n=4"),
         ),
-        "20M": tuple(("paper_ratio", f"{arm} n=4") for arm in ("adamw", "coupled", "a=0.5")),
+        "20M": (
+            ("paper_ratio", "adamw n=2"),
+            ("paper_ratio", "coupled n=0"),
+            ("paper_ratio", "a=0.5 n=2"),
+        ),
     }.items()
 }
 """By D: AdamW, Coupled Adam and a = 0.5 with the n that is best on the validation documents."""
@@ -440,7 +444,7 @@ def _readme() -> str:
         [dataclasses.replace(line, label=f"{tokens}: {label}") for label, line in zip(kept, rows)]
         for tokens, rows in BEST.items()
     ]
-    return markdown(groups, ("test_loss", "isotropy", "mean_norm_ratio", "men"), "D: state")
+    return markdown(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer, state")
 
 
 def _muon_rates() -> str:
@@ -486,7 +490,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "adamw n=5",
         [between("scaled_longer", n) for n in ("adamw n=5", "coupled n=5", "coupled n=3")],
     ),
-    "paper_ratio": partial(_between, "paper_ratio", "adamw n=4"),
+    "paper_ratio": partial(_between, "paper_ratio", "adamw n=2"),
     "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=4"),
     **{
         question: partial(_settings, question)

@@ -428,7 +428,7 @@ BEST: dict[str, Group] = {
             ("between_longer", "a=0.5 n=4"),
         ),
         "20M": (
-            ("paper_ratio", "adamw n=2"),
+            ("paper_ratio", "adamw n=0"),
             ("paper_ratio", "coupled n=0"),
             ("paper_ratio", "a=0.5 n=2"),
         ),
@@ -490,7 +490,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "adamw n=5",
         [between("scaled_longer", n) for n in ("adamw n=5", "coupled n=5", "coupled n=3")],
     ),
-    "paper_ratio": partial(_between, "paper_ratio", "adamw n=2"),
+    "paper_ratio": partial(_between, "paper_ratio", "adamw n=0"),
     "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=4"),
     **{
         question: partial(_settings, question)

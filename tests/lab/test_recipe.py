@@ -356,7 +356,8 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["data.text=&a [*a]"], "is not YAML: an alias stands for what it is in"),
         (["model.n_layer"], "'model.n_layer' is neither an option nor of the form key=value"),
         (["name.x=3"], "name has no keys of its own"),
-        (["name.\n=3"], "name has no keys of its own"),
+        (["name.\n=3"], r"'name.\n=3' is neither an option nor of the form key=value"),
+        (["\n="], r"'\n=' is neither an option nor of the form key=value"),
         (["model.n_layer=[1"], "is not YAML"),
     ],
 )

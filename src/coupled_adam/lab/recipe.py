@@ -167,7 +167,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         for section in sections:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
-                raise UsageError(one_line(f"{key}: {section} has no keys of its own"))
+                raise UsageError(f"{key}: {section} has no keys of its own")
         target[last] = value
     return _build(changed, f"recipe {recipe.name!r}")
 
@@ -177,7 +177,7 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if not equals or not key:
+        if not equals or not key or not key.isprintable():
             raise UsageError(
                 f"{argument!r} is neither an option nor of the form key=value, such as "
                 "training.lr=1e-3"

@@ -100,28 +100,32 @@ def between() -> Figure:
     """Plot each seed's loss less AdamW's, mean norm and word similarity against D."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     panels = figure.subplots(1, 3)
-    arms = zip(("AdamW", "Coupled Adam", "a = 0.5, zero-sum"), (ORANGE, BLUE, GREEN))
-    for number, (label, color) in enumerate(arms):
-        by_tokens = {
-            next(iter(runs(lines[0]).values()))["tokens"]: (lines[number], lines[0])
-            for lines in BEST.values()
-        }
-        for ax, measure in zip(panels, ("test_loss", "mean_norm_ratio", "men")):
-            means = {}
-            for tokens, (line, adamw) in by_tokens.items():
-                found, base = by_seed(line, measure), by_seed(adamw, measure)
-                if measure == "test_loss":
-                    found = {seed: found[seed] - base[seed] for seed in found.keys() & base.keys()}
-                ax.scatter([tokens] * len(found), [*found.values()], color=color, s=12, alpha=0.4)
-                means[tokens] = np.mean([*found.values()])
-            ax.plot([*means], [*means.values()], color=color, marker="o", label=label)
+    tokens = [next(iter(runs(adamw).values()))["tokens"] for adamw, *_ in BEST.values()]
+    arms = [*LABELS.values(), "a = 0.5, zero-sum"]
+    for number, (label, color) in enumerate(zip(arms, (ORANGE, BLUE, GREEN))):
+        lines = [group[number] for group in BEST.values()]
+        shown = (
+            [_less(line, group[0]) for line, group in zip(lines, BEST.values())],
+            [values(line, "mean_norm_ratio") for line in lines],
+            [values(line, "men") for line in lines],
+        )
+        for ax, found in zip(panels, shown):
+            for x, seeds in zip(tokens, found):
+                ax.scatter([x] * len(seeds), seeds, color=color, s=12, alpha=0.4)
+            ax.plot(tokens, [*map(np.mean, found)], color=color, marker="o", label=label)
     for ax, label in zip(panels, ("test loss − AdamW's", "‖μ‖ʳ", "r of MEN")):
         ax.set(xscale="log", xlabel="tokens D", ylabel=label)
-        ax.set_xticks([*by_tokens], BEST)
+        ax.set_xticks(tokens, BEST)
         ax.minorticks_off()
     panels[1].set(yscale="log")
     panels[0].legend()
     return figure
+
+
+def _less(line: Line, baseline: Line) -> list[float]:
+    """The test losses less those of the other row's runs with the same seeds."""
+    base = by_seed(baseline, "test_loss")
+    return [loss - base[s] for s, loss in by_seed(line, "test_loss").items() if s in base]
 
 
 def sgd() -> Figure:

@@ -491,7 +491,7 @@ TABLES: dict[str, Callable[[], str]] = {
         [between("scaled_longer", n) for n in ("adamw n=5", "coupled n=5", "coupled n=3")],
     ),
     "paper_ratio": partial(_between, "paper_ratio", "adamw n=0"),
-    "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=4"),
+    "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=0"),
     **{
         question: partial(_settings, question)
         for question in ("between_rates", "between_models", "warmup")

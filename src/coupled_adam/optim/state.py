@@ -226,8 +226,9 @@ def from_adam(
             )
         for name in OPTIONS:
             saved.setdefault(name, group[name])
-        for name in _METHOD if saved["coupled"] else _METHOD[:1]:
-            if saved[name] != group[name]:
+        for name in _METHOD:
+            matters = name == "coupled" or saved["coupled"]
+            if matters and saved[name] != group[name]:
                 warnings.warn(
                     f"param group {number} was constructed with {name}={group[name]}, but the "
                     f"checkpoint has {name}={saved[name]}, which is used from now on, as for every "

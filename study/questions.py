@@ -114,14 +114,23 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
 
 
 def _finalists(
-    prefix: str,
+    settings: Mapping[str, Mapping[str, Any]],
     exponents: Mapping[float, Iterable[int]],
     factors: Mapping[str, Iterable[int]],
-    **overrides: Any,
 ) -> dict[str, Entry]:
-    """Adam, Coupled Adam and what is between them in another setting, with its name in front."""
-    found = {**_between(exponents, **overrides), **_faster(factors, **overrides)}
-    return {f"{prefix} {name}": entry for name, entry in found.items()}
+    """Adam, Coupled Adam and what is between them in other settings, whose names stand in front.
+
+    Args:
+        settings: the overrides of each setting by its name.
+        exponents: by a, the n of what is between.
+        factors: by arm, the n of the two others.
+    """
+    return {
+        f"{setting} {name}": entry
+        for setting, overrides in settings.items()
+        for found in (_between(exponents, **overrides), _faster(factors, **overrides))
+        for name, entry in found.items()
+    }
 
 
 def _core_rates() -> dict[str, Entry]:
@@ -129,54 +138,48 @@ def _core_rates() -> dict[str, Entry]:
 
     At a rate of 5e-3 the best n is 9 (AdamW), 5 (Coupled Adam) and 7 (a = 0.5).
     """
-    return {
-        name: entry
-        for lr, shift in ((2.5e-3, 2), (1e-2, -2))
-        for name, entry in _finalists(
-            f"lr={lr:g}",
-            {0.5: (7, 7 + shift)},
-            {"adamw": (9, 9 + shift), "coupled": (5, 5 + shift)},
-            **{"training.lr": lr},
-        ).items()
-    }
+    found: dict[str, Entry] = {}
+    for lr, shift in ((2.5e-3, 2), (1e-2, -2)):
+        factors = {"adamw": (9, 9 + shift), "coupled": (5, 5 + shift)}
+        found |= _finalists({f"lr={lr:g}": {"training.lr": lr}}, {0.5: (7, 7 + shift)}, factors)
+    return found
+
+
+def _longer_core_rates() -> dict[str, Entry]:
+    """Half and twice the core's rate for 20M tokens, each with its best n at 5e-3."""
+    settings = {f"lr={lr:g}": {"training.lr": lr, **_steps(9768)} for lr in (2.5e-3, 1e-2)}
+    return _finalists(settings, {0.5: (2,)}, {"adamw": (0,), "coupled": (0,)})
 
 
 def _other_models() -> dict[str, Entry]:
     """The same in a model that is not tied, has rotary positions, is larger, or beside Muon."""
+    larger = {"1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3)}
     settings: dict[str, dict[str, Any]] = {
         "untied": {"model.tied": False},
         "rotary": {"model.architecture": "stablelm", "model.intermediate_size": 192},
-        "1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3),
+        **larger,
     }
-    found: dict[str, Entry] = {}
-    for setting, overrides in settings.items():
-        factors = {"adamw": (7, 9), "coupled": (5, 7)}
-        found |= _finalists(setting, {0.5: (5, 7)}, factors, **overrides)
     half = {**COUPLED, "row_exponent": 0.5, "zero_sum": True}
-    beside_muon = {
-        f"muon f={f:g} a=0.5": Entry(half, {"training.lr": 1e-2}, with_rates(f"muon_{f:g}", f))
-        for f in (0.25, 1, 4)
+    return {
+        **_finalists(settings, {0.5: (5, 7)}, {"adamw": (7, 9), "coupled": (5, 7)}),
+        # In the larger model the highest n of these are the best.
+        **_finalists(larger, {0.5: (9,)}, {"adamw": (11,), "coupled": (9,)}),
+        **{
+            f"muon f={f:g} a=0.5": Entry(half, {"training.lr": 1e-2}, with_rates(f"muon_{f:g}", f))
+            for f in (0.25, 1, 4, 16)
+        },
     }
-    return {**found, **beside_muon}
 
 
 def _warmup() -> dict[str, Entry]:
     """No warmup, ten steps, and the base's hundred, with one rate for all parameters."""
-    return {
-        name: entry
-        for steps in (0, 10, 100)
-        for name, entry in _finalists(
-            f"warmup={steps}",
-            {0.5: (0,)},
-            {"adamw": (0,), "coupled": (0,)},
-            **{"training.warmup": steps},
-        ).items()
-    }
+    settings = {f"warmup={steps}": {"training.warmup": steps} for steps in (0, 10, 100)}
+    return _finalists(settings, {0.5: (0,)}, {"adamw": (0,), "coupled": (0,)})
 
 
 def _muon_rates() -> dict[str, Entry]:
     """Rates of their own for the embeddings, and for the head of an untied model, beside Muon."""
-    tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4)}
+    tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4, 16)}
     untied = {
         f"input={f:g} head={head:g}": with_rates(f"muon_{f:g}_{head:g}", f, head)
         for f in (1, 4)
@@ -257,15 +260,16 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "between_longer": {
         # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
-        **_between({0.5: (3, 4, 5, 6)}, **_steps(2400)),
+        **_between({0.5: (3, 4, 5, 6), 0.75: (4, 5)}, **_steps(2400)),
         **_faster({"adamw": (3, 4)}, **_steps(2400)),
     },
     "between_rates": _core_rates(),
     "between_models": _other_models(),
     "paper_ratio": {
         **_between({0.5: (0, 2, 4)}, **_steps(9768)),
-        **_faster({"adamw": (0, 2, 4), "coupled": (0, 2, 4)}, **_steps(9768)),
+        **_faster({"adamw": (-2, 0, 2, 4), "coupled": (-2, 0, 2, 4)}, **_steps(9768)),
     },
+    "paper_ratio_rates": _longer_core_rates(),
     "paper_ratio_longer": {
         # 48M tokens, each with its best n after 20M.
         **_between({0.5: (2,)}, **_steps(23436)),
@@ -288,9 +292,9 @@ UNFINISHED = (
     "between",
     "between_longer",
     "between_models",
-    "between_rates",
     "paper_ratio",
     "paper_ratio_longer",
+    "paper_ratio_rates",
     "warmup",
 )
 """Questions that have no result yet, or not with all names and seeds."""

@@ -99,6 +99,7 @@ NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
 """Measures that the first runs of the study did not record."""
 ALL = (*(column.key for column in COLUMNS if column.key != "accuracy"), *NEWER)
 MORE = ("valid_loss", *ALL, "men")
+FEW = ("valid_loss", "test_loss", "mean_norm_ratio", "isotropy_unit", "men")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -405,17 +406,19 @@ def _settings(question: str) -> str:
 
     for lines in groups.values():
         lines.insert(0, lines.pop(lines.index(min(lines, key=rank))))
-    return markdown([*groups.values()], MORE)
+    return markdown([*groups.values()], FEW)
 
 
 def _between_muon() -> str:
     """Beside Muon, with the same rates, relative to the core's; others have both other arms."""
     groups = []
-    for f in (0.25, 1, 4):
-        others = ("muon", "lr=0.01") if f == 1 else ("muon_rates", f"f={f:g}")
-        half = Line(f"f = {f:g}: a = 0.5", "between_models", f"muon f={f:g} a=0.5")
-        groups.append([*pair(f"f = {f:g}:", *others), half])
-    return markdown(groups, MORE, "Muon +")
+    for name in QUESTIONS["between_models"]:
+        if found := re.fullmatch(r"muon f=(\S+) a=0\.5", name):
+            f = found[1]
+            others = ("muon", "lr=0.01") if f == "1" else ("muon_rates", f"f={f}")
+            half = Line(f"f = {f}: a = 0.5", "between_models", name)
+            groups.append([*pair(f"f = {f}:", *others), half])
+    return markdown(groups, FEW, "Muon +")
 
 
 BEST: dict[str, Group] = {
@@ -494,7 +497,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=0"),
     **{
         question: partial(_settings, question)
-        for question in ("between_rates", "between_models", "warmup")
+        for question in ("between_rates", "between_models", "paper_ratio_rates", "warmup")
     },
     "between_muon": _between_muon,
     "muon_rates": _muon_rates,

@@ -1,6 +1,7 @@
 """The runs of each question by name. Each is made with at least three seeds."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -159,15 +160,13 @@ def _other_models() -> dict[str, Entry]:
         "rotary": {"model.architecture": "stablelm", "model.intermediate_size": 192},
         **larger,
     }
-    half = {**COUPLED, "row_exponent": 0.5, "zero_sum": True}
+    half = {"a=0.5": {**COUPLED, "row_exponent": 0.5, "zero_sum": True}}
+    muon = _beside_muon(half, (0.25, 1, 4, 16), ((1, 1), (4, 1)))
     return {
         **_finalists(settings, {0.5: (5, 7)}, {"adamw": (7, 9), "coupled": (5, 7)}),
         # In the larger model the highest n of these are the best.
         **_finalists(larger, {0.5: (9,)}, {"adamw": (11,), "coupled": (9,)}),
-        **{
-            f"muon f={f:g} a=0.5": Entry(half, {"training.lr": 1e-2}, with_rates(f"muon_{f:g}", f))
-            for f in (0.25, 1, 4, 16)
-        },
+        **{f"muon {name}": entry for name, entry in muon.items()},
     }
 
 
@@ -177,18 +176,26 @@ def _warmup() -> dict[str, Entry]:
     return _finalists(settings, {0.5: (0,)}, {"adamw": (0,), "coupled": (0,)})
 
 
-def _muon_rates() -> dict[str, Entry]:
-    """Rates of their own for the embeddings, and for the head of an untied model, beside Muon."""
-    tied = {f"f={f:g}": with_rates(f"muon_{f:g}", f) for f in (0.25, 4, 16)}
-    untied = {
-        f"input={f:g} head={head:g}": with_rates(f"muon_{f:g}_{head:g}", f, head)
-        for f in (1, 4)
-        for head in (0.25, 1)
-    }
+def _beside_muon(
+    arms: Mapping[str, Mapping[str, Any]],
+    tied: Iterable[float],
+    untied: Iterable[tuple[float, float]],
+) -> dict[str, Entry]:
+    """Rates of their own for the embeddings, and for the head of an untied model, beside Muon.
+
+    Args:
+        arms: their options by name.
+        tied: rates of the tied matrix, relative to Muon's.
+        untied: rates of the input embeddings and of the head.
+    """
+    models = {f"f={f:g}": (True, with_rates(f"muon_{f:g}", f)) for f in tied}
+    for f, head in untied:
+        variant = with_rates(f"muon_{f:g}_{head:g}", f, head)
+        models[f"input={f:g} head={head:g}"] = (False, variant)
     return {
-        f"{name} {arm}": Entry(options, {"training.lr": 1e-2, "model.tied": name in tied}, variant)
-        for name, variant in {**tied, **untied}.items()
-        for arm, options in ARMS.items()
+        f"{name} {arm}": Entry(options, {"training.lr": 1e-2, "model.tied": is_tied}, variant)
+        for name, (is_tied, variant) in models.items()
+        for arm, options in arms.items()
     }
 
 
@@ -250,7 +257,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for lr in (2.5e-3, 5e-3, 1e-2, 2e-2)
         for arm, options in ARMS.items()
     },
-    "muon_rates": _muon_rates(),
+    "muon_rates": _beside_muon(ARMS, (0.25, 4, 16), itertools.product((1, 4), (0.25, 1))),
     "alternatives": _alternatives(),
     "between": {
         **_between({0.5: (6, 7, 8, 9)}),

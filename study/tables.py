@@ -413,11 +413,12 @@ def _between_muon() -> str:
     """Beside Muon, with the same rates, relative to the core's; others have both other arms."""
     groups = []
     for name in QUESTIONS["between_models"]:
-        if found := re.fullmatch(r"muon f=(\S+) a=0\.5", name):
-            f = found[1]
-            others = ("muon", "lr=0.01") if f == "1" else ("muon_rates", f"f={f}")
-            half = Line(f"f = {f}: a = 0.5", "between_models", name)
-            groups.append([*pair(f"f = {f}:", *others), half])
+        if found := re.fullmatch(r"muon (.*) a=0\.5", name):
+            rates = found[1]
+            label = f"{'tied' if rates.startswith('f') else 'untied'}, {rates.replace('=', ' = ')}:"
+            others = ("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates)
+            half = Line(f"{label} a = 0.5", "between_models", name)
+            groups.append([*pair(label, *others), half])
     return markdown(groups, FEW, "Muon +")
 
 

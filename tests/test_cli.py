@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,29 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: use(_, RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["recipes"])
+
+
+def test_interrupted_again_before_it_can_be_ignored(monkeypatch, capsys):
+    """The second Ctrl-C comes when the first has just been caught."""
+    handle, again = signal.signal, iter([True])
+
+    def slow_to_ignore(number, handler):
+        if next(again, False):
+            raise KeyboardInterrupt
+        return handle(number, handler)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coupled_adam.cli.recipes.run", interrupted)
+    monkeypatch.setattr(signal, "signal", slow_to_ignore)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["recipes"]) == 130
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        handle(signal.SIGINT, before)
+    assert capsys.readouterr().err == "\ncoupled-adam: interrupted\n"
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])

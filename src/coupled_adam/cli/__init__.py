@@ -109,7 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"{one_line(error, longest=None)}; continue with --resume")
         return PREEMPTED
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
+        except KeyboardInterrupt:  # so fast that the second came on the way here
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         more = "; add --resume to the command to continue" if "resume" in given else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{more}")

@@ -217,6 +217,13 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
         main(["recipes"])
 
 
+@pytest.mark.parametrize("command", ["analyze", "evaluate", "report", "sample"])
+def test_a_name_that_no_file_can_have(command, capsys):
+    assert main([command, "x" * 300]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "File name too long: " in line
+
+
 def test_interrupted_again_before_it_can_be_ignored(monkeypatch, capsys):
     """The second Ctrl-C comes when the first has just been caught."""
     handle, again = signal.signal, iter([True])

@@ -6,6 +6,7 @@ Each file defines ``Options``, ``add_arguments`` and ``run``. It imports large l
 
 import argparse
 import difflib
+import errno
 import io
 import os
 import re
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError:  # nor would Python's end be able to write to it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = f": {printable(str(error.filename))}" if error.filename else ""
+        if error.errno == errno.ENAMETOOLONG:  # nobody has made such a file
+            return _fail(2, f"{os.strerror(error.errno)}{where}", error)
         kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
         return _fail(1, f"{os.strerror(error.errno)}{where}{kept}", error)
     except (MemoryError, RuntimeError) as error:

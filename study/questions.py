@@ -302,6 +302,5 @@ UNFINISHED = (
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",
-    "warmup",
 )
 """Questions that have no result yet, or not with all names and seeds."""

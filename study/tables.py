@@ -436,6 +436,11 @@ BEST: dict[str, Group] = {
             ("paper_ratio", "coupled n=0"),
             ("paper_ratio", "a=0.5 n=2"),
         ),
+        "48M": (  # one seed, each with its n after 20M tokens
+            ("paper_ratio_longer", "adamw n=0"),
+            ("paper_ratio_longer", "coupled n=0"),
+            ("paper_ratio_longer", "a=0.5 n=2"),
+        ),
     }.items()
 }
 """By D: AdamW, Coupled Adam and a = 0.5 with the n that is best on the validation documents."""

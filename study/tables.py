@@ -425,7 +425,7 @@ def _between_muon() -> str:
 BEST: dict[str, Group] = {
     tokens: [between(*row) for row in rows]
     for tokens, rows in {
-        "1.2M": (("between", "adamw n=9"), ("between", "coupled n=5"), ("between", "a=0.5 n=7")),
+        "1.2M": (("between", "adamw n=9"), ("between", "coupled n=6"), ("between", "a=0.5 n=7")),
         "4.9M": (
             ("scaled_longer", "adamw n=5"),
             ("scaled_longer", "coupled n=5"),

@@ -267,7 +267,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "between_longer": {
         # AdamW's n = 5 and Coupled Adam's n = 3 and 5 are in scaled_longer.
-        **_between({0.5: (3, 4, 5, 6), 0.75: (4, 5)}, **_steps(2400)),
+        **_between({0.5: (2, 3, 4, 5, 6), 0.75: (4, 5)}, **_steps(2400)),
         **_faster({"adamw": (3, 4)}, **_steps(2400)),
     },
     "between_rates": _core_rates(),

@@ -298,7 +298,6 @@ UNFINISHED = (
     "10M",
     "between",
     "between_longer",
-    "between_models",
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",

@@ -429,7 +429,7 @@ BEST: dict[str, Group] = {
         "4.9M": (
             ("scaled_longer", "adamw n=5"),
             ("scaled_longer", "coupled n=5"),
-            ("between_longer", "a=0.5 n=4"),
+            ("between_longer", "a=0.5 n=3"),
         ),
         "20M": (
             ("paper_ratio", "adamw n=0"),

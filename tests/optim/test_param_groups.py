@@ -795,6 +795,24 @@ def test_table(dtype, saved):
     assert state_bytes(torch.optim.AdamW(model.parameters())) - ours == saved
 
 
+@pytest.mark.parametrize("optimizer_class", [CoupledAdamW, torch.optim.AdamW])
+def test_a_factor_on_the_rate_of_the_embeddings(optimizer_class):
+    """As docs/practice.md sets it: kept by schedulers, and by torch's optimizer for comparison."""
+    model = gpt2()
+    groups = param_groups(model)
+    for group in groups:
+        if group["coupled"]:
+            group["lr"] = 4e-2
+    optimizer = optimizer_class(groups, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    rates = {p: group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates.pop(model.transformer.wte.weight) == pytest.approx(2e-2)
+    assert [*rates.values()] == pytest.approx([5e-3] * len(rates))
+
+
 def layout(optimizer):
     """The shapes in each group, with what decides how it is updated."""
     return [

@@ -296,7 +296,6 @@ ON_A_GPU = ("10M",)
 
 UNFINISHED = (
     "10M",
-    "between_longer",
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",

@@ -9,7 +9,7 @@ recipes does not need it.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coupled_adam.lab.sections import Training
 
@@ -39,10 +39,13 @@ class AdamWArm:
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
+    beta1, beta2: the betas of the token embeddings; null means the training's.
     """
 
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
+    beta1: float | None = None
+    beta2: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for options out of range."""
@@ -60,7 +63,7 @@ class AdamWArm:
         groups = _param_groups(model, training, self.embedding_weight_decay)
         for group in groups:
             if group.pop("coupled"):
-                group["lr"] = self.lr_factor * training.lr
+                group |= _embedding_group(self, training)
         return AdamW(groups, training.lr, training.betas, training.eps)
 
 
@@ -74,6 +77,7 @@ class CoupledAdamArm:
     lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
+    beta1, beta2: the betas of coupled matrices; null means the training's.
     """
 
     second_moment_scale: float = 1.0
@@ -82,6 +86,8 @@ class CoupledAdamArm:
     couple: Literal["both", "input", "output"] = "both"
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
+    beta1: float | None = None
+    beta2: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for options out of range."""
@@ -112,7 +118,7 @@ class CoupledAdamArm:
         groups = _param_groups(model, training, self.embedding_weight_decay, self.couple)
         for group in groups:
             if group["coupled"]:
-                group["lr"] = self.lr_factor * training.lr
+                group |= _embedding_group(self, training)
         return CoupledAdamW(
             groups,
             training.lr,
@@ -165,6 +171,21 @@ def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
         raise ValueError(f"lr_factor={arm.lr_factor} must be above 0")
     if not 0 <= arm.embedding_weight_decay < math.inf:
         raise ValueError(f"embedding_weight_decay={arm.embedding_weight_decay} must be 0 or more")
+    for name, beta in (("beta1", arm.beta1), ("beta2", arm.beta2)):
+        if beta is not None and not 0 <= beta < 1:
+            raise ValueError(f"{name}={beta} must be at least 0, below 1")
+
+
+def _embedding_group(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
+    """What the param group of the embeddings has instead of the training's options."""
+    beta1, beta2 = training.betas
+    return {
+        "lr": arm.lr_factor * training.lr,
+        "betas": (
+            beta1 if arm.beta1 is None else arm.beta1,
+            beta2 if arm.beta2 is None else arm.beta2,
+        ),
+    }
 
 
 def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
@@ -172,6 +193,10 @@ def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
         yield f"f = {arm.lr_factor:g}"
     if arm.embedding_weight_decay:
         yield f"decay {arm.embedding_weight_decay:g}"
+    if arm.beta1 is not None:
+        yield f"beta1 {arm.beta1:g}"
+    if arm.beta2 is not None:
+        yield f"beta2 {arm.beta2:g}"
 
 
 @dataclasses.dataclass(frozen=True)

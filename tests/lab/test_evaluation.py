@@ -32,7 +32,8 @@ from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
 )
-from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
+from coupled_adam.lab.evaluation.loading import recipe_of_run
+from coupled_adam.runs import is_run
 from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))

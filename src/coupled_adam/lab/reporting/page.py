@@ -20,6 +20,7 @@ from coupled_adam.lab.reporting.statistics import shown_p
 from coupled_adam.lab.reporting.tables import Column, Row
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
+from coupled_adam.runs import ENVIRONMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _link(folder: Path, out: Path) -> str:
 def _environment(run: Run) -> dict[str, Any]:
     """The environment of a run; empty if its file is missing or not as training writes it."""
     try:
-        found = json.loads(read_text(run.folder / "environment.json"))
+        found = json.loads(read_text(run.folder / ENVIRONMENT))
         return {
             "command": " ".join(map(str, found.get("command", []))),
             "git commit": found.get("git_commit"),

@@ -17,6 +17,7 @@ from coupled_adam.files import read_text
 from coupled_adam.lab.arms import AdamWArm
 from coupled_adam.lab.recipe import Recipe, RecipeReader
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
 _NUMBERS = (  # the numbers of an evaluation, if it has them
@@ -107,7 +108,7 @@ class Run:
     @property
     def has_model(self) -> bool:
         """Whether model and counts still exist; some users delete them to save space."""
-        files = ("model/model.safetensors", "unigram_counts.npy")
+        files = (f"{MODEL}/model.safetensors", COUNTS)
         return all((self.folder / file).exists() for file in files)
 
     def embeddings(self) -> NDArray[np.float64]:
@@ -117,7 +118,7 @@ class Run:
             UsageError: the file is damaged or belongs to another model.
         """
         model = self.recipe.model
-        path = self.folder / "model" / "model.safetensors"
+        path = self.folder / MODEL / "model.safetensors"
 
         def read() -> NDArray[Any]:
             weights = open_file(path)
@@ -130,7 +131,7 @@ class Run:
 
     def probabilities(self) -> NDArray[np.float64]:
         """The unigram probabilities [V] of the training text; raises like :meth:`embeddings`."""
-        counts = self._of_tokens(self.folder / "unigram_counts.npy")
+        counts = self._of_tokens(self.folder / COUNTS)
         if not counts.any():
             raise UsageError(f"{self.folder} is damaged (no token was ever seen): move it away")
         probabilities: NDArray[np.float64] = counts / counts.sum()
@@ -141,12 +142,9 @@ class Run:
 
         Raises the same errors as :meth:`embeddings`.
         """
-        paths = (self.folder / "second_moments").glob("step-*.npy")
-        steps = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
-        return {
-            step * self.recipe.tokens_per_step: self._of_tokens(steps[step])
-            for step in sorted(steps)
-        }
+        saved = by_step(self.folder / SECOND_MOMENTS, ".npy")
+        per_step = self.recipe.tokens_per_step
+        return {step * per_step: self._of_tokens(path) for step, path in saved.items()}
 
     def _of_tokens(self, path: Path) -> NDArray[np.float64]:
         """Read an array [V] of numbers that are at least 0."""
@@ -163,21 +161,21 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
         UsageError: a file of a run is damaged.
     """
     runs, left_out, recipes = [], {}, RecipeReader()
-    configs = {path.resolve(): path for folder in folders for path in folder.rglob("config.yaml")}
+    configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
     for _, path in sorted(configs.items()):
         folder = path.parent
         try:
             config = read_yaml(read_text(path), path.name)
             if not isinstance(config, dict) or not {"arm", "seed", "recipe"} <= config.keys():
                 continue
-            evaluation = _json(folder / "evaluation.json")
+            evaluation = _json(folder / EVALUATION)
             # The parts of an evaluation are written one after the other; these two come first.
             if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
                 left_out[folder] = _why_unfinished(folder)
             else:
-                metrics = _json(folder / "metrics.jsonl")
+                metrics = _json(folder / METRICS)
                 recipe = recipes.read(config["recipe"], path.name)
                 run = Run(folder, config["arm"], config["seed"], recipe, metrics, *evaluation)
                 _check(run)
@@ -197,7 +195,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
 def _why_unfinished(folder: Path) -> str:
     """Why a run has no evaluation: its log may end with a loss or gradient that is not finite."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        *_, last = read_text(folder / "metrics.jsonl").splitlines()
+        *_, last = read_text(folder / METRICS).splitlines()
         line = json.loads(last)
         if not all(math.isfinite(line.get(name, 0.0)) for name in ("train_loss", "grad_norm")):
             return f"diverged at step {line['step']}"

@@ -18,6 +18,7 @@ from coupled_adam.embeddings import (
     unigram_counts,
     word_similarity,
 )
+from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import read_text, write_atomically
@@ -88,7 +89,7 @@ def evaluate_run(
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = "isotropy_unit" in (done.get("embeddings") or {})
+    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
         return done
     model = load_model(run / MODEL, device)

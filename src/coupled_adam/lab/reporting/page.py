@@ -13,11 +13,12 @@ from typing import Any
 
 import yaml
 
+from coupled_adam.embeddings.measures import Measure
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.runs import Run, short
 from coupled_adam.lab.reporting.statistics import shown_p
-from coupled_adam.lab.reporting.tables import Column, Row
+from coupled_adam.lab.reporting.tables import Row
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
 from coupled_adam.runs import ENVIRONMENT
@@ -28,7 +29,7 @@ class ShownTable:
     """A table to show: its rows, columns, and the notes below it."""
 
     rows: Sequence[Row]
-    columns: Sequence[Column]
+    columns: Sequence[Measure]
     footnotes: Sequence[str]
 
 

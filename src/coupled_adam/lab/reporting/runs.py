@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
 from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
@@ -20,20 +21,37 @@ from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
-_NUMBERS = (  # the numbers of an evaluation, if it has them
-    ("test_loss",),
-    ("lm_eval", "accuracy"),
-    ("word_similarity", "mean"),
-    ("embeddings", "isotropy"),
-    ("embeddings", "mean_norm"),
-    ("embeddings", "mean_norm_ratio"),
-    ("embeddings", "condition"),
-    ("embeddings", "norm_frequency_correlation"),
-    ("embeddings", "norm_frequency_correlation_published"),
-    ("embeddings", "isotropy_unit"),
-    ("embeddings", "centered", "isotropy_unit"),
-    ("embeddings", "effective_rank"),
+TEST_LOSS = Measure(
+    "test_loss", "test loss", "L", 3, "lower", ("test_loss",), "test loss in nats per token"
 )
+ACCURACY = Measure(
+    "accuracy",
+    "accuracy",
+    "Acc",
+    3,
+    "higher",
+    ("lm_eval", "accuracy"),
+    "mean accuracy of the downstream tasks",
+)
+
+
+def _in_evaluation(measure: Measure) -> Measure:
+    """A measure of embeddings, as ``evaluation.json`` has it."""
+    if measure.path[0] == "word_similarity":
+        return measure
+    return dataclasses.replace(measure, path=("embeddings", *measure.path))
+
+
+COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
+    key: _in_evaluation(measure) for key, measure in MEASURES.items() if measure.column
+}
+"""In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
+
+MORE_COLUMNS = {
+    key: _in_evaluation(measure) for key, measure in LOGGED.items() if not measure.column
+}
+"""What the paper's tables do not show; on the page and in the CSV files, if measured."""
+
 _LARGEST = 1e100  # the limit of all numbers; its square is still a float
 
 
@@ -76,12 +94,17 @@ class Run:
         number: int = self.evaluation["parameters"]
         return number
 
-    def value(self, path: Sequence[str]) -> Any:
-        """A result of the evaluation, usually a number; None if it was not measured."""
-        found: Any = self.evaluation
-        for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+    def value(self, measure: Measure) -> float | None:
+        """A number of the evaluation; None if it was not measured."""
+        return measure.of(self.evaluation)
+
+    @property
+    def spectrum(self) -> list[float] | None:
+        """The singular values of the output embeddings; None if they were not measured."""
+        values: list[float] | None = (self.evaluation.get("embeddings") or {}).get(
+            "singular_values"
+        )
+        return values
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The numbers of training tokens, and the metric at each of them, where it is finite."""
@@ -222,11 +245,12 @@ def _check(run: Run) -> None:
         raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
     if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
         raise ValueError("evaluation.json: parameters, and the seed, must be whole numbers")
-    for path in _NUMBERS:
-        value = run.value(path)
-        if not _is_number(value) and (value is not None or path == ("test_loss",)):
-            raise ValueError(f"evaluation.json: {'.'.join(path)}={value!r} is not a number")
-    spectrum = run.value(("embeddings", "singular_values"))
+    for measure in (COLUMNS | MORE_COLUMNS).values():
+        value = run.value(measure)
+        if not _is_number(value) and (value is not None or measure is TEST_LOSS):
+            name = ".".join(measure.path)
+            raise ValueError(f"evaluation.json: {name}={value!r} is not a number")
+    spectrum: Any = run.spectrum
     if spectrum is not None and not (
         isinstance(spectrum, list)
         and all(_is_number(value) and math.isfinite(value) for value in spectrum)

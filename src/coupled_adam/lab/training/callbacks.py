@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.embeddings import analyze
+from coupled_adam.embeddings.measures import logged
 from coupled_adam.errors import UsageError
 from coupled_adam.files import make_folder, write_atomically
 from coupled_adam.lab.models import output_embeddings
@@ -111,9 +112,7 @@ def _measures(module: LanguageModel) -> dict[str, float]:
     matrix = full_tensor(output_embeddings(module.model).detach())
     if rank() > 0:
         return {}
-    report = analyze(matrix)
-    names = ("isotropy", "mean_norm", "mean_norm_ratio", "condition")
-    return {name: getattr(report, name) for name in names}
+    return logged(analyze(matrix))
 
 
 @contextlib.contextmanager

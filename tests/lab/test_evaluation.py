@@ -32,7 +32,8 @@ from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
 )
-from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
+from coupled_adam.lab.evaluation.loading import recipe_of_run
+from coupled_adam.runs import is_run
 from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
@@ -263,7 +264,7 @@ def test_the_command_prints_a_table_or_json(run, gpt2, capsys, monkeypatch):
     assert f"{numbers['test_loss']:.4f}" in shown
     isotropy = [numbers[side]["isotropy"] for side in ("embeddings", "input_embeddings")]
     (line,) = (line for line in shown.splitlines() if " Iso " in line)
-    assert line.split()[2:4] == [f"{value:.4f}" for value in isotropy]
+    assert line.split()[2:4] == [f"{value:.2f}" for value in isotropy]
     assert line.split()[-1] == "[1]"
     assert max(map(len, shown.splitlines()[:-1])) <= 80  # the last one is a path
     assert main(["evaluate", str(gpt2), "--device", "cpu", "--json"]) == 0

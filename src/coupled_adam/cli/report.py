@@ -40,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: Options) -> None:
     """Write the report and print its table."""
     from coupled_adam.lab.reporting.report import report
+    from coupled_adam.runs import REPORT
 
     folders = [Path(folder) for folder in options.folders]
     for folder in folders:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
-    out = Path(options.out) if options.out else folders[0] / "report"
+    out = Path(options.out) if options.out else folders[0] / REPORT
     check_folder("--out", out)
     written = report(folders, out, options.bold)
     print_table(written)

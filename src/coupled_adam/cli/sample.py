@@ -74,12 +74,12 @@ def run(options: Options) -> None:
     """Write the texts and print them."""
     from coupled_adam.lab.comparison import runs_to_sample
     from coupled_adam.lab.evaluation.loading import (
-        is_run,
         load_model,
         load_model_tokenizer,
         require_causal,
     )
     from coupled_adam.lab.evaluation.sample import sample
+    from coupled_adam.runs import MODEL, is_run
 
     try:
         options.prompt.encode()
@@ -89,7 +89,7 @@ def run(options: Options) -> None:
     quiet_libraries()
     texts = {}
     for name in (folder for given in options.models for folder in runs_to_sample(given)):
-        source = str(Path(name) / "model") if is_run(Path(name)) else name
+        source = str(Path(name) / MODEL) if is_run(Path(name)) else name
         model = load_model(source, target, options.revision)
         require_causal(model, source)
         tokenizer = load_model_tokenizer(source, options.revision)

@@ -44,14 +44,15 @@ def run(options: Options) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.recipe import load_recipe
     from coupled_adam.lab.training.config import TrainingRun
+    from coupled_adam.runs import CONFIG, run_name
 
     named = options.recipe or DEFAULT_RECIPE
     if options.recipe is None and options.resume and options.out is not None:
-        config = Path(options.out) / "config.yaml"
+        config = Path(options.out) / CONFIG
         named = str(config) if config.is_file() else named
     recipe = overridden(load_recipe(named), options)
     arm, seed = known_arm(options.arm, recipe), options.seed
-    folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
+    folder = Path(options.out or Path("runs") / recipe.name / run_name(arm, seed))
     check_folder("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),

@@ -26,13 +26,13 @@ from coupled_adam.embeddings.loading import (
     INPUT_NAMES,
     OUTPUT_NAMES,
     EmbeddingMatrix,
-    inner_runs,
     load_embeddings,
 )
 from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import clear_leftovers, new_folder
+from coupled_adam.runs import MODEL, inner_runs, is_run
 from coupled_adam.text.hub import download_model, hub_error
 
 Method = Literal["sample", "partner"]
@@ -164,8 +164,8 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         UsageError: if there is no such model.
     """
     folder = Path(model)
-    if (folder / "config.yaml").exists() and not (folder / "config.json").exists():
-        folder = folder / "model"
+    if is_run(folder):
+        folder = folder / MODEL
         if not folder.exists():
             raise UsageError(f"{model} is a run that has no model yet: let it finish first")
     if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):

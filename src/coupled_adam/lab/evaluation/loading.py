@@ -7,18 +7,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.embeddings.loading import inner_runs
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.runs import CONFIG, SWEEP, inner_runs
 from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
-
-
-def is_run(folder: Path) -> bool:
-    """Whether this is a run's folder, finished or not; a model's folder has a ``config.json``."""
-    return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
 
 
 def recipe_of_run(folder: Path) -> Recipe:
@@ -28,7 +23,7 @@ def recipe_of_run(folder: Path) -> Recipe:
         UsageError: the folder has no readable recipe, or the run was trained with a variant of its
             recipe, so that only the program that trained it knows its model and loss.
     """
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     try:
         config = read_yaml(read_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +45,7 @@ def check_model(source: Path | str) -> None:
         return
     runs = inner_runs(folder)
     if runs:
-        what = "sweep" if (folder / "sweep.yaml").exists() else "comparison"
+        what = "sweep" if (folder / SWEEP).exists() else "comparison"
         raise UsageError(f"{folder} is a {what}: name one of its runs, such as {runs[0]}")
     raise UsageError(
         f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"

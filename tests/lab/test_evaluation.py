@@ -28,12 +28,11 @@ from coupled_adam.cli import main
 from coupled_adam.embeddings import WordSimilaritySet, analyze, single_tokens
 from coupled_adam.embeddings.analysis import word_similarity_sets
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
 )
-from coupled_adam.lab.evaluation.loading import recipe_of_run
+from coupled_adam.lab.evaluation.loading import load_model, recipe_of_run
 from coupled_adam.runs import is_run
 from coupled_adam.text.tokenizers import load_tokenizer
 

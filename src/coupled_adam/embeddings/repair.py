@@ -281,7 +281,7 @@ def _explained(out: Path) -> Iterator[None]:
 
 def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
     """Copy the regular files of a model's folder into an empty one, and name what is none."""
-    left_out = []
+    left_out: list[str] = []
 
     def ignored(place: str, names: list[str]) -> list[str]:
         paths = [Path(place, name) for name in names]

@@ -29,7 +29,8 @@ def arguments_named(options: Mapping[str, str]) -> Iterator[None]:
 class Data:
     """The source of the text: ``text``, ``hub`` or ``tokens``; by default Python's documentation.
 
-    text: a file or folder of .txt, .md, .rst, .jsonl, .json or .parquet files, also compressed.
+    text: a file or folder of .txt, .md, .rst, .jsonl, .json, .csv, .tsv or .parquet files, which
+        may be compressed.
     separator: the text between two documents in plain text files; null cuts files into passages.
     hub: the id of a data set on the Hugging Face hub, or a folder in its format.
     tokens: a folder of token files in the formats of nanoGPT and llm.c.

@@ -108,16 +108,18 @@ def _check_layers(folder: Path) -> None:
 
     They would be built before their weights are missed, and a million of them takes hours.
     """
-    config, tensors = {}, 0
+    config: Any = {}
+    tensors = 0
     with contextlib.suppress(OSError, ValueError, RecursionError, SafetensorError):
         config = json.loads(read_text(folder / "config.json"))
         for path in filter(Path.is_file, folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 tensors += len(file.keys())
-    sections = (config, config.get("text_config")) if isinstance(config, dict) else ()
-    for section in filter(lambda section: isinstance(section, dict), sections):
+    sections = [config, config.get("text_config")] if tensors and isinstance(config, dict) else []
+    for section in sections:
         for name in _LAYERS:
-            if tensors and isinstance(layers := section.get(name), int) and layers > tensors:
+            layers = section.get(name) if isinstance(section, dict) else None
+            if isinstance(layers, int) and layers > tensors:
                 raise UsageError(
                     f"{folder / 'config.json'}: {name} is {layers}, but there are weights of "
                     f"{tensors} tensors: it is another model's, or damaged"

@@ -299,7 +299,7 @@ def test_resume_takes_the_recipe_and_the_values(
     """``--resume`` alone continues; what is given besides extends the sweep, or is refused."""
     monkeypatch.setattr(SweepReport, "page", lambda report: "")
     out = tmp_path / "out"
-    common = ["sweep", "--out", str(out), "--log"]
+    common = ["sweep", "--out", str(out), "--logger"]
     given = ["--recipe", str(small_recipe), "--text", str(text_file), "--arms", "adamw"]
     swept = ["training.lr=1e-3,1e-2", "arms.*.lr_factor=1,4", "--steps", "10"]
     assert cli.main([*common, *given, *swept]) == 0
@@ -395,7 +395,7 @@ def test_a_killed_sweep_is_resumed(small_recipe, text_file, tmp_path):
     """Killed in its second run: with --resume it ends with the same numbers as without."""
 
     def start(out, *more):
-        command = ["sweep", "--recipe", small_recipe, "--text", text_file, "--out", out, "--log"]
+        command = ["sweep", "--recipe", small_recipe, "--text", text_file, "--out", out, "--logger"]
         values = ["training.lr=1e-3,1e-2", "--seeds", "2", "--device", "cpu", *more]
         return Process([sys.executable, "-m", "coupled_adam.cli", *map(str, command), *values])
 

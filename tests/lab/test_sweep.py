@@ -96,7 +96,7 @@ ERRORS = {
     "text": (["data.max_tokens=5,6"], "losses on other text"),
     "vocabulary": (["model.vocab_size=300,400"], "cannot be compared"),
     "optimizer": (["arms.*.optimizer=adamw,sgd"], "cannot be swept"),
-    "out of range": (["training.lr=1e-3,-1"], "training.lr=-1.0 must be above 0"),
+    "out of range": (["training.lr=1e-3,-1"], "training.lr=-1 must be above 0"),
     "wrong type": (["training.lr=1e-3,two"], "training.lr"),
     "bad combination": (["model.n_embd=8,9", "model.n_head=1,2"], "must be a multiple"),
     "twice the same": (["training.lr=1e-3,0.001"], "has the value 0.001 twice"),

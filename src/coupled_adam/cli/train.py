@@ -6,37 +6,30 @@ by coupled-adam report.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from coupled_adam.cli.options import (
     DEFAULT_RECIPE,
     RunOptions,
-    add_run_arguments,
+    WholeNumber,
     cache_folder,
     check_folder,
     execution,
     known_arm,
+    option,
     overridden,
-    whole_number,
 )
 from coupled_adam.cli.terminal import print_path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """The arguments of ``coupled-adam train``."""
+    """The options of ``coupled-adam train``."""
 
-    arm: str
-    seed: int
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to a parser."""
-    add_run_arguments(parser, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
-    parser.add_argument("--arm", required=True, help="an arm of the recipe")
-    parser.add_argument("--seed", type=whole_number, default=1, help="the seed of the run")
+    arm: str = option("an arm of the recipe", MISSING)
+    seed: WholeNumber = option("the seed of the run", 1)
+    out: str | None = option("the run's folder (default: runs/NAME/ARM-seed-SEED)")
 
 
 def run(options: Options) -> None:

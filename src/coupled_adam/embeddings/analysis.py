@@ -295,8 +295,7 @@ def _counts(
     if source.text is not None and tokenizer is not None:
         pieces = token_pieces(source.text, tokenizer)
     elif source.tokens:
-        files = [token_file(path, rows) for path in source.tokens]
-        tokens = Tokens([file.open(Path()) for file in files])
+        tokens = Tokens([token_file(path, rows) for path in source.tokens])
         starts = range(0, len(tokens), 2**24)
         bar = tqdm(starts, "counting tokens", disable=None, leave=False)
         pieces = (tokens[start : start + 2**24] for start in bar)

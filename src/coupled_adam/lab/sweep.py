@@ -27,7 +27,7 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
 from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
-from coupled_adam.lab.recipe import parse_recipe
+from coupled_adam.lab.recipe import recipe_from
 from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import Execution, TrainingRun
@@ -224,7 +224,7 @@ def stored_sweep(out: Path) -> Sweep | None:
         return None
     content = read_yaml(read_text(path, "replace"), str(path))
     try:
-        recipe = parse_recipe(yaml.safe_dump(content["recipe"]), str(path))
+        recipe = recipe_from(content["recipe"], str(path))
         values = {k: parse_range(str(v)) or v for k, v in content["values"].items()}
         trials = content["trials"]
         return Sweep(make_grid(recipe, values, ranges=trials is not None), trials)

@@ -16,7 +16,7 @@ from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.arms import AdamWArm
-from coupled_adam.lab.recipe import Recipe, RecipeReader
+from coupled_adam.lab.recipe import Recipe, recipe_from
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
@@ -183,7 +183,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
     Raises:
         UsageError: a file of a run is damaged.
     """
-    runs, left_out, recipes = [], {}, RecipeReader()
+    runs, left_out = [], {}
     configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
     for _, path in sorted(configs.items()):
         folder = path.parent
@@ -199,7 +199,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
                 left_out[folder] = _why_unfinished(folder)
             else:
                 metrics = _json(folder / METRICS)
-                recipe = recipes.read(config["recipe"], path.name)
+                recipe = recipe_from(config["recipe"], path.name)
                 run = Run(folder, config["arm"], config["seed"], recipe, metrics, *evaluation)
                 _check(run)
                 runs.append(run)

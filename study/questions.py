@@ -14,6 +14,7 @@ from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
 from .head import FAST
 from .masked_lm import MASKED_LM
 from .muon import MUON, with_rates
+from .peers import CENTERED, RULES, peer
 from .switching import SWITCHING
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw"}
@@ -134,6 +135,71 @@ def _betas(
             FAST,
         )
         for arm, (beta1, beta2), n in settings
+    }
+
+
+FINALISTS = (
+    ("adamw", (0.9, 0.95)),
+    ("adamw", (0.9, 0.999)),
+    ("adamw", (0.0, 0.999)),
+    ("coupled", (0.9, 0.95)),
+    ("coupled", (0.9, 0.999)),
+    ("a=0.5", (0.9, 0.95)),
+    ("a=0.5", (0.0, 0.99)),
+    ("a=0.75", (0.0, 0.99)),
+)
+"""AdamW and Coupled Adam as usual and at better betas, and what is between them."""
+
+BATCH_FINALISTS = tuple(
+    itertools.product(("adamw", "a=0.75"), ((0.0, 0.99), (0.0, 0.999), (0.9, 0.999)))
+)
+"""Does "no momentum" hold where a gradient is less noisy?"""
+
+
+def _tuned(
+    finalists: Iterable[tuple[str, tuple[float, float]]], factors: Iterable[int]
+) -> list[tuple[str, tuple[float, float], int]]:
+    return [(*finalist, n) for finalist, n in itertools.product(finalists, factors)]
+
+
+def _batch(sequences: int, steps: int) -> dict[str, Any]:
+    """Batches of other sizes, held-out ones included, of which there are fewer."""
+    return {
+        **_steps(steps),
+        "training.batch_size": sequences,
+        "training.warmup": min(100, steps // 6),
+        "training.evaluation_batches": 25 * 32 // sequences or 1,
+        "training.test_batches": 100 * 32 // sequences,
+    }
+
+
+def _peers(**overrides: Any) -> dict[str, Entry]:
+    """Each rule with and without momentum, and AdamW with the mean removed."""
+    betas = {
+        **dict.fromkeys(RULES, ((0.0, 0.95), (0.9, 0.95))),
+        "row_moment": ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.999)),
+        "lion": ((0.9, 0.99),),
+    }
+    # A frequent token's row of a matrix or column of unit norm is larger than with Adam, and all
+    # of a sign's rows are.
+    factors = {"sign": (-2, 0, 2), "lion": (-2, 0, 2), "matrix": (0, 2, 4), "columns": (0, 2, 4)}
+    return {
+        **{
+            f"{rule} {beta1:g} {beta2:g} n={n}": Entry(
+                {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
+                overrides,
+                peer(rule),
+            )
+            for rule in RULES
+            for beta1, beta2 in betas[rule]
+            for n in factors.get(rule, (3, 4, 5))
+        },
+        **{
+            f"centered {name}": dataclasses.replace(entry, variant=CENTERED)
+            for name, entry in _betas(
+                itertools.product(("adamw",), ((0.9, 0.95), (0.0, 0.999)), (4, 5)), **overrides
+            ).items()
+        },
     }
 
 
@@ -326,6 +392,31 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         ),
         **_steps(2400),
     ),
+    "peers": _peers(**_steps(2400)),
+    # 4.9M tokens in larger batches, and the base's 2,400 steps of them
+    **{
+        f"batch_{batch // 16}k{suffix}": _betas(
+            _tuned(BATCH_FINALISTS, (5, 7, 9)), **_batch(batch, steps)
+        )
+        for batch in (256, 1024)
+        for suffix, steps in (("", 2400 * 32 // batch), ("_steps", 2400))
+    },
+    "betas_longer": _betas(_tuned(FINALISTS, (0, 1, 2, 3)), **_steps(9768)),
+    "betas_48M": _betas(_tuned(FINALISTS, (0, 2)), **_steps(23436)),
+    **{
+        f"betas_{name}": _betas(_tuned(FINALISTS, (2, 4)), **overrides, **_steps(steps))
+        for name, overrides, steps in (
+            ("H=128", _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), 9768),
+            ("H=32", _size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), 9768),
+            ("V=16384", {"model.vocab_size": 16384}, 9768),
+            ("untied", {"model.tied": False}, 2400),
+            (
+                "rotary",
+                {"model.architecture": "stablelm", "model.intermediate_size": 192},
+                2400,
+            ),
+        )
+    },
     "warmup": _warmup(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
@@ -336,7 +427,7 @@ ON_A_GPU = ("10M",)
 
 UNFINISHED = (
     "10M",
-    "betas",
+    *(name for name in QUESTIONS if name.startswith(("batch_", "betas", "peers"))),
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",

@@ -19,6 +19,7 @@ from study.between import ZeroSumAdamW
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
 from study.evaluation import second_moment_fit
 from study.head import FAST
+from study.peers import RULES, peer
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
 from study.switching import SWITCHING, couple, not_yet_coupled
@@ -305,10 +306,13 @@ def test_a_question_of_betas_changes_those_of_the_embeddings_alone(base):
 
 
 @pytest.mark.filterwarnings("ignore:.*was constructed with coupled=False:UserWarning")
-@pytest.mark.parametrize("name", ["recentered_and_switched", "muon", "recentered_at_the_end"])
+@pytest.mark.parametrize(
+    "name", ["recentered_and_switched", "muon", "recentered_at_the_end", "row_moment"]
+)
 def test_variants_are_resumed(text_file, tmp_path, monkeypatch, name):
     """From each checkpoint, with the same result: the optimizers' state and options are saved."""
-    variant = {**SWITCHING, **ALTERNATIVES, "muon": muon.MUON}[name]
+    more = {"muon": muon.MUON, "row_moment": peer("row_moment")}
+    variant = {**SWITCHING, **ALTERNATIVES, **more}[name]
     recipe = override(small(Entry(ADAMW), text_file), {"training.evaluate_every": 1})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
     runs = [TrainingRun(recipe, "adamw", 1, tmp_path / name, variant) for name in ("whole", "cut")]
@@ -321,6 +325,50 @@ def test_variants_are_resumed(text_file, tmp_path, monkeypatch, name):
     train(runs[1], corpus, Execution(log=()))
     weights = [load_file(run.folder / "model" / "model.safetensors") for run in runs]
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+
+
+UPDATES = {
+    "row_moment": lambda g, m, v: m / np.sqrt(v.mean(1, keepdims=True)),
+    "sign": lambda g, m, v: np.sign(m),
+    "matrix": lambda g, m, v: m * np.sqrt(m.size) / np.linalg.norm(m),
+    "rows": lambda g, m, v: m * np.sqrt(m.shape[1]) / np.linalg.norm(m, axis=1, keepdims=True),
+    "columns": lambda g, m, v: m * np.sqrt(m.shape[0]) / np.linalg.norm(m, axis=0, keepdims=True),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("beta1", [0.0, 0.9])
+def test_peers_update_as_their_papers_say(base, rule, beta1):
+    """The embeddings alone, from the history of the gradients; all others are AdamW's."""
+    options = {"optimizer": "adamw", "beta1": beta1, "beta2": 0.99, "lr_factor": 3}
+    recipe = override(base, {"arms": {"x": options}})
+    torch.manual_seed(0)
+    models = [build_model(recipe).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    ours = peer(rule).build_optimizer(models[0], recipe, "x")
+    adamw = recipe.arm("x").optimizer(models[1], recipe.training)
+    matrix, history = output_embeddings(models[0]), []
+    for step in range(1, 4):
+        before = matrix.detach().numpy().copy()
+        for p, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            theirs.grad = p.grad.clone()
+        ours.step()
+        adamw.step()
+        history.append(matrix.grad.numpy())
+        update = (before - matrix.detach().numpy()) / (3 * base.training.lr)
+        ages = np.arange(step)[::-1, None, None]
+        m = ((1 - beta1) * beta1**ages * history).sum(0)
+        v = (0.01 * 0.99**ages * np.square(history)).sum(0) / (1 - 0.99**step)
+        if rule == "lion":
+            gradient, old = history[-1], (0.01 * 0.99 ** (ages - 1) * history)[:-1].sum(0)
+            expected = np.sign(beta1 * old + (1 - beta1) * gradient)
+        else:
+            corrected = m / (1 - beta1**step) if rule == "row_moment" else m
+            expected = UPDATES[rule](history[-1], corrected, v)
+        np.testing.assert_allclose(update, expected, rtol=1e-5)
+    for (name, p), theirs in zip(models[0].named_parameters(), models[1].parameters()):
+        assert torch.equal(p, theirs) == (p is not matrix), name
 
 
 def test_a_variant_is_told_from_others(text_file, tmp_path):

@@ -3,7 +3,8 @@
     python -m study.tables
 
 Each mean is followed by the sample standard deviation in its last digit. A value is bold if it is
-significantly better than that of the first row of its group. The value of the first row is bold if
+significantly better than that of the first row of its group, and italic if it is significantly
+worse. The value of the first row is bold if
 it is significantly better than that of the only other row. The test is a one-sided Student t-test
 at 95 %. The column p is for the loss being lower than that of the first row, followed by the p of
 the t-test of the differences between runs with the same seed. A dagger marks the seeds of
@@ -60,6 +61,11 @@ def mean_word_similarity(run: Run) -> float | None:
     return float(np.mean(found)) if found else None
 
 
+def _of_documents(split: str) -> Callable[[Run], float | None]:
+    """A function that returns the mean loss of the documents of a held-out file."""
+    return lambda run: run.get("documents", {}).get(split, {}).get("loss")
+
+
 def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
     """A function that returns a number of the last fit of a run's second moments."""
     return lambda run: times * run["second_moment"][-1][key]
@@ -75,6 +81,14 @@ MEASURES = {
     for key, column in (COLUMNS | MORE_COLUMNS).items()
 } | {
     "men": Measure("r of MEN ↑", lambda run: run["word_similarity"]["MEN"]["r"], 0, "higher"),
+    "test_documents": Measure("L of test documents ↓", _of_documents("test"), 3, "lower"),
+    "valid_documents": Measure("L of validation documents ↓", _of_documents("valid"), 3, "lower"),
+    "men_centered": Measure(
+        "the same, centred ↑",
+        lambda run: run.get("word_similarity_centered", {}).get("MEN", {}).get("r"),
+        0,
+        "higher",
+    ),
     "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
     "initial_mean_norm": Measure("‖μ‖ at the start", _named("initial_mean_norm"), 4, "lower"),
     "input_mean_norm_ratio": Measure(
@@ -195,15 +209,18 @@ UNCOMMITTED = "†: the run with this seed was made by code with changes that we
 
 
 def _cell(line: Line, rivals: Sequence[Line], name: str) -> str:
-    """Mean and deviation, bold if significantly better than each of the rivals."""
+    """Mean and deviation, bold if significantly better than each rival, italic if worse."""
     mine, measure = values(line, name), MEASURES[name]
     diverged = sum(map(math.isinf, mine))
     if diverged:
         return f"{diverged} of {len(mine)} diverged"
     text = "< 1e-6" if mine and 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
     found = [one_sided_t_test(mine, values(rival, name), measure.better) for rival in rivals]
-    is_better = found and all(p is not None and p < SIGNIFICANCE for p in found)
-    return f"**{text}**" if is_better else text
+    if found and all(p is not None and p < SIGNIFICANCE for p in found):
+        return f"**{text}**"
+    if found and all(p is not None and 1 - p < SIGNIFICANCE for p in found):
+        return f"_{text}_"
+    return text
 
 
 BASE = (
@@ -378,8 +395,9 @@ def between(question: str, name: str, setting: str = "") -> Line:
         setting: what a question that has several puts in front of it, as in ``untied``.
     """
     arm, _, n = name.rpartition(" n=")
-    names = {str(key): label for key, label in LABELS.items()}
-    label = names.get(arm, arm.replace("a=", "a = ").replace("full", "V x H,")) + f", n = {n}"
+    kind, *betas = arm.split() if question == "betas" else [arm]
+    label = LABELS.get(kind, kind.replace("a=", "a = ").replace("full", "V x H,"))  # type: ignore[call-overload]
+    label = ", ".join([label, *betas, f"n = {n}"])
     if not setting:
         return Line(label, question, name)
     shown = setting.replace("lr=", "rate ").replace("warmup=", "warmup ")
@@ -471,6 +489,18 @@ def _switching() -> str:
     return markdown([[BASE[0], *lines, BASE[1]]], ALL)
 
 
+def _betas() -> str:
+    """AdamW at its best betas, followed by everything else that has runs, by loss."""
+    lines = [between("betas", name) for name in QUESTIONS["betas"]]
+    lines = sorted(
+        (line for line in lines if runs(line)), key=lambda line: np.mean(values(line, "valid_loss"))
+    )
+    shown = ("test_documents", "valid_documents", "valid_loss", "mean_norm_ratio")
+    more = ("isotropy_unit_centered", "effective_rank", "men", "men_centered")
+    first = min(lines, key=lambda line: "adamw" not in line.name)
+    return markdown([[first, *(line for line in lines if line is not first)]], (*shown, *more))
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "learning_rate": _learning_rate,
     "scale": _scale,
@@ -501,15 +531,19 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     "between_muon": _between_muon,
     "muon_rates": _muon_rates,
+    "betas": _betas,
     "readme": _readme,
 }
 
 
 def filled(page: str) -> str:
     """Return a page with updated tables."""
+    from . import referee  # whose tables are made of rows of this module
+
+    made_by = {**TABLES, **referee.TABLES}
 
     def made(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES[found[2]]()}{found[3]}"
+        return f"{found[1]}\n{made_by[found[2]]()}{found[3]}"
 
     return re.sub(r"(<!-- table: (\w[\w.]*) -->)\n.*?(<!-- end -->)", made, page, flags=re.S)
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from scipy import stats
-from study import experts, figures, masked_lm, muon, tables
+from study import experts, figures, masked_lm, muon, referee, tables
 from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
@@ -567,12 +567,43 @@ def test_a_table(monkeypatch):
     groups = [["one", "two"], ["one", "two", "three"]]
     paired = stats.ttest_rel(seeds["two"], seeds["one"], alternative="less").pvalue
     assert table_of(monkeypatch, runs, groups, ["test_loss"])[2:] == [
-        "| ONE | 2.1 (1) |  |  | 3 |",
+        "| ONE | _2.1 (1)_ |  |  | 3 |",
         f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
         "| ONE | 2.1 (1) |  |  | 3 |",
         f"| TWO | **1.1 (1)** | < 0.001 | {paired:.2g} | 3 |",
         "| THREE | 1 of 3 diverged |  |  | 3 |",
     ]
+
+
+def test_worse_is_italic(monkeypatch):
+    seeds = {"one": [2.0, 2.1, 2.2], "two": [3.0, 3.2, 3.1], "three": [2.1, 2.2, 2.0]}
+    runs = {name: [{"test_loss": loss} for loss in losses] for name, losses in seeds.items()}
+    lines = table_of(monkeypatch, runs, [[*runs]], ["test_loss"])[2:]
+    assert [line.split(" | ")[1] for line in lines] == ["2.1 (1)", "_3.1 (1)_", "2.1 (1)"]
+
+
+def test_holms_correction():
+    """The example of a step-down by hand; and its two limits."""
+    assert referee.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert referee.holm([0.02]) == [0.02]
+    assert referee.holm([0.6, 0.9]) == [1.0, 1.0]
+
+
+def test_interval_over_documents():
+    """That of many documents is the normal one; it does not depend on chance."""
+    differences = np.random.default_rng(1).normal(0.01, 0.1, 4000)
+    low, high = referee.interval(differences)
+    half = 1.96 * differences.std(ddof=1) / np.sqrt(len(differences))
+    assert low == pytest.approx(differences.mean() - half, abs=3e-4)
+    assert high == pytest.approx(differences.mean() + half, abs=3e-4)
+    assert referee.interval(differences) == (low, high)
+
+
+def test_losses_by_document_are_means_over_seeds(monkeypatch):
+    documents = [{"test": {"losses": [2.0, 4.0]}}, {"test": {"losses": [3.0, 7.0]}}]
+    found = {1: {"documents": documents[0]}, 2: {"documents": documents[1]}, 3: {}}
+    monkeypatch.setattr(referee, "runs", lambda line: found)
+    assert referee.by_document(referee.ADAMW_BEST).tolist() == [2.5, 5.5]
 
 
 def test_bold_as_in_table_7(monkeypatch):

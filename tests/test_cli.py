@@ -116,6 +116,8 @@ def errors(small_recipe, text_file, tmp_path):
     empty, short, taken = (tmp_path / name for name in ("empty.txt", "short.txt", "taken"))
     empty.write_text("")
     short.write_text("Too short.")
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"text": text_file.read_text()}))
     taken.mkdir()
     (taken / "precious").write_text("data")
     loop = tmp_path / "loop.txt"
@@ -133,6 +135,10 @@ def errors(small_recipe, text_file, tmp_path):
             f"error: data.text={empty}: there is no text in it",
         ),
         "short text": (("--text", short, *recipe), f"--text {short} is too short"),
+        "one long document": (
+            ("--text", long, *recipe),
+            f"--text {long} has too few documents: its valid split has 0 tokens in 0 of its 1",
+        ),
         "text that is a link to itself": (("--text", loop, *recipe), str(loop)),
         "long name": (("--text", "x" * 300, *recipe), "File name too long"),
         "name that is no UTF-8": (("--out", "a\udcff", *recipe), "is not UTF-8"),

@@ -302,7 +302,6 @@ def outputs(model, comparison):
     """Commands that write a file or a folder, and what they write to."""
     return {
         "analyze": (model, ("--csv", "--html")),
-        "theory": (model, ("--html",)),
         "evaluate": (model, ("--out",)),
         "bench": ("--shapes=10x4", ("--picture",)),
         "report": (comparison, ("--out",)),
@@ -315,7 +314,6 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     """Nothing is read, trained or measured for a path that cannot be written."""
     for work in (
         "coupled_adam.embeddings.analysis.analyze_model",
-        "coupled_adam.lab.evaluation.theory.measure_folder",
         "coupled_adam.lab.evaluation.evaluate.evaluate_model",
         "coupled_adam.bench.bench",
         "coupled_adam.lab.reporting.report.read_runs",
@@ -334,8 +332,6 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     assert "--csv: there is no folder" in capsys.readouterr().err
     assert main(["analyze", "m.npy", "--csv", "-"]) == 2
     assert "name a file, or use --json" in capsys.readouterr().err
-    assert main(["theory", str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
     assert main(["analyze", "m.npy", "--html", str(tmp_path)]) == 2
     assert "exists and is not a file" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir() if path != text_file] == ["file"]
@@ -394,7 +390,7 @@ def test_a_terminal_without_unicode(tmp_path):
 def test_a_comparison_is_no_model(tmp_path, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "config.yaml").write_text("")
-    for name in ("analyze", "evaluate", "theory"):
+    for name in ("analyze", "evaluate"):
         assert main([name, str(tmp_path / "runs")]) == 2
         assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
 

@@ -302,7 +302,6 @@ def test_a_text_is_named_as_it_was_given(gpt2, tmp_path, capsys):
         for command, *rest in (
             ("analyze", gpt2),
             ("evaluate", gpt2),
-            ("theory", gpt2),
             ("repair", gpt2, "--undertrained", "--out", tmp_path / "repaired"),
         ):
             assert main([command, *map(str, rest), *text]) == 2

@@ -26,7 +26,6 @@ from coupled_adam.cli import (
     report,
     sample,
     sweep,
-    theory,
     train,
 )
 from coupled_adam.cli.options import RecipeValues, add_arguments
@@ -47,7 +46,6 @@ _COMMANDS = {
     "report": report,
     "analyze": analyze,
     "repair": repair,
-    "theory": theory,
     "bench": bench,
     "recipes": recipes,
 }

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from rich.text import Text
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -24,7 +23,7 @@ from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import install
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.rendering.tables import terminal_table
+from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
 
@@ -286,11 +285,7 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     """Of names of files, models and tokens: no escape sequence comes through."""
     evil = "a\x1b[2J\x1b]0;title\x07\x9bK\rb"
     print_path(evil, Path(evil))
-    table = terminal_table(evil, evil)
-    table.add_column(evil)
-    table.add_column(Text(evil))
-    table.add_row(evil, Text(evil, "bold"))
-    print_table(table)
+    print_table(Table([evil, evil], [[evil, Cell(evil, bold=True)], evil], evil, [evil]))
     assert main(["analyze", str(tmp_path / evil)]) == 2
     out, err = capsys.readouterr()
     said = out.replace("\n", "") + err.replace("\n", "")

@@ -110,8 +110,8 @@ def test_noise_is_said_in_words():
     shown = []
     for samples in (quiet, STEADY):
         timed = Timed(Case(10, 4), "AdamW", samples, 0, None, None)
-        column = bench_table([timed]).columns[4]
-        shown.append((next(iter(column.cells)), timed.to_dict()["noisy"]))
+        (row,) = bench_table([timed]).rows
+        shown.append((row[4], timed.to_dict()["noisy"]))
     assert shown == [("(1.00–1.01)", False), ("(2.00–4.00) too noisy to tell", True)]
     speed = TrainingSpeed("tiny", 1, 1, [(a, b) for a, b, _ in STEADY])
     assert speed.summary.endswith("too noisy to tell")

@@ -329,6 +329,10 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["arms.coupled_adam.beta2=1"], "beta2=1.0 must be at least 0, below 1"),
         (["arms.adamw.embedding_weight_decay=-1"], "embedding_weight_decay=-1.0 must be 0 or more"),
         (
+            ["arms.coupled_adam.couple=input"],
+            "arms.coupled_adam.couple=input needs model.tied=false",
+        ),
+        (
             ["arms.coupled_adam.couple=none"],
             "arms.coupled_adam.couple=none must be both, input or output",
         ),

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from coupled_adam.optim.param_groups import ParamGroups
-    from coupled_adam.optim.token_embeddings import Couple
 
 
 class Arm(Protocol):
@@ -60,10 +59,9 @@ class AdamWArm:
         """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
-        groups = _param_groups(model, training, self.embedding_weight_decay)
+        groups = _param_groups(model, training, **_for_embeddings(self, training))
         for group in groups:
-            if group.pop("coupled"):
-                group |= _embedding_group(self, training)
+            del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
 
 
@@ -115,10 +113,8 @@ class CoupledAdamArm:
         """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW
 
-        groups = _param_groups(model, training, self.embedding_weight_decay, self.couple)
-        for group in groups:
-            if group["coupled"]:
-                group |= _embedding_group(self, training)
+        options = _for_embeddings(self, training)
+        groups = _param_groups(model, training, couple=self.couple, **options)
         return CoupledAdamW(
             groups,
             training.lr,
@@ -130,23 +126,13 @@ class CoupledAdamArm:
         )
 
 
-def _param_groups(
-    model: "nn.Module",
-    training: Training,
-    embedding_weight_decay: float = 0.0,
-    couple: "Couple" = "both",
-) -> "ParamGroups":
+def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
     from torch import nn
 
     from coupled_adam import embedding_parameters, param_groups
 
-    groups = param_groups(
-        model,
-        weight_decay=training.weight_decay,
-        embedding_weight_decay=embedding_weight_decay,
-        couple=couple,
-    )
+    groups = param_groups(model, weight_decay=training.weight_decay, **options)
     if not training.decay_positions:
         return groups
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -176,10 +162,11 @@ def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
             raise ValueError(f"{name}={beta} must be at least 0, below 1")
 
 
-def _embedding_group(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
-    """What the param group of the embeddings has instead of the training's options."""
+def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
+    """What embeddings have instead of the training's options, for ``param_groups``."""
     beta1, beta2 = training.betas
     return {
+        "embedding_weight_decay": arm.embedding_weight_decay,
         "lr": arm.lr_factor * training.lr,
         "betas": (
             beta1 if arm.beta1 is None else arm.beta1,
@@ -232,10 +219,9 @@ class SGDArm:
         """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
-        groups = _param_groups(model, training)
+        groups = _param_groups(model, training, lr=self.lr_factor * training.lr)
         for group in groups:
             if group.pop("coupled"):
-                group["lr"] = self.lr_factor * training.lr
                 group["sgd"] = {
                     "momentum": self.momentum,
                     "dampening": self.dampening,

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS, RATES
-from .referee import ADAMW_BEST, band_losses, with_documents
+from .referee import difference, with_documents
 from .run import HERE
 from .tables import (
     ALTERNATIVES,
@@ -225,10 +225,10 @@ def bands() -> Figure:
     """Plot the loss by the frequency of the predicted token, relative to AdamW's best betas."""
     figure = Figure(figsize=(8, 4), layout="constrained")
     ax = figure.subplots()
-    best = band_losses(ADAMW_BEST)
-    ranks = 16 * 2 ** np.arange(len(best))
     for line in with_documents():
-        ax.plot(ranks, band_losses(line) - best, marker="o", label=line.label)
+        losses = difference(line, "band_losses")
+        ranks = 16 * 2 ** np.arange(len(losses))
+        ax.plot(ranks, losses, marker="o", label=line.label)
     ax.set(
         xscale="log",
         xlabel="rank of the predicted token by frequency, up to",

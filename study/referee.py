@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,8 @@ from scipy import stats
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, paired_t_test
 
 from .tables import BEST, Line, by_seed, runs, values
+
+Array = NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +63,26 @@ def two_sided_p(line: Line, baseline: Line) -> float:
     return math.nan if lower is None else 2 * min(lower, 1 - lower)
 
 
-def by_document(line: Line, split: str = "test") -> NDArray[np.float64]:
-    """The loss of each held-out document, the mean over seeds; empty without such runs."""
-    losses = [
-        run["documents"][split]["losses"] for run in runs(line).values() if "documents" in run
-    ]
-    return np.mean(losses, axis=0) if losses else np.empty(0)
+Kind = Literal["losses", "band_losses"]
 
 
-def interval(differences: NDArray[np.float64]) -> tuple[float, float]:
+def held_out(line: Line, kind: Kind = "losses", split: str = "test") -> dict[int, Array]:
+    """The losses of documents, or of bands of frequency, by seed, of the runs that have them."""
+    return {
+        seed: np.array(run["documents"][split][kind])
+        for seed, run in runs(line).items()
+        if "documents" in run
+    }
+
+
+def difference(line: Line, kind: Kind = "losses", split: str = "test") -> Array:
+    """These losses minus those of AdamW at its best betas, the mean over the common seeds."""
+    ours, best = held_out(line, kind, split), held_out(ADAMW_BEST, kind, split)
+    means: Array = np.mean([ours[seed] - best[seed] for seed in ours.keys() & best.keys()], axis=0)
+    return means
+
+
+def interval(differences: Array) -> tuple[float, float]:
     """The 95 % interval of the mean difference, by a bootstrap over documents."""
     found = stats.bootstrap(
         (differences,), np.mean, n_resamples=9999, method="percentile", rng=np.random.default_rng(0)
@@ -126,11 +140,10 @@ def documents_table() -> str:
     for line in with_documents():
         cells = [line.label]
         for split in ("valid", "test"):
-            losses = by_document(line, split)
             if line is ADAMW_BEST:
-                cells.append(f"{losses.mean():.4f}")
+                cells.append(f"{np.mean([*held_out(line, split=split).values()]):.4f}")
                 continue
-            differences = losses - by_document(ADAMW_BEST, split)
+            differences = difference(line, split=split)
             low, high = interval(differences)
             shown = f"{differences.mean():+.4f}"
             if low > 0 or high < 0:
@@ -138,13 +151,6 @@ def documents_table() -> str:
             cells.append(f"{shown} ({low:+.4f} to {high:+.4f})")
         rows.append("| " + " | ".join([*cells, str(len(runs(line)))]) + " |")
     return "\n".join(rows) + "\n"
-
-
-def band_losses(line: Line) -> NDArray[np.float64]:
-    """The mean loss of the test documents' tokens in each band of frequency, over the seeds."""
-    found = [run["documents"]["test"]["band_losses"] for run in runs(line).values()]
-    means: NDArray[np.float64] = np.mean(found, axis=0)
-    return means
 
 
 def bands_table() -> str:
@@ -159,18 +165,18 @@ def bands_table() -> str:
     ]
     rows = [header, ["---", *("---:" for _ in tokens)], shares]
     for line in lines:
-        losses = band_losses(line)
         if line is ADAMW_BEST:
+            losses = np.mean([*held_out(line, "band_losses").values()], axis=0)
             cells = [f"{loss:.3f}" for loss in losses]
         else:
-            cells = [f"{loss:+.3f}" for loss in losses - band_losses(ADAMW_BEST)]
+            cells = [f"{loss:+.3f}" for loss in difference(line, "band_losses")]
         rows.append([line.label, *cells])
     return "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 def with_documents() -> list[Line]:
     """The rows of :data:`BETAS` that have a loss for each document."""
-    return [line for line in BETAS if len(by_document(line))]
+    return [line for line in BETAS if held_out(line)]
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

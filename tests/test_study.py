@@ -599,11 +599,17 @@ def test_interval_over_documents():
     assert referee.interval(differences) == (low, high)
 
 
-def test_losses_by_document_are_means_over_seeds(monkeypatch):
-    documents = [{"test": {"losses": [2.0, 4.0]}}, {"test": {"losses": [3.0, 7.0]}}]
-    found = {1: {"documents": documents[0]}, 2: {"documents": documents[1]}, 3: {}}
-    monkeypatch.setattr(referee, "runs", lambda line: found)
-    assert referee.by_document(referee.ADAMW_BEST).tolist() == [2.5, 5.5]
+def test_losses_by_document_are_compared_with_the_same_seeds(monkeypatch):
+    """Not with a mean over seeds that one side lacks; older runs have no documents."""
+    losses = {"best": {1: [2.0, 4.0], 2: [9.0, 9.0]}, "other": {1: [2.5, 3.0], 3: [1.0, 1.0]}}
+
+    def runs(line):
+        found = losses["best" if line is referee.ADAMW_BEST else "other"]
+        documents = {seed: {"test": {"losses": values}} for seed, values in found.items()}
+        return {seed: {"documents": of_files} for seed, of_files in documents.items()} | {4: {}}
+
+    monkeypatch.setattr(referee, "runs", runs)
+    assert referee.difference(referee.A_BEST).tolist() == [0.5, -1.0]
 
 
 def test_bold_as_in_table_7(monkeypatch):

@@ -1,0 +1,167 @@
+"""Page 14 of the study, recomputed from the results without the code that writes its tables."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/study/14-wrong.md").read_text(encoding="utf-8")
+BEST = "AdamW, 0, 0.999"
+OLDER = {
+    ("1.2M", "AdamW, 0.9, 0.95"): ("between", "adamw n=9"),
+    ("1.2M", "Coupled Adam, 0.9, 0.95"): ("between", "coupled n=6"),
+    ("1.2M", "a = 0.5, 0.9, 0.95"): ("between", "a=0.5 n=7"),
+    ("4.9M", "AdamW, 0.9, 0.95"): ("scaled_longer", "adamw n=5"),
+    ("4.9M", "Coupled Adam, 0.9, 0.95"): ("scaled_longer", "coupled n=5"),
+    ("4.9M", "a = 0.5, 0.9, 0.95"): ("between_longer", "a=0.5 n=3"),
+    ("20M", "AdamW, 0.9, 0.95"): ("paper_ratio", "adamw n=0"),
+    ("20M", "Coupled Adam, 0.9, 0.95"): ("paper_ratio", "coupled n=0"),
+    ("20M", "a = 0.5, 0.9, 0.95"): ("paper_ratio", "a=0.5 n=2"),
+}
+
+
+def runs(question, name):
+    content = json.loads((ROOT / f"study/results/{question}.json").read_text())
+    return {int(seed): run for seed, run in content[name]["seeds"].items()}
+
+
+def betas(label):
+    """The runs of a label such as "AdamW, 0, 0.999", with or without n."""
+    arm, beta1, beta2, *n = label.replace("a = ", "a=").split(", ")
+    arm = {"AdamW": "adamw", "Coupled Adam": "coupled"}.get(arm, arm)
+    content = json.loads((ROOT / "study/results/betas.json").read_text())
+    start = f"{arm} {beta1} {beta2} n={n[0].removeprefix('n = ') if n else ''}"
+    if not n and arm == "a=0.75":
+        start += "4"
+    (name,) = (name for name in content if name == start or (name.startswith(start) and not n))
+    return runs("betas", name)
+
+
+def rows(table):
+    """The cells of a table's rows, as on the page."""
+    text = re.search(rf"<!-- table: {table} -->\n(.*?)<!-- end -->", PAGE, re.S)[1]
+    lines = [line[1:-1].split("|") for line in text.strip().splitlines()]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def numbers(cell):
+    return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
+
+
+def test_betas():
+    header, _, *lines = rows("betas")
+    getters = {
+        "L of test documents ↓": lambda run: run["documents"]["test"]["loss"],
+        "L of validation documents ↓": lambda run: run["documents"]["valid"]["loss"],
+        "L (validation) ↓": lambda run: run["valid_loss"],
+        "‖μ‖ʳ ↓": lambda run: run["mean_norm_ratio"],
+        "effective rank ↑": lambda run: run["effective_rank"],
+        "r of MEN ↑": lambda run: run["word_similarity"]["MEN"]["r"],
+        "the same, centred ↑": lambda run: run["word_similarity_centered"]["MEN"]["r"],
+    }
+    for line in lines:
+        found = betas(line[0])
+        assert int(line[-1]) == len(found)
+        for name, get in getters.items():
+            shown = line[header.index(name)].strip("*_")
+            value, _, digit = shown.partition(" (")
+            decimals = len(value.partition(".")[2])
+            values = [get(run) for run in found.values()]
+            assert float(value) == pytest.approx(np.mean(values), abs=0.51 * 10**-decimals)
+            if digit:
+                spread = int(digit.rstrip(")")) * 10**-decimals
+                assert spread == pytest.approx(np.std(values, ddof=1), abs=0.51 * 10**-decimals)
+    losses = [np.mean([run["valid_loss"] for run in betas(line[0]).values()]) for line in lines]
+    assert losses[0] == min(losses)
+    assert losses[1:] == sorted(losses[1:])
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_documents(split):
+    column = {"valid": 1, "test": 2}[split]
+    best = betas(BEST)
+    for label, *cells in rows("documents")[2:]:
+        found, cell = betas(label), cells[column - 1]
+        assert int(cells[2]) == len(found)
+        if label == BEST:
+            means = [np.mean(run["documents"][split]["losses"]) for run in found.values()]
+            assert numbers(cell)[0] == pytest.approx(np.mean(means), abs=6e-5)
+            continue
+        seeds = [seed for seed in found if seed in best]
+        losses = [
+            np.subtract(*(side[seed]["documents"][split]["losses"] for side in (found, best)))
+            for seed in seeds
+        ]
+        by_document = np.mean(losses, axis=0)
+        mean, low, high = numbers(cell)
+        assert mean == pytest.approx(by_document.mean(), abs=6e-5)
+        error = by_document.std(ddof=1) / np.sqrt(len(by_document))
+        assert low == pytest.approx(mean - 1.96 * error, abs=5e-4)
+        assert high == pytest.approx(mean + 1.96 * error, abs=5e-4)
+        assert cell.startswith("**") == (low > 0 or high < 0)
+
+
+def test_headline():
+    lines = rows("headline")[2:]
+    tests = []
+    for tokens, pair, *_ in lines:
+        sides = []
+        for label in pair.split(" against "):
+            older = OLDER.get((tokens, label))
+            found = runs(*older) if older else betas(label)
+            sides.append({seed: run["test_loss"] for seed, run in found.items()})
+        tests.append(sides)
+    p = [
+        stats.ttest_ind([*ours.values()], [*theirs.values()]).pvalue
+        if min(len(ours), len(theirs)) > 1
+        else np.nan
+        for ours, theirs in tests
+    ]
+    order = [i for i in np.argsort(p) if not np.isnan(p[i])]
+    steps = [p[i] * (len(order) - place) for place, i in enumerate(order)]
+    corrected = dict(zip(order, itertools.accumulate(steps, max)))
+    for i, ((ours, theirs), line) in enumerate(zip(tests, lines)):
+        shown, of_test, of_holm, of_pairs, seeds = line[2:]
+        difference = np.mean([*ours.values()]) - np.mean([*theirs.values()])
+        assert float(shown.strip("*")) == pytest.approx(difference, abs=5.1e-4)
+        assert seeds == f"{len(ours)}, {len(theirs)}"
+        common = sorted(ours.keys() & theirs.keys())
+        pairs = [[side[seed] for seed in common] for side in (ours, theirs)]
+        paired = stats.ttest_rel(*pairs).pvalue if len(common) > 1 else np.nan
+        for cell, value in (
+            (of_test, p[i]),
+            (of_holm, corrected.get(i, np.nan)),
+            (of_pairs, paired),
+        ):
+            if np.isnan(value):
+                assert not cell
+            elif value < 0.001:
+                assert cell == "< 0.001"
+            else:
+                assert float(cell) == pytest.approx(min(value, 1), rel=0.06)
+        assert shown.startswith("**") == (corrected.get(i, 1) < 0.05)
+
+
+def test_bands():
+    shares, *lines = rows("bands")[2:]
+    best = betas(BEST)
+    tokens = np.array(best[1]["documents"]["test"]["band_tokens"])
+    assert [f"{share:.0f} %" for share in 100 * tokens / tokens.sum()] == shares[1:]
+    for label, *cells in lines:
+        found = betas(label)
+        bands = {
+            seed: np.array(run["documents"]["test"]["band_losses"]) for seed, run in found.items()
+        }
+        if label != BEST:
+            for seed in [*bands]:
+                if seed not in best:
+                    bands.pop(seed)
+                else:
+                    bands[seed] = bands[seed] - best[seed]["documents"]["test"]["band_losses"]
+        expected = np.mean([*bands.values()], axis=0)
+        assert [float(cell) for cell in cells] == pytest.approx(expected, abs=5.1e-4)

@@ -106,7 +106,8 @@ def test_oracle(cls, options, dtype, tolerance):
         if half and oracle.t:
             start = p.detach().double().numpy()
             oracle.embeddings = start.copy()
-            oracle.m = optimizer.state[p]["exp_avg"].detach().double().numpy()
+            if beta1:
+                oracle.m = optimizer.state[p]["exp_avg"].detach().double().numpy()
         p.grad = g.to(dtype)
         oracle.step(p.grad.double().numpy())
         optimizer.step()

@@ -196,10 +196,17 @@ def test_native_is_built():
     assert kernels()["C"] == "available"
 
 
-@pytest.fixture(params=[2, 4])
-def streams(request):
-    """However many rows the C kernel takes at a time."""
-    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_streams")
+def instruction_sets():
+    """The vector instructions that this processor has, as the C kernel numbers them."""
+    if native.library() is None:
+        return []
+    return range(ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions").value + 1)
+
+
+@pytest.fixture(params=instruction_sets())
+def instructions(request):
+    """With each set of vector instructions that this processor has."""
+    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions")
     before, variable.value = variable.value, request.param
     yield variable
     variable.value = before
@@ -209,7 +216,7 @@ def streams(request):
 @pytest.mark.parametrize("as_is", [False, True])
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_native(dtype, options, as_is, streams, monkeypatch):
+def test_native(dtype, options, as_is, instructions, monkeypatch):
     """By one thread, by several, and by more than there are rows; rows of all lengths."""
     for elements in (2**17, 1):
         monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", elements)
@@ -219,21 +226,22 @@ def test_native(dtype, options, as_is, streams, monkeypatch):
 
 
 @built
+@pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_native_gives_the_same_bits_on_every_processor(stochastic):
-    """With two streams and with four: processors differ in what is best for them."""
-    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_streams")
+def test_native_gives_the_same_bits_on_every_processor(stochastic, options):
+    """With the vectors of each of them."""
+    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions")
     before, results = variable.value, []
-    for variable.value in (2, 4):
+    for variable.value in instruction_sets():
         p, g, _ = tensors(10_007, 70, torch.bfloat16 if stochastic else torch.float32)
         q = nn.Parameter(p)
-        optimizer = CoupledAdamW([q], coupled=True, stochastic_rounding=stochastic)
+        optimizer = CoupledAdamW([q], coupled=True, stochastic_rounding=stochastic, **options)
         for scale in (1.0, -0.5):
             q.grad = g * scale
             optimizer.step()
         results.append((q.detach(), *optimizer.state[q].values()))
     variable.value = before
-    assert all(torch.equal(x, y) for x, y in zip(*results))
+    assert all(torch.equal(x, y) for result in results[1:] for x, y in zip(results[0], result))
 
 
 @built

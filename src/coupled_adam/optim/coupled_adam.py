@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -347,7 +347,7 @@ class CoupledAdam(torch.optim.Adam):
                 if p in shards:
                     coupled += flat.matrices(matrix, shards[p])
                 else:
-                    coupled.append(replace(matrix, kernel=kernels.choose(matrix)))
+                    coupled.append(matrix._replace(kernel=kernels.choose(matrix)))
         if self.max_grad_norm is not None:
             self._check_norm_is_known()
         return coupled, plain
@@ -548,7 +548,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
 
 
 def _matrix(
-    group: dict[str, Any], parameter: Tensor, grad: Tensor, state: dict[str, Tensor], index: int
+    group: dict[str, Any], parameter: Tensor, grad: Tensor, state: dict[str, Tensor], position: int
 ) -> Matrix:
     """A coupled matrix from this rank's parts, oriented so that rows are tokens.
 
@@ -586,7 +586,7 @@ def _matrix(
         beta1=number(beta1, traced),
         beta2=number(beta2, traced),
         traced=traced,
-        index=index,
+        position=position,
         row_ranks=row_ranks,
         column_ranks=column_ranks,
         absent=parameter.grad is None,

@@ -10,7 +10,7 @@ all ranks.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,8 +131,7 @@ def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]
         ranks = sharded.ranks_of(shard.process_group)
         exp_avg_sq = exp_avg_sqs[i]
         assert exp_avg_sq is not None
-        yield replace(
-            parameter,
+        yield parameter._replace(
             step=parameter.step.clone() if i else parameter.step,  # each matrix counts its own
             vocab_size=tokens[i],
             hidden_size=features[i],
@@ -142,7 +141,7 @@ def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]
             exp_avg_sq=exp_avg_sq,
             max_exp_avg_sq=maxima[i],
             exp_avg_sq_row=rows[i],
-            index=parameter.index + i,
+            position=parameter.position + i,
             row_ranks=ranks,
             column_ranks=ranks,
             shard=shard,
@@ -165,8 +164,7 @@ def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
             param, grad = param.T, grad.T
             exp_avg = None if exp_avg is None else exp_avg.T
         maximum, rows = matrix.max_exp_avg_sq, matrix.exp_avg_sq_row
-        part = replace(
-            matrix,
+        part = matrix._replace(
             param=param,
             grad=grad,
             exp_avg=exp_avg,
@@ -174,7 +172,7 @@ def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
             max_exp_avg_sq=None if maximum is None else maximum[features].clone(),
             exp_avg_sq_row=None if rows is None else rows[tokens].clone(),
         )
-        yield replace(part, kernel=choose(part)), tokens, features
+        yield part._replace(kernel=choose(part)), tokens, features
 
 
 def measure(matrix: Matrix, as_is: bool) -> Sums:
@@ -224,7 +222,7 @@ def _hand_down(sums: Sums, part: Part, scalars: Scalars) -> Scalars:
     if scalars.noise is None:
         return scalars
     noise = scalars.noise._replace(row=part.tokens.start, column=part.features.start)
-    return replace(scalars, noise=noise)
+    return scalars._replace(noise=noise)
 
 
 def spread(moment: Tensor, shards: Sequence[FlatShard], dim: int, like: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -58,8 +58,7 @@ class Kernel(Protocol):
         """Update ``exp_avg_sq`` and its maximum, ``exp_avg`` unless it has been, and ``param``."""
 
 
-@dataclass(frozen=True, eq=False)
-class Matrix:
+class Matrix(NamedTuple):
     """What is given of a coupled matrix in one step.
 
     ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, [rows, columns],
@@ -79,7 +78,7 @@ class Matrix:
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
         traced: whether autograd or a compiler records the step, so that no tensor may be read as a
             Python number.
-        index: the matrix's number among the optimizer's, which tells its rounding noise apart.
+        position: the matrix's number among the optimizer's, which tells its rounding noise apart.
         row_ranks, column_ranks: the ranks over which sums over rows, and over columns, are added
             (see :func:`sharded.add_up`).
         shard: where the piece of a flattened matrix lies; None for all other matrices.
@@ -103,7 +102,7 @@ class Matrix:
     beta1: float | Tensor
     beta2: float | Tensor
     traced: bool
-    index: int = 0
+    position: int = 0
     row_ranks: Ranks = ()
     column_ranks: Ranks = ()
     shard: Any = None
@@ -170,8 +169,7 @@ class Sums:
         return self.rows[1] / self.active
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """What is known of a matrix's step once the gradients of all matrices have been measured.
 
     Attributes:

@@ -6,7 +6,6 @@ and add the sums of all ranks between two passes.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -73,7 +72,7 @@ def with_penalty(matrix: Matrix, factor: Tensor | None) -> Matrix:
         grad = grad.to(matrix.exp_avg_sq.dtype) * factor.to(grad.device)
     if matrix.group["maximize"]:
         grad = -grad
-    return replace(matrix, grad=grad.add(matrix.param, alpha=matrix.group["weight_decay"]))
+    return matrix._replace(grad=grad.add(matrix.param, alpha=matrix.group["weight_decay"]))
 
 
 def advance(
@@ -94,7 +93,7 @@ def advance(
             scale = number(factor.to(matrix.param.device), matrix.traced)
         if matrix.group["maximize"]:
             scale = -scale
-    noise = noise_of(matrix.group, matrix.parameter, t, matrix.index)
+    noise = noise_of(matrix.group, matrix.parameter, t, matrix.position)
     return Scalars(t, scale, skip, noise)
 
 

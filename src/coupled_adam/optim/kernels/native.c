@@ -36,9 +36,9 @@ typedef struct {
     double *sums;                      /* [H]: written by measure, read by apply */
     void *row_sums;                    /* [V]: sums of squares, written by measure; NULL if not needed */
     /* r [V]. If it is not NULL, measure writes the rows' weights: r'^-exponent, where r' is beta2 r +
-     * row_share row_sums, and 0 where that is 0. Otherwise center and apply read the weights; NULL for
-     * 1. */
-    const void *exp_avg_sq_row;
+     * row_share row_sums, and 0 where that is 0; and apply makes r' the new r. Otherwise center and
+     * apply read the weights; NULL for 1. */
+    void *exp_avg_sq_row;
     void *weights;
     double row_share, exponent;
     /* With zero_sum: the sums over the rows of the updates, which are weights times the first moment or,
@@ -236,13 +236,26 @@ int coupled_adam_center(Update *u) {
     return sum(PASSES[coupled_adam_instructions][u->dtype].center, u, NULL, u->moment_sums);
 }
 
-/* Update nu and its maximum, the first moment unless measure has done so, and the parameter. Returns 0
- * on success, or 1 if memory could not be allocated. */
+/* r' for all rows, as measure has computed it for the weights. */
+static void update_rows(const Update *u) {
+    for (int64_t i = 0; i < u->rows; i++)
+        if (u->dtype == FLOAT64) {
+            double *r = (double *)u->exp_avg_sq_row + i;
+            *r = u->beta2 * *r + u->row_share * ((const double *)u->row_sums)[i];
+        } else {
+            float *r = (float *)u->exp_avg_sq_row + i;
+            *r = (float)(u->beta2 * *r + u->row_share * ((const float *)u->row_sums)[i]);
+        }
+}
+
+/* Update r, nu and its maximum, the first moment unless measure has done so, and the parameter. Returns
+ * 0 on success, or 1 if memory could not be allocated. */
 int coupled_adam_apply(Update *u) {
     const size_t size = (size_t)u->columns + 64; /* up to a whole cache line */
     double *step_size = zeros((int64_t)(size * sizeof(double))), *mean = zeros((int64_t)(size * sizeof(double)));
     int failed = step_size == NULL || mean == NULL;
     if (!failed) {
+        if (u->exp_avg_sq_row != NULL) update_rows(u);
         STEP_SIZES[u->dtype](u, step_size, mean);
         Share shares[MAX_THREADS];
         const int count = split(u, shares);

@@ -21,7 +21,6 @@ serves = frozenset(
     | {"stochastic_rounding"}
 )
 skips = False
-weigh_rows = reference.weigh_rows
 PATH = Path(__file__).with_name("libcoupled_adam.so")
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -127,6 +126,13 @@ def measure(matrix: Matrix, as_is: bool) -> Sums:
     return sums
 
 
+def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
+    """Leave r to ``apply`` if ``measure`` has weighed the rows and no rank has others."""
+    if sums.weights is None or matrix.row_ranks or matrix.shard is not None:
+        sums.memo.exp_avg_sq_row = None
+        reference.weigh_rows(matrix, sums, scalars)
+
+
 def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update ``exp_avg``, unless ``measure`` has, and sum it over the rows with their weights."""
     record: _Record = sums.memo
@@ -149,11 +155,13 @@ def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     record.scale = group["second_moment_scale"] / (1 - beta2**t)
     record.eps = group["eps"]
     record.lr = matrix.lr / (1 - beta1**t)
-    record.exponent = 0.0
     if sums.rows is not None:
-        record.active = sums.active.item()
-        record.scale *= matrix.vocab_size / record.active
-        record.lr *= sums.mean_row.item() ** (group["row_exponent"] / 2)
+        count, total = sums.rows.tolist()
+        record.active = max(count, 1)
+        record.lr *= (total / record.active) ** (group["row_exponent"] / 2)
+        record.exponent = 0.0
+    record.active = max(record.active, 1)  # no row has had a gradient
+    record.scale *= matrix.vocab_size / record.active
     record.factor = factor
     record.decay = matrix.decay
     if scalars.noise is not None:
@@ -162,13 +170,13 @@ def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
         record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
     _call("coupled_adam_apply", record)
     # Tell autograd about the in-place change, as torch's own operations do.
-    changed = [matrix.param, matrix.exp_avg, matrix.exp_avg_sq, matrix.max_exp_avg_sq]
+    moments = (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
+    changed = [matrix.param, matrix.exp_avg, *moments]
     torch.autograd.graph.increment_version([x for x in changed if x is not None])
 
 
 def _set_weights(sums: Sums, record: _Record) -> None:
     """Let the library read the weights, wherever they have been computed."""
-    record.exp_avg_sq_row = None
     record.weights = None if sums.weights is None else sums.weights.data_ptr()
 
 

@@ -69,7 +69,7 @@ def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
         p, m = matrix.param[rows], _moment(matrix, sums, scalars, rows)
         if weights is not None:
             m = weights[rows, None] * m
-        if mean is not None:  # a row that never had a gradient does not move
+        if mean is not None and weights is not None:  # no gradient yet: the row does not move
             m -= torch.outer(weights[rows].ne(0).to(m.dtype), mean)
         if scalars.noise is not None:
             values = (decay * p.to(rates.dtype)).addcmul_(m.to(rates.dtype), rates, value=-1)

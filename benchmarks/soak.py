@@ -55,7 +55,7 @@ CODES = {"SIGKILL": {-9}, "SIGTERM": {-15, 75}, "SIGINT": {-2, 130}}
 
 def start(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     command = ["train", "--recipe", "tiny", "--arm", "coupled_adam", "--out", str(folder)]
-    options = ["--resume", "--device", "cpu", "--log", "--steps", str(steps)]
+    options = ["--resume", "--device", "cpu", "--logger", "--steps", str(steps)]
     return subprocess.Popen(
         [
             sys.executable,
@@ -190,7 +190,7 @@ def compare(folder: Path, place: str | None = None, number: int = 0) -> int:
         if place is not None:
             build_in_kill(place, number)
         arguments = ["compare", "--resume", "--device", "cpu", "--recipe", folder / "small.yaml"]
-        arguments += ["--out", folder / "out", "--cache", folder / "cache", "--log"]
+        arguments += ["--out", folder / "out", "--cache", folder / "cache", "--logger"]
         code = cli.main([*map(str, arguments), f"data.text={folder.parent / 'text.txt'}"])
     except Exception:
         traceback.print_exc()

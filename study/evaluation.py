@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings import analyze, single_tokens, word_similarity
-from coupled_adam.embeddings.report import number
+from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import Sets
@@ -20,20 +20,6 @@ from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.text.tokenizers import load_tokenizer
-
-MEASURES = {
-    "isotropy": ("isotropy",),
-    "isotropy_unit": ("isotropy_unit",),
-    "isotropy_centered": ("centered", "isotropy"),
-    "isotropy_unit_centered": ("centered", "isotropy_unit"),
-    "mean_norm": ("mean_norm",),
-    "mean_norm_ratio": ("mean_norm_ratio",),
-    "norm_frequency_correlation": ("norm_frequency_correlation",),
-    "norm_frequency_correlation_published": ("norm_frequency_correlation_published",),
-    "condition": ("condition",),
-    "effective_rank": ("effective_rank",),
-}
-"""The measures to record, and where each is in an :class:`EmbeddingReport`."""
 
 Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
 """A function from a model and blocks of held-out text, [batch, length + 1], to more results."""
@@ -47,8 +33,8 @@ def evaluate(
     The laboratory's ``evaluate_run`` only supports causal language models.
 
     Returns:
-        ``parameters``, ``valid_loss``, ``test_loss``, :data:`MEASURES` of the output embeddings
-        and, with the prefix ``input_``, of untied input embeddings, ``word_similarity``,
+        ``parameters``, ``valid_loss``, ``test_loss``, the output embeddings' measures that are
+        logged and, with the prefix ``input_``, of untied input embeddings, ``word_similarity``,
         ``second_moment`` if the run used AdamW, and ``initial_mean_norm`` and ``curve`` from the
         log.
     """
@@ -108,7 +94,7 @@ def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, spli
 
 def _measures(matrix: Tensor, counts: NDArray[Any]) -> dict[str, Any]:
     report = analyze(matrix, counts)
-    return {name: number(report, path) for name, path in MEASURES.items()}
+    return {key: measure.of(report) for key, measure in LOGGED.items()}
 
 
 def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:

@@ -21,13 +21,13 @@ from typing import Any, Literal
 import numpy as np
 
 from coupled_adam.files import write_atomically
+from coupled_adam.lab.reporting.runs import COLUMNS, MORE_COLUMNS
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
     paired_t_test,
     shorthand,
 )
-from coupled_adam.lab.reporting.tables import COLUMNS
 
 from .questions import QUESTIONS, RATES
 from .run import HERE
@@ -66,20 +66,14 @@ def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
 
 
 MEASURES = {
-    column.key: Measure(
-        column.header,
-        mean_word_similarity if column.key == "word_similarity" else _named(column.key),
+    key: Measure(
+        column.title,
+        mean_word_similarity if key == "word_similarity" else _named(key),
         column.digits,
-        column.better,
+        column.better or "higher",
     )
-    for column in COLUMNS
-    if column.key != "accuracy"
+    for key, column in (COLUMNS | MORE_COLUMNS).items()
 } | {
-    "isotropy_unit": Measure("Iso at unit norm ↑", _named("isotropy_unit"), 2, "higher"),
-    "isotropy_unit_centered": Measure(
-        "Iso centred, at unit norm ↑", _named("isotropy_unit_centered"), 2, "higher"
-    ),
-    "effective_rank": Measure("effective rank ↑", _named("effective_rank"), 1, "higher"),
     "men": Measure("r of MEN ↑", lambda run: run["word_similarity"]["MEN"]["r"], 0, "higher"),
     "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
     "initial_mean_norm": Measure("‖μ‖ at the start", _named("initial_mean_norm"), 4, "lower"),
@@ -97,7 +91,7 @@ MEASURES = {
 }
 NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
 """Measures that the first runs of the study did not record."""
-ALL = (*(column.key for column in COLUMNS if column.key != "accuracy"), *NEWER)
+ALL = (*(key for key in COLUMNS if key != "accuracy"), *NEWER)
 MORE = ("valid_loss", *ALL, "men")
 FEW = ("valid_loss", "test_loss", "mean_norm_ratio", "isotropy_unit", "men")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from rich.text import Text
+from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam import cli
@@ -147,13 +148,19 @@ def errors(small_recipe, text_file, tmp_path):
         "existing file": (("--out", text_file, *recipe), "exists"),
         "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
         "unknown option": (("--stesp", 3), "did you mean --steps?"),
+        "unlike any option": (("--qqq", 3), "see coupled-adam compare --help"),
+        "a key as an option": (("--lr", 3), "values of the recipe are given as training.lr=VALUE"),
+        "a section as an option": (("--model", "gpt2"), "are given as model.architecture=VALUE"),
+        "several values": (("training.lr=1e-3,3e-3",), "coupled-adam sweep tries several values"),
+        "an arm that is not there": (("arms.half.row_exponent=0.5",), "There are adamw, coupled_a"),
+        "key of no section": (("training.learning_rate=1",), "there are batch_size, sequence_len"),
         "unknown argument": (("tiny",), "'tiny' is neither an option nor of the form key=value"),
         "unknown key": (("model.n_layr=2",), "did you mean n_layer?"),
         "wrong type": (("model.n_layer=two",), "model.n_layer"),
         "impossible model": (("model.n_head=3", *recipe), "must be a multiple of model.n_head=3"),
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
-        "missing wandb": (("--log", "wandb", *recipe), "pip install wandb"),
-        "unknown logger": (("--log", "paper"), "log"),
+        "missing wandb": (("--logger", "wandb", *recipe), "pip install wandb"),
+        "unknown logger": (("--logger", "paper"), "log"),
         "bad steps": (("--steps", 0), "--steps: '0' must be a whole number, 1 or more"),
         "bad seeds": (("--seeds", "one"), "--seeds: 'one' must be a whole number, 0 or more"),
         "a seed twice": (("--seeds", 2, 2, *recipe), "--seeds 2 2 names a seed twice"),
@@ -319,6 +326,10 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
                 assert "cannot be written" in line
     assert main(["analyze", "m.npy", "--csv", str(tmp_path / "missing" / "x")]) == 2
     assert "--csv: there is no folder" in capsys.readouterr().err
+    assert main(["analyze", "m.npy", "--csv", "-"]) == 2
+    assert "name a file, or use --json" in capsys.readouterr().err
+    assert main(["theory", str(tmp_path / "nowhere")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     assert main(["analyze", "m.npy", "--html", str(tmp_path)]) == 2
     assert "exists and is not a file" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir() if path != text_file] == ["file"]
@@ -437,6 +448,40 @@ def test_options_are_the_arguments(name):
     shown = parser.format_help()
     assert not re.search(r"type: |null|None|Literal", shown), shown
     assert all(action.help for action in parser._actions)
+
+
+@pytest.mark.parametrize("name", cli._COMMANDS)
+def test_torchrun_takes_no_option_for_its_own(name):
+    """It refuses an option of ours that one of its own begins with, as --log once was."""
+    theirs = [word for action in get_args_parser()._actions for word in action.option_strings]
+    ours = [word for a in cli._command_parser(name)._actions for word in a.option_strings]
+    taken = {word for word in ours if any(other.startswith(word) for other in theirs)}
+    assert taken <= {"-h", "--help"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "missing"),
+    [
+        (["recipes"], "pydantic"),
+        (["analyze", "m.npy"], "scipy"),
+        (["compare"], "yaml"),
+        (["bench"], "tqdm"),
+    ],
+)
+def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
+    """As after `pip install coupled-adam` without an extra."""
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None; from coupled_adam.cli import main; "
+        f"sys.exit(main({arguments!r}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert missing in line
+    assert "pip install" in line
+    assert "[lab]" in line
 
 
 def test_recipes(capsys):

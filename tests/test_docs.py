@@ -270,7 +270,7 @@ def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
     for name in ("corpus.txt", "validation.txt", "sample-of-the-training-text.txt"):
         Path(name).write_text(f"{WORDS}\n\n" * 100)
     compare = ["compare", "--recipe", small_recipe, "--text", text_file, "--out", "runs/tiny"]
-    assert cli.main([*map(str, compare), "--log"]) == 0
+    assert cli.main([*map(str, compare), "--logger"]) == 0
     shutil.copytree("runs/tiny/coupled_adam-seed-1", "RUN")
     for name in ("124M-5B", "124M-10B", "350M-10B", "124M-20B-sgd"):
         shutil.copytree("runs/tiny", f"runs/{name}")

@@ -311,7 +311,7 @@ def test_token_files(folder, train, valid, dtype, limit):
         data = Data(tokens=str(place), token_dtype=dtype, max_tokens=limit)
         found = find_token_files(data, 300)
         for split, files in found.items():
-            tokens = Tokens([file.open(place) for file in files])
+            tokens = Tokens(files, place)
             assert len(tokens[:]) == len(tokens) <= len(train if split == "train" else valid) // 2
 
 

@@ -14,6 +14,7 @@ import coupled_adam
 ROOMS = [
     "errors",
     "files",
+    "runs",
     "optim",
     "",
     "text",
@@ -31,7 +32,7 @@ ROOMS = [
     "optax",
 ]
 STRANGERS = {
-    "optim": {"errors", "files"},
+    "optim": {"errors", "files", "runs"},
     "embeddings": {"optim", ""},
     "text": {"optim", ""},
     "optax": set(ROOMS) - {"optax"},

@@ -16,12 +16,13 @@ from scipy import stats
 from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
-from study.evaluation import MEASURES, second_moment_fit
+from study.evaluation import second_moment_fit
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
 from study.switching import SWITCHING, couple, not_yet_coupled
 
 from coupled_adam import CoupledAdamW
+from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
@@ -72,8 +73,10 @@ def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
     expected = evaluate_run(run.folder, corpus)
     assert found["test_loss"] == pytest.approx(expected["test_loss"], rel=1e-5)
     assert found["parameters"] == expected["parameters"]
-    for name, path in MEASURES.items():
-        assert found[name] == functools.reduce(operator.getitem, path, expected["embeddings"])
+    for name, measure in LOGGED.items():
+        assert found[name] == functools.reduce(
+            operator.getitem, measure.path, expected["embeddings"]
+        )
     assert ("second_moment" in found) == (arm is ADAMW)
     assert found["initial_mean_norm"] != found["curve"][0]["mean_norm"]
 

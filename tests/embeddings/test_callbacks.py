@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
-from coupled_adam.embeddings.monitor import LOGGED, Monitor, model_embeddings
-from coupled_adam.embeddings.report import number
+from coupled_adam.embeddings.measures import LOGGED
+from coupled_adam.embeddings.monitor import Monitor, model_embeddings
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
 from processes import run_on_ranks
 
@@ -81,8 +81,8 @@ def test_lightning(tmp_path):
             ("input_embeddings", model.transformer.wte),
         ):
             report = analyze(layer.weight, counts)
-            for name, path in LOGGED.items():
-                assert float(row[f"{prefix}/{name}"]) == pytest.approx(number(report, path))
+            for name, measure in LOGGED.items():
+                assert float(row[f"{prefix}/{name}"]) == pytest.approx(measure.of(report))
     assert not lines[0]["embeddings/largest_logit"]  # before the first step there are no logits
     assert all(float(row["embeddings/largest_logit"]) > 0 for row in lines[1:])
 

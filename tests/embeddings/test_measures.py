@@ -296,7 +296,7 @@ def test_report_prints_and_round_trips():
     assert json.loads(report.to_json()) == report.to_dict()
     assert report.to_dict()["centered"]["isotropy"] == report.centered.isotropy
     text = str(report)
-    assert f"{report.isotropy:.4f}" in text
+    assert f"{report.isotropy:.2f}" in text
     assert f"{report.all_but_the_top.participation_ratio:.1f}" in text
     assert "50 x 6" in text
     assert len({len(line) for line in text.splitlines()}) == 1  # aligned

@@ -183,16 +183,12 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     ):
         with pytest.raises(UsageError, match=message):
             repair_model(folder, tmp_path / out, repair, of_ids)
-    for name, value, message in (
-        ("final_logit_softcapping", 30.0, "its logits are capped"),
-        ("tie_word_embeddings", True, None),
-    ):
-        config = json.loads((llama / "config.json").read_text())
-        (llama / "config.json").write_text(json.dumps(config | {name: value}))
-        if message:
-            with pytest.raises(UsageError, match=message):
-                repair_model(llama, tmp_path / "out", Repair(recenter=True), of_ids)
-        (llama / "config.json").write_text(json.dumps(config))
+    config = json.loads((llama / "config.json").read_text())
+    for cap in ({"text_config": {"logits_soft_cap": 30.0}}, {"final_logit_softcapping": 30.0}):
+        odd = {"text_config": "abc", "pad_token_id": 10**30} | cap
+        (llama / "config.json").write_text(json.dumps(config | odd))
+        with pytest.raises(UsageError, match="its logits are capped"):
+            repair_model(llama, tmp_path / "out", Repair(recenter=True), of_ids)
     matrix = torch.full((3, 2), torch.nan)
     assert dead_rows(matrix) == dict.fromkeys(range(3), "not finite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "llama", "there"]
@@ -212,15 +208,52 @@ def test_on_the_disk_before_it_has_its_name(gpt2, tmp_path, disk):
     assert (others / "file").exists()
 
 
-def test_what_fails_leaves_nothing(gpt2, tmp_path):
-    """A pipe is in the model's folder; another process makes the new folder meanwhile."""
+def test_only_files_of_the_folder_are_copied(gpt2, tmp_path):
+    """No folder within itself, nothing without an end, nothing private that a link leads to."""
+    (tmp_path / "secret").write_text("of others")
+    links = {"again": ".", "once_more": ".", "endless": "/dev/zero", "secret": "../secret"}
+    links |= {"loop": "loop", "notes.md": "sub/notes.md", "up": ".."}
+    for name, target in links.items():
+        (gpt2 / name).symlink_to(target)
     os.mkfifo(gpt2 / "pipe")
-    with pytest.raises(UsageError, match=r"pipe cannot be copied \(.*named pipe"):
+    (gpt2 / "sub").mkdir()
+    (gpt2 / "sub" / "notes.md").write_text("own")
+    (gpt2 / "sub" / "adapter.safetensors").write_bytes(b"of another program")
+    names = ("again", "endless", "loop", "once_more", "pipe", "secret", "up")
+    said = ", ".join(str(gpt2 / name) for name in names)
+    with pytest.warns(UserWarning, match=f"not copied: {said}$"):
         repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    (gpt2 / "pipe").rename(gpt2 / "more.safetensors")
-    with pytest.raises(UsageError, match=r"more\.safetensors is no file"):
-        repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    (gpt2 / "more.safetensors").unlink()
+    copied = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
+    own = {str(p.relative_to(gpt2)) for p in gpt2.rglob("*")} - {*names}
+    assert copied == own >= {"sub/adapter.safetensors", "notes.md", "model.safetensors"}
+    assert (tmp_path / "out" / "notes.md").read_text() == "own"
+    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
+
+
+def test_a_model_in_the_cache_of_the_hub(gpt2, tmp_path):
+    """Its snapshot consists of links to files beside it, which are the model's."""
+    repository = tmp_path / "models--a--b"
+    snapshot = repository / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    gpt2.rename(repository / "blobs")
+    for path in (repository / "blobs").iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    repair_model(snapshot, tmp_path / "out", Repair(), of_ids)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in snapshot.iterdir()}
+    assert weights(tmp_path / "out")["transformer.wte.weight"].isfinite().all()
+
+
+def test_what_fails_leaves_nothing(gpt2, tmp_path):
+    """Weights are a pipe or elsewhere; another process makes the new folder meanwhile."""
+    more = gpt2 / "more.safetensors"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes((gpt2 / "model.safetensors").read_bytes())
+    for make in (os.mkfifo, lambda path: path.symlink_to(elsewhere)):
+        make(more)
+        with pytest.raises(UsageError, match=r"more\.safetensors is no file of the model's folder"):
+            repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+        more.unlink()
+    elsewhere.unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
 
     def meanwhile(rows):

@@ -32,7 +32,8 @@ from coupled_adam.lab.evaluation.evaluate import (
     evaluate_model,
     evaluate_run,
 )
-from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
+from coupled_adam.lab.evaluation.loading import load_model, recipe_of_run
+from coupled_adam.runs import is_run
 from coupled_adam.text.tokenizers import load_tokenizer
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
@@ -218,6 +219,26 @@ def broken_models(folder, gpt2, gpt2_options):
     yield folder / "bert", "BertLMHeadModel predicts tokens from later ones"
 
 
+@pytest.mark.parametrize(
+    ("oddity", "message"),
+    [
+        ({"n_layer": 10**6}, "n_layer is 1000000, but there are weights of 28 tensors"),
+        ({"pad_token_id": 10**30}, "OverflowError"),
+        ({"n_head": -1}, "RuntimeError: invalid shape"),
+        ({"n_positions": "abc"}, "n_positions"),
+        ({"text_config": "abc"}, "AttributeError"),
+        ({"text_config": {"num_hidden_layers": 10**30}}, "num_hidden_layers is 1000"),
+    ],
+)
+def test_odd_configurations(oddity, message, gpt2):
+    """Are named, before a million layers are built, or when the model is first used."""
+    path = gpt2 / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | oddity))
+    with pytest.raises(UsageError, match=message) as error:
+        load_model(gpt2, "cpu")
+    assert str(error.value).startswith(str(gpt2))
+
+
 def test_what_is_no_model(gpt2, gpt2_options, tmp_path):
     folder = tmp_path / "broken"
     folder.mkdir()
@@ -263,7 +284,7 @@ def test_the_command_prints_a_table_or_json(run, gpt2, capsys, monkeypatch):
     assert f"{numbers['test_loss']:.4f}" in shown
     isotropy = [numbers[side]["isotropy"] for side in ("embeddings", "input_embeddings")]
     (line,) = (line for line in shown.splitlines() if " Iso " in line)
-    assert line.split()[2:4] == [f"{value:.4f}" for value in isotropy]
+    assert line.split()[2:4] == [f"{value:.2f}" for value in isotropy]
     assert line.split()[-1] == "[1]"
     assert max(map(len, shown.splitlines()[:-1])) <= 80  # the last one is a path
     assert main(["evaluate", str(gpt2), "--device", "cpu", "--json"]) == 0

@@ -676,7 +676,7 @@ def in_namespace(script, *arguments, **options):
 @pytest.mark.parametrize("room", [1.5, 2.5])
 def test_a_disk_that_is_full(lab, room):
     """On a disk with room for so many checkpoints: the whole ones stay, and are continued."""
-    arguments = [*ARM, *SHORT, "--log"]
+    arguments = [*ARM, *SHORT, "--logger"]
     lab.run("whole", *arguments)
     sizes = [p.stat().st_size for p in (lab.folder / "whole").glob("checkpoints/*")]
     disk, out = lab.folder / "disk", lab.folder / "cut"

@@ -13,11 +13,13 @@ from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import (
-    RecipeReader,
+    explained,
     load_recipe,
+    meanings,
     override,
     parse_overrides,
     parse_recipe,
+    recipe_from,
     recipe_names,
 )
 from coupled_adam.lab.training.schedules import lr_scheduler
@@ -258,6 +260,11 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["training.lr=1e-3,3e-3"], "must be a number; coupled-adam sweep tries several values"),
+        (["training.learning_rate=1"], "has no key 'learning_rate': there are batch_size, seq"),
+        (["training.n_layer=1"], "did you mean model.n_layer?"),
+        (["model.n_layer=true"], "model.n_layer=true must be a whole number"),
+        (["training.lr=true"], "must be a number"),
         (["model.n_layr=24"], "model has no key 'n_layr': did you mean n_layer?"),
         (["modl.n_layer=24"], "has no key 'modl': did you mean model?"),
         (["training.lr=fast"], "training.lr=fast must be a number"),
@@ -267,19 +274,19 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["model.n_layer=2", "model.n_layer=3"], "model.n_layer is given twice"),
         (["model.tied=perhaps"], "model.tied=perhaps must be true or false"),
         (["training.betas=[0.9]"], "training.betas=[0.9] must be two numbers"),
-        (["training.tokens=many"], "training.tokens=many must be a whole number or null"),
-        (["seeds=one"], "seeds=one must be a list of whole numbers"),
+        (["training.tokens=many"], "training.tokens=many must be a whole number"),
+        (["seeds=one"], "seeds=one must be a list of different whole numbers"),
         (["arms.adamw.lr_factor=fast"], "arms.adamw.lr_factor=fast must be a number"),
         (["model=3"], "model=3 must be keys and values"),
         (
             ["model={n_layer: 3}"],
             "model.vocab_size, model.n_head, model.n_embd must be given",
         ),
-        (["model.architecture=rnn"], "model.architecture=rnn must be one of gpt2, stablelm"),
+        (["model.architecture=rnn"], "model.architecture=rnn must be gpt2 or stablelm"),
         (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
         (["model.n_layer=0"], "model.n_layer=0 must be 1 or more"),
         (["training.steps=0x38d7ea4c68001"], "training.steps=1000000000000001 must be at most"),
-        (["training.steps=0x" + 4000 * "f"], "recipe 'tiny': Exceeds the limit"),
+        (["training.steps=0x" + 4000 * "f"], "recipe 'tiny': training.steps="),
         (["model.vocab_size=100"], "model.vocab_size=100 must be 257 or more"),
         (
             ["model.n_positions=32"],
@@ -291,23 +298,24 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
             "training.tokens=2047 is less than one batch of 32 x 64 tokens",
         ),
         (["training.warmup=1.5"], "training.warmup=1.5 must be a whole number of steps"),
-        (["training.warmup=-1"], "training.warmup=-1.0 must be 0 or more"),
-        (["training.betas=[0.9, 1.0]"], "training.betas=[0.9, 1.0] must be at least 0, below 1"),
-        (["training.lr=0"], "training.lr=0.0 must be above 0"),
-        (["training.final_lr=2"], "training.final_lr=2.0 must be from 0 to 1"),
-        (["training.decay=0"], "training.decay=0.0 must be above 0"),
-        (["training.max_grad_norm=0"], "training.max_grad_norm=0.0 must be above 0"),
-        (["training.weight_decay=-1"], "training.weight_decay=-1.0 must be 0 or more"),
+        (["training.warmup=-1"], "training.warmup=-1 must be 0 or more"),
+        (["training.betas=[0.9, 1.0]"], "training.betas=[0.9, 1.0] must be two numbers"),
+        (["training.lr=0"], "training.lr=0 must be above 0"),
+        (["training.final_lr=2"], "training.final_lr=2 must be at most 1"),
+        (["training.decay=0"], "training.decay=0 must be above 0"),
+        (["training.max_grad_norm=0"], "training.max_grad_norm=0 must be above 0"),
+        (["training.weight_decay=-1"], "training.weight_decay=-1 must be 0 or more"),
         (
             ["training.schedule=linear"],
-            "training.schedule=linear must be one of cosine, constant, wsd",
+            "training.schedule=linear must be cosine, constant or wsd",
         ),
         (["data.held_out=0.5"], "data.held_out=0.5 must be between 0 and 0.5"),
         (["data.text=a", "data.hub=b"], "data.text and data.hub exclude each other"),
         (["data.separator=''"], "data.separator='' separates nothing"),
         (["data.text="], "data.text= has no value: give one, or write data.text=null"),
         (["arms.third.optimizer=adam"], "arms.third.optimizer='adam' must be one of adamw"),
-        (["arms.third={}"], "arms.third.optimizer=None must be one of"),
+        (["arms.third={}"], "must be given: one of adamw, coupled_adam"),
+        (["arms.half.row_exponent=0.5"], "mean another arm? There are adamw, coupled_adam"),
         (["arms.third.optimizer=sgd"], "arms.third.lr_factor must be given"),
         (
             ["arms.coupled_adam.second_moment_scal=2"],
@@ -318,7 +326,7 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["arms.adamw.embedding_weight_decay=-1"], "embedding_weight_decay=-1.0 must be 0 or more"),
         (
             ["arms.coupled_adam.couple=none"],
-            "arms.coupled_adam.couple=none must be one of both, input, output",
+            "arms.coupled_adam.couple=none must be both, input or output",
         ),
         (["arms.x={optimizer: sgd, lr_factor: -1}"], "lr_factor=-1.0 must be above 0"),
         (["arms.x={optimizer: sgd, lr_factor: 1, momentum: 1}"], "momentum=1.0 must be"),
@@ -332,22 +340,22 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["name=../evil"], "name='../evil' must be letters"),
         (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
         (["seeds=[]"], "seeds=[] must be different"),
-        (["seeds=[4294967296]"], "seeds=[4294967296] must be different whole numbers, 0 to"),
+        (["seeds=[4294967296]"], "must be a list of different whole numbers, 0 to"),
         (["name=" + 51 * "a"], "(a folder), at most 50"),
         (["arms." + 51 * "a" + ".optimizer=adamw"], "(a folder), at most 50"),
-        (["data=null"], "data=null must be a value"),
-        (["training.eps=null"], "training: eps=null must be a value"),
-        (["training.betas=null"], "training: betas=null must be a value"),
-        (["arms.coupled_adam.couple=null"], "arms.coupled_adam: couple=null must be a value"),
-        (["model=/etc/hostname"], "model='/etc/hostname' must be keys and values"),
-        (["arms=/etc/hostname"], "arms='/etc/hostname' must be keys and values"),
+        (["data=null"], "data=null must be keys and values"),
+        (["training.eps=null"], "training.eps=null must be a number"),
+        (["training.betas=null"], "training.betas=null must be two numbers"),
+        (["arms.coupled_adam.couple=null"], "couple=null must be both, input or output"),
+        (["model=/etc/hostname"], "model=/etc/hostname must be keys and values"),
+        (["arms=/etc/hostname"], "arms=/etc/hostname must be keys and values"),
         (["arms={1: {optimizer: adamw}}"], "arms: 1 must be text, in quotes"),
-        (["arms.x=null"], "arms.x=None must be keys and values"),
-        (["arms.x.optimizer='[]'"], "arms.x.optimizer=[] must be one value"),
-        (["arms.x={optimizer: sgd, lr_factor: 1" + 400 * "0" + "}"], "int too large"),
-        (["training.lr=1" + 400 * "0"], "int too large"),
-        (["arms.x.optimizer=[adamw]"], "arms.x.optimizer=['adamw'] must be one value"),
-        (["arms.x.optimizer.class_path=os.system"], "arms.x.optimizer={'class_path': 'os.system'}"),
+        (["arms.x=null"], "arms.x=null must be keys and values"),
+        (["arms.x.optimizer='[]'"], "arms.x.optimizer='[]' must be one of"),
+        (["arms.x={optimizer: sgd, lr_factor: 1" + 400 * "0" + "}"], "lr_factor=1"),
+        (["training.lr=1" + 400 * "0"], "must be a number"),
+        (["arms.x.optimizer=[adamw]"], 'arms.x.optimizer=["adamw"] must be one value'),
+        (["arms.x.optimizer.class_path=os.system"], 'arms.x.optimizer={"class_path": "os.system"}'),
         (["arms.x={optimizer: sgd, lr_factor: .inf}"], "lr_factor=inf must be above 0"),
         (["arms.x={optimizer: sgd, lr_factor: 1, dampening: .nan}"], "dampening=nan must be"),
         (["data.text=2001-02-30"], "is not YAML: day is out of range"),
@@ -453,23 +461,47 @@ def test_messages_hold_no_control_characters():
     assert str(error.value).isprintable()
 
 
-def test_many_recipes_are_read_as_one_is():
-    """Those that differ in their seeds are parsed once, and checked each."""
-    reader, recipe = RecipeReader(), load_recipe("tiny")
+def test_recipes_from_plain_values():
+    recipe = load_recipe("tiny")
     values = recipe.to_dict()
-    for seeds in ([1], [2, 3], [1]):
+    for seeds in ([1], [2, 3]):
         expected = dataclasses.replace(recipe, seeds=seeds)
-        assert reader.read({**values, "seeds": seeds}, "here") == expected
+        assert recipe_from({**values, "seeds": seeds}, "here") == expected
     text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
-    assert reader.read(text, "here").training.lr == 0.25
+    assert recipe_from(text, "here").training.lr == 0.25
     for wrong, message in (
         ({**values, "seeds": [-1]}, r"here.*seeds=\[-1\]"),
         ({**values, "seeds": [1, 1]}, "here.*seeds"),
         ({**values, "seeds": ["one"]}, "here.*seeds"),
         ({**values, "seeds": 1.5}, "here.*seeds"),
-        ({**values, "name": 1}, "here.*name"),
+        ({**values, "name": 1}, "here.*name=1 must be text"),
         ({**values, 1: 2}, "here must consist of keys and values"),
         ([values], "here must consist of keys and values"),
     ):
         with pytest.raises(UsageError, match=message):
-            reader.read(wrong, "here")
+            recipe_from(wrong, "here")
+
+
+@pytest.mark.parametrize("name", ["tiny", "124M-20B-sgd"])
+def test_a_recipe_is_printed_with_the_meaning_of_each_key(name):
+    recipe = load_recipe(name)
+    printed = explained(recipe)
+    assert parse_recipe(printed, "printed") == recipe
+    assert list(yaml.safe_load(printed)) == list(recipe.to_dict())
+    assert max(map(len, printed.splitlines())) <= 100
+    lines = [line.strip() for line in printed.splitlines()]
+    for section in (recipe, recipe.model, recipe.data, recipe.training):
+        for key, meaning in meanings(type(section)).items():
+            assert meaning, key
+            assert meaning in " ".join(line.removeprefix("# ") for line in lines)
+    for options in OPTIMIZERS.values():
+        assert all(meanings(options).values()), options
+
+
+def test_a_file_without_a_name_is_named_after_itself(tmp_path):
+    """With its parent's name, its runs would go to the folder of its parent's."""
+    path = tmp_path / "half.yaml"
+    path.write_text("extends: tiny\ntraining: {steps: 300}\n")
+    assert load_recipe(str(path)).name == "half"
+    (tmp_path / "again.yaml").write_text(f"extends: {path}\n")
+    assert load_recipe(str(tmp_path / "again.yaml")).name == "again"

@@ -96,7 +96,7 @@ ERRORS = {
     "text": (["data.max_tokens=5,6"], "losses on other text"),
     "vocabulary": (["model.vocab_size=300,400"], "cannot be compared"),
     "optimizer": (["arms.*.optimizer=adamw,sgd"], "cannot be swept"),
-    "out of range": (["training.lr=1e-3,-1"], "training.lr=-1.0 must be above 0"),
+    "out of range": (["training.lr=1e-3,-1"], "training.lr=-1 must be above 0"),
     "wrong type": (["training.lr=1e-3,two"], "training.lr"),
     "bad combination": (["model.n_embd=8,9", "model.n_head=1,2"], "must be a multiple"),
     "twice the same": (["training.lr=1e-3,0.001"], "has the value 0.001 twice"),
@@ -299,7 +299,7 @@ def test_resume_takes_the_recipe_and_the_values(
     """``--resume`` alone continues; what is given besides extends the sweep, or is refused."""
     monkeypatch.setattr(SweepReport, "page", lambda report: "")
     out = tmp_path / "out"
-    common = ["sweep", "--out", str(out), "--log"]
+    common = ["sweep", "--out", str(out), "--logger"]
     given = ["--recipe", str(small_recipe), "--text", str(text_file), "--arms", "adamw"]
     swept = ["training.lr=1e-3,1e-2", "arms.*.lr_factor=1,4", "--steps", "10"]
     assert cli.main([*common, *given, *swept]) == 0
@@ -395,7 +395,7 @@ def test_a_killed_sweep_is_resumed(small_recipe, text_file, tmp_path):
     """Killed in its second run: with --resume it ends with the same numbers as without."""
 
     def start(out, *more):
-        command = ["sweep", "--recipe", small_recipe, "--text", text_file, "--out", out, "--log"]
+        command = ["sweep", "--recipe", small_recipe, "--text", text_file, "--out", out, "--logger"]
         values = ["training.lr=1e-3,1e-2", "--seeds", "2", "--device", "cpu", *more]
         return Process([sys.executable, "-m", "coupled_adam.cli", *map(str, command), *values])
 

@@ -274,7 +274,7 @@ def test_a_full_disk_leaves_the_checkpoint(lab):
     first = ["cut", "--arm", "adamw", *LONG]
     lab.stop(*first, step=50, number=signal.SIGTERM, code=75)
     before = lab.checkpoints("cut")
-    stderr = lab.run(*first, "--resume", "--log", code=1, fault="limit 8192")
+    stderr = lab.run(*first, "--resume", "--logger", code=1, fault="limit 8192")
     assert "error: File too large" in stderr
     assert "continue with --resume" in stderr
     assert lab.checkpoints("cut") == before

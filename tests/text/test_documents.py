@@ -1,6 +1,7 @@
 """Whatever the format, the same documents; whatever is wrong, one line that says so."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
@@ -9,6 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
+import tracemalloc
+import zipfile
 
 import datasets
 import pyarrow as pa
@@ -54,6 +59,15 @@ def json_lines(texts, column="text"):
     return "".join(json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts))
 
 
+def delimited(texts, delimiter):
+    """With quotes, delimiters and line breaks inside of the texts."""
+    table = io.StringIO()
+    csv.writer(table, delimiter=delimiter).writerows(
+        [("id", "text"), *((i, text) for i, text in enumerate(texts))]
+    )
+    return table.getvalue().encode()
+
+
 @given(st.text(alphabet="ab \n\r\té", max_size=400), st.integers(1, 50))
 def test_passages_keep_the_text(text, length):
     """All but white space at the cuts is kept, in order, and no passage is too long."""
@@ -86,6 +100,10 @@ def test_every_format_gives_the_same_documents(texts, tmp_path):
         "a.jsonl": lines,
         "lines.json": lines,
         "array.json": json.dumps([{"text": text} for text in texts], indent=1).encode(),
+        "line.json": b"\n " + json.dumps([{"text": text} for text in texts]).encode(),
+        "a.csv": delimited(texts, ","),
+        "a.tsv": delimited(texts, "\t"),
+        "a.csv.gz": gzip.compress(delimited(texts, ",")),
         **{f"a.txt{ending}": pack(plain) for ending, pack in COMPRESSIONS.items()},
         **{f"a.jsonl{ending}": pack(lines) for ending, pack in COMPRESSIONS.items()},
         # Several frames one after the other, as parallel compressors write them.
@@ -161,6 +179,21 @@ def test_python_documentation():
     assert text == [part for part in python_documentation() if part]
 
 
+def archive(opened):
+    """A text in an archive, which may be shorter than its header."""
+    packed = io.BytesIO()
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as text:
+        text.write("Some text.\n" * 1000)
+        text.flush()
+        if opened is tarfile.open:
+            with tarfile.open(fileobj=packed, mode="w") as target:
+                target.add(text.name)
+        else:
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+                target.write(text.name)
+    return packed.getvalue()
+
+
 def unreadable(tmp_path):
     packed = {ending: pack(os.urandom(5000)) for ending, pack in COMPRESSIONS.items()}
     files = {
@@ -181,6 +214,15 @@ def unreadable(tmp_path):
             "has no column 'text', but id, texts: a recipe .* with data.column=texts",
         ),
         "far.jsonl": (b'{"body": "a"}\n', "has no column 'text', but body: .* data.column=NAME"),
+        "far.csv": (b"id,body\n1,a\n", "has no column 'text', but body, id: .* data.column=NAME"),
+        "broken.csv": (
+            b'id,text\n1,"a\n2,b\n',
+            "after line 1: not a table .unexpected end of data",
+        ),
+        "archive.zip": (archive(zipfile.ZipFile), "not UTF-8 text .*unpack it if it is an archive"),
+        "not.zip": (b"\xff no archive", "not UTF-8 text"),
+        "archive.tar": (archive(tarfile.open), "NUL characters.*unpack it if it is an archive"),
+        "archive.tar.gz": (gzip.compress(archive(tarfile.open)), "NUL characters"),
         "broken.parquet": (b"PAR1 but no more", "broken.parquet: "),
         **{f"broken.txt{ending}": (b"not packed", "broken.txt") for ending in packed},
         **{f"cut.txt{ending}": (content[:2500], "cut.txt") for ending, content in packed.items()},
@@ -239,52 +281,49 @@ def test_a_document_that_is_too_long(kind, tmp_path, hub_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("ending", COMPRESSIONS)
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
-def test_archives_that_expand_too_far(name, ending, tmp_path, monkeypatch):
-    """A line, an array or blanks of 8 MB in a few kB; what has the usual size may expand."""
-    content = {"a.jsonl": b'{"text": "' + b"a" * 2**23, "a.json": b"[" + b" " * 2**23}
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "a.csv"])
+def test_archives_that_expand_far(name, ending, tmp_path, monkeypatch):
+    """A line, an array, a cell or blanks of 32 MB in a few kB: no more is held than a document."""
+    content = {"a.jsonl": b'{"text": "' + b"a" * 2**25, "a.json": b"[" + b" " * 2**25}
+    content["a.csv"] = b'id,text\n1,"' + b"a" * 2**25
     path = tmp_path / (name + ending)
-    path.write_bytes(COMPRESSIONS[ending](content.get(name, b" " * 2**23)))
-    with monkeypatch.context() as patch:
-        patch.setattr("coupled_adam.text.documents._ALWAYS", 2**20)
-        with pytest.raises(UsageError, match=r"100 times its size.*COUPLED_ADAM_MAX_EXPANSION"):
-            read(Data(text=str(path)))
-        patch.setenv("COUPLED_ADAM_MAX_EXPANSION", "1000000")
-        with pytest.raises(UsageError, match=r"no text in it|not JSON"):
-            read(Data(text=str(path)))
-    with pytest.raises(UsageError, match=r"no text in it|not JSON"):
+    path.write_bytes(COMPRESSIONS[ending](content.get(name, (b" " * 99 + b"\n") * (2**25 // 100))))
+    monkeypatch.setenv("COUPLED_ADAM_MAX_DOCUMENT", "10000")
+    message = "no text in it|more than 10000 char|array of more than 1000000 char|larger than field"
+    tracemalloc.start()
+    with pytest.raises(UsageError, match=message):
         read(Data(text=str(path)))
+    assert tracemalloc.get_traced_memory()[1] < 2**24
+    tracemalloc.stop()
 
 
-def test_a_table_that_expands_too_far(tmp_path, monkeypatch):
+def test_a_table_that_expands_far(tmp_path):
+    """A few kB that hold the same long text a thousand times, which pyarrow holds once."""
     path = tmp_path / "a.parquet"
-    parquet.write_table(
-        pa.table({"text": ["a" * 2**22 + str(i) for i in range(4)]}), path, compression="zstd"
-    )
-    monkeypatch.setattr("coupled_adam.text.documents._ALWAYS", 2**20)
-    with pytest.raises(UsageError, match=r"a\.parquet.*COUPLED_ADAM_MAX_EXPANSION"):
-        read(Data(text=str(path)))
+    repeated = pa.array(["a" * 2**20]).dictionary_encode().take(pa.array([0] * 1000))
+    parquet.write_table(pa.table({"text": repeated}), path, compression="zstd")
+    before = pa.total_allocated_bytes()
+    documents = open_documents(Data(text=str(path))).readers["train"]()
+    assert next(documents) == "a" * 2**20
+    assert pa.total_allocated_bytes() - before < 2**27
+    assert sum(1 for _ in documents) == 999
 
 
 @given(
     st.lists(st.fixed_dictionaries({"text": st.text(max_size=30)}), max_size=5),
     st.sampled_from([None, 1]),
     st.sampled_from(["", " \n", "]", ", 1]", "{}", "\n[]"]),
-    st.integers(1, 40),
 )
-def test_arrays_are_read_as_json_reads_them(rows, indent, tail, size):
-    """However they are divided into chunks, and whatever follows."""
-    text = " " + json.dumps(rows, indent=indent) + tail
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("coupled_adam.text.documents._CHUNK", size)
-        found = []
-        try:
-            expected = json.loads(text)
-        except ValueError:
-            with pytest.raises(UsageError, match="not JSON"):
-                found.extend(_json_rows(io.StringIO(text), "a.json"))
-        else:
-            assert list(_json_rows(io.StringIO(text), "a.json")) == expected
+def test_arrays_are_read_as_json_reads_them(rows, indent, tail):
+    """Whatever follows."""
+    text = " \n " + json.dumps(rows, indent=indent) + tail
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        with pytest.raises(UsageError, match="not JSON"):
+            list(_json_rows(io.StringIO(text), "a.json"))
+    else:
+        assert list(_json_rows(io.StringIO(text), "a.json")) == expected
 
 
 def test_a_device_has_no_end():

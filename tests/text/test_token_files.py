@@ -1,6 +1,8 @@
 """Token files of others, read in place: bare, with llm.c's header, several for a split."""
 
 import os
+import resource
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from coupled_adam.errors import UsageError
 from coupled_adam.text.source import Data
-from coupled_adam.text.token_files import Tokens, find_token_files, token_file
+from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files, token_file
 
 
 def ids(count, dtype="<u2", seed=0):
@@ -26,25 +28,52 @@ def write_llm_c(path, tokens, magic=20240520, version=1, count=None):
 
 def found(data, vocab_size=300):
     files = find_token_files(data, vocab_size)
-    return {split: Tokens([file.open(Path()) for file in parts]) for split, parts in files.items()}
+    return {split: Tokens(parts) for split, parts in files.items()}
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())
 def test_slices_of_several_files(lengths, data):
     """As of one array, whatever lies where."""
-    whole = np.arange(sum(lengths))
-    tokens = Tokens(np.split(whole, np.cumsum(lengths)[:-1]))
-    assert len(tokens) == len(whole)
-    bound = st.none() | st.integers(-len(whole) - 2, len(whole) + 2)
-    where = slice(data.draw(bound), data.draw(bound))
-    np.testing.assert_array_equal(tokens[where], whole[where])
+    whole = np.arange(sum(lengths), dtype="<u2")
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for number, ids in enumerate(np.split(whole, np.cumsum(lengths)[:-1])):
+            ids.tofile(Path(folder, str(number)))
+            files.append(TokenFile(str(number), "<u2", 0, len(ids)))
+        tokens = Tokens(files, Path(folder))
+        assert len(tokens) == len(whole)
+        bound = st.none() | st.integers(-len(whole) - 2, len(whole) + 2)
+        where = slice(data.draw(bound), data.draw(bound))
+        np.testing.assert_array_equal(tokens[where], whole[where])
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path):
+    """As of a corpus of 100B tokens: they are read in any order, and few stay open."""
+    files = []
+    for number in range(200):
+        np.array([number, number + 1], "<u2").tofile(tmp_path / f"train-{number:03}.bin")
+        files.append(token_file(tmp_path / f"train-{number:03}.bin", 300))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 100, hard))
+    try:
+        tokens = Tokens(files)
+        expected = np.array([[number, number + 1] for number in range(200)]).ravel()
+        np.testing.assert_array_equal(tokens[:], expected)
+        for place in np.random.default_rng(0).integers(0, 399, 500).tolist():
+            np.testing.assert_array_equal(tokens[place : place + 2], expected[place : place + 2])
+        assert len(os.listdir("/dev/fd")) - before <= 66
+        del tokens
+        assert len(os.listdir("/dev/fd")) <= before + 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_file_that_is_truncated_while_it_is_in_use(tmp_path):
     """An error that names it; a memory map would kill the process with SIGBUS."""
     path = tmp_path / "train.bin"
     ids(5000, "<u2").tofile(path)
-    tokens = Tokens([token_file(path, 300).open(Path())])
+    tokens = Tokens([token_file(path, 300)])
     assert len(tokens[4000:]) == 1000
     with path.open("r+b") as file:
         file.truncate(100)

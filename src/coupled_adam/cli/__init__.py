@@ -1,7 +1,7 @@
 """The ``coupled-adam`` command. Each of its commands has a file in this package.
 
-Each file defines ``Options``, ``add_arguments`` and ``run``. It imports large libraries only in
-``run``, so that ``--help`` does not load torch.
+Each file defines ``Options``, a dataclass of its arguments, and ``run``. It imports large libraries
+only in ``run``, so that ``--help`` does not load torch.
 """
 
 import argparse
@@ -15,27 +15,22 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-try:
-    from coupled_adam.cli import (
-        analyze,
-        bench,
-        compare,
-        evaluate,
-        recipes,
-        repair,
-        report,
-        sample,
-        sweep,
-        theory,
-        train,
-    )
-    from coupled_adam.cli.terminal import other_rank
-except ModuleNotFoundError as error:
-    from coupled_adam.errors import install
-
-    sys.exit(f"coupled-adam: {error}; install the command with: {install('lab')}")
-
-from coupled_adam.errors import UsageError, is_on_all_ranks, one_line, printable
+from coupled_adam.cli import (
+    analyze,
+    bench,
+    compare,
+    evaluate,
+    recipes,
+    repair,
+    report,
+    sample,
+    sweep,
+    theory,
+    train,
+)
+from coupled_adam.cli.options import RecipeValues, add_arguments
+from coupled_adam.cli.terminal import other_rank
+from coupled_adam.errors import UsageError, install, is_on_all_ranks, one_line, printable
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 from coupled_adam.text.source import arguments_named
 
@@ -82,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         message = one_line(error, longest=None)
         return _fail(2, f"{message}{_hint(arguments, message)}", error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("coupled_adam."):
+            raise
+        return _fail(2, f"{error.msg.partition(':')[0]}; install it with: {install('lab')}", error)
     except TrainingError as error:
         return _fail(1, one_line(error, longest=None), error)
     except BrokenPipeError:  # what reads standard output, such as head, has seen enough
@@ -165,7 +164,7 @@ def _command_parser(name: str) -> argparse.ArgumentParser:
     """The parser of a command; its file's docstring is the description."""
     command = _COMMANDS[name]
     parser = _Parser(f"coupled-adam {name}", command.__doc__)
-    command.add_arguments(parser)
+    add_arguments(parser, command.Options)
     return parser
 
 
@@ -180,22 +179,9 @@ class _Parser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
         )
 
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        """Add an argument; its values may not be empty, unless that is the default."""
-        if "action" not in options and options.get("default") != "":
-            options.setdefault("type", _not_empty)
-        return super().add_argument(*names, **options)
-
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError instead of printing the usage and leaving."""
         raise UsageError(re.sub(r"^argument (\S+): ", r"\1: ", message))
-
-
-def _not_empty(text: str) -> str:
-    """The type of names and paths: Path("") would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
-    return text
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -229,16 +215,19 @@ def _overrides_first(arguments: list[str]) -> list[str]:
 
 
 def _hint(arguments: list[str], message: str) -> str:
-    """Suggest the most similar option for an unknown one, or where to find the list."""
+    """Suggest the most similar option for an unknown one, or the key of the recipe that it is."""
     if not message.startswith("unrecognized arguments"):
         return ""
     command = arguments[0] if arguments[0] in _COMMANDS else None
     parser = _command_parser(command) if command else _overview()
-    known = re.findall(r"--[a-z][a-z-]+", parser.format_help())
-    near = [
-        match
-        for argument in arguments
-        if argument.startswith("-") and argument not in known
-        for match in difflib.get_close_matches(argument.partition("=")[0], known, n=1)
-    ]
-    return f"; did you mean {near[0]}?" if near else f"; see {parser.prog} --help"
+    options = re.findall(r"--[a-z][a-z-]+", parser.format_help())
+    unknown = [word.partition("=")[0] for word in re.findall(r"(?<=\s)--?[\w.=-]+", message)]
+    for name in unknown:
+        if near := difflib.get_close_matches(name, options, n=1, cutoff=0.7):
+            return f"; did you mean {near[0]}?"
+        if command and issubclass(_COMMANDS[command].Options, RecipeValues):
+            from coupled_adam.lab.recipe import keys
+
+            if match := keys(name.strip("-").replace("-", "_")):
+                return f"; values of the recipe are given as {match[0]}=VALUE"
+    return f"; see {parser.prog} --help"

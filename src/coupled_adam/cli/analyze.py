@@ -7,126 +7,73 @@ tokens that were hardly trained, neighbours and hubs, and what changed from one 
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from coupled_adam.cli.options import (
-    Device,
-    add_device,
-    add_json,
+    Count,
+    DeviceOption,
+    JsonOption,
+    WholeNumber,
+    argument,
     check_files,
     device,
+    option,
     optional_path,
-    positive_int,
-    whole_number,
     write_file,
 )
 from coupled_adam.cli.terminal import print_table, progress_bar, quiet_libraries
 from coupled_adam.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, DeviceOption):
+    """The options of ``coupled-adam analyze``."""
 
-    models: list[str]
-    tensor: str | None
-    revision: str | None
-    counts: str | None
-    text: str | None
-    tokens: list[str] | None
-    tokenizer: str | None
-    word_similarity: str | None
-    exclude: list[Literal["padding", "unseen", "dead"]]
-    top: int | None
-    undertrained: bool
-    neighbours: list[str] | None
-    compare: bool
-    show: int
-    json: bool
-    csv: str | None
-    html: str | None
-    explore: str | None
-    parquet: str | None
-    layout: Literal["pca", "umap"] | None
-    device: Device
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
-    parser.add_argument(
-        "models",
-        nargs="+",
-        metavar="MODEL",
-        help="a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
+    models: list[str] = argument(
+        "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
         ".safetensors or .npy file",
+        "MODEL",
     )
-    parser.add_argument("--tensor", help="the name of the embeddings in the file")
-    parser.add_argument("--revision", help="the branch, tag or commit, for models on the hub")
-    parser.add_argument("--counts", help="a .npy file with a unigram count for each token")
-    parser.add_argument("--text", help="count the tokens of this file, or of this folder's files")
-    parser.add_argument("--tokens", nargs="+", metavar="FILE", help="count these token files")
-    parser.add_argument(
-        "--tokenizer", help="a tokenizer's folder, or its id on the hub (default: the model's own)"
+    tensor: str | None = option("the name of the embeddings in the file")
+    revision: str | None = option("the branch, tag or commit, for models on the hub")
+    counts: str | None = option("a .npy file with a unigram count for each token")
+    text: str | None = option("count the tokens of this file, or of this folder's files")
+    tokens: list[str] | None = option("count these token files", metavar="FILE")
+    tokenizer: str | None = option(
+        "a tokenizer's folder, or its id on the hub (default: the model's own)"
     )
-    parser.add_argument(
-        "--word-similarity",
+    word_similarity: str | None = option(
+        "a folder with word-similarity sets as published; 'download' downloads and keeps them",
         metavar="DIR",
-        help="a folder with word-similarity sets as published; 'download' downloads and keeps them",
     )
-    parser.add_argument(
-        "--exclude",
-        choices=("padding", "unseen", "dead"),
-        nargs="+",
-        default=[],
-        help="leave out padding (rows that belong to no token of the tokenizer), unseen tokens "
-        "(with a count of zero), or dead rows (zero or not finite)",
+    exclude: list[Literal["padding", "unseen", "dead"]] = option(
+        "leave out padding (rows that belong to no token of the tokenizer), unseen tokens (with a "
+        "count of zero), or dead rows (zero or not finite)",
+        [],
     )
-    parser.add_argument(
-        "--top",
-        type=whole_number,
-        metavar="N",
-        help="how many top principal directions to remove (default: H / 100, rounded up)",
+    top: WholeNumber | None = option(
+        "how many top principal directions to remove (default: H / 100, rounded up)", metavar="N"
     )
-    parser.add_argument(
-        "--undertrained", action="store_true", help="name the tokens that were hardly trained"
-    )
-    parser.add_argument(
-        "--neighbours",
-        nargs="*",
-        metavar="TOKEN",
-        help="the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
+    undertrained: bool = option("name the tokens that were hardly trained", default=False)
+    neighbours: list[str] | None = option(
+        "the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
         "frequent ones), and the hubs",
+        metavar="TOKEN",
+        nargs="*",
     )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="show what changed from the first MODEL to the second",
+    compare: bool = option("show what changed from the first MODEL to the second", default=False)
+    show: Count = option(
+        "how many tokens a table in the terminal names; --json has all", 20, metavar="N"
     )
-    parser.add_argument(
-        "--show",
-        type=positive_int,
-        default=20,
-        metavar="N",
-        help="how many tokens a table in the terminal names; --json has all",
+    csv: str | None = option("write all numbers as a table", metavar="FILE")
+    html: str | None = option("write a page with the table and pictures", metavar="FILE")
+    explore: str | None = option("write a page with a map of the tokens to explore", metavar="FILE")
+    parquet: str | None = option("write the map of all tokens as a Parquet file", metavar="FILE")
+    layout: Literal["pca", "umap"] | None = option(
+        "the layout of the map (default: pca); umap needs the package umap-learn"
     )
-    add_json(parser)
-    parser.add_argument("--csv", metavar="FILE", help="write all numbers as a table")
-    parser.add_argument("--html", metavar="FILE", help="write a page with the table and pictures")
-    parser.add_argument(
-        "--explore", metavar="FILE", help="write a page with a map of the tokens to explore"
-    )
-    parser.add_argument(
-        "--parquet", metavar="FILE", help="write the map of all tokens as a Parquet file"
-    )
-    parser.add_argument(
-        "--layout",
-        choices=("pca", "umap"),
-        help="the layout of the map (default: pca); umap needs the package umap-learn",
-    )
-    add_device(parser)
 
 
 def run(options: Options) -> None:

@@ -6,7 +6,6 @@ with torch's fused AdamW. With --recipe, whole training steps are timed instead.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Mapping
@@ -15,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
-    Device,
-    add_device,
-    add_json,
-    add_overrides,
+    Count,
+    DeviceOption,
+    JsonOption,
+    Positive,
+    RecipeValues,
     check_files,
     device,
-    positive_int,
-    positive_number,
+    option,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -31,59 +30,25 @@ if TYPE_CHECKING:
     from coupled_adam.bench import Machine
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Options(RecipeValues, JsonOption, DeviceOption):
+    """The options of ``coupled-adam bench``."""
 
-    overrides: list[str]
-    shapes: list[str] | None
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None
-    clip: bool
-    growth: bool
-    recipe: str | None
-    steps: int | None
-    optimizers: list[str] | None
-    seconds: float | None
-    json: bool
-    picture: str | None
-    device: Device
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
-    add_overrides(parser)
-    parser.add_argument(
-        "--shapes", nargs="+", metavar="VxH", help="embedding matrices: 50304x768 128256x2048"
+    shapes: list[str] | None = option("embedding matrices: 50304x768 128256x2048", metavar="VxH")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = option(
+        "the dtype of parameters and gradients (default: float32)"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16", "float64"),
-        help="the dtype of parameters and gradients (default: float32)",
+    clip: bool = option("also clip the norm of the gradients", default=False)
+    growth: bool = option(
+        "show how the cost grows instead: with V from 1k to 512k, with H from 64 to 8192, and with "
+        "the number of other parameters",
+        default=False,
     )
-    parser.add_argument("--clip", action="store_true", help="also clip the norm of the gradients")
-    parser.add_argument(
-        "--growth",
-        action="store_true",
-        help="show how the cost grows instead: with V from 1k to 512k, with H from 64 to 8192, and "
-        "with the number of other parameters",
-    )
-    parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
-    parser.add_argument(
-        "--steps",
-        type=positive_int,
-        help="training steps of each optimizer, with --recipe (default: 20)",
-    )
-    parser.add_argument(
-        "--optimizers", nargs="+", metavar="NAME", help="time only these optimizers of the table"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive_number,
-        help="about how long each optimizer is timed for (default: 4)",
-    )
-    add_json(parser, "samples")
-    parser.add_argument("--picture", metavar="FILE", help="write a picture: .png, .svg or .pdf")
-    add_device(parser)
+    recipe: str | None = option("time whole training steps of this recipe instead")
+    steps: Count | None = option("training steps of each optimizer, with --recipe (default: 20)")
+    optimizers: list[str] | None = option("time only these optimizers of the table", metavar="NAME")
+    seconds: Positive | None = option("about how long each optimizer is timed for (default: 4)")
+    picture: str | None = option("write a picture: .png, .svg or .pdf", metavar="FILE")
 
 
 def run(options: Options) -> None:

@@ -7,38 +7,30 @@ on Python's built-in documentation, in a few minutes on two cores.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from pathlib import Path
 
 from coupled_adam.cli.options import (
     DEFAULT_RECIPE,
     RunOptions,
-    add_run_arguments,
-    add_selection,
+    Selection,
     cache_folder,
     check_folder,
     execution,
+    option,
     overridden,
     selected,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(RunOptions):
-    """The arguments."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(RunOptions, Selection):
+    """The options of ``coupled-adam compare``."""
 
-    arms: list[str] | None
-    seeds: list[int] | None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
-    add_run_arguments(
-        parser, "a new folder for the results (default: runs/NAME, with the recipe's name)"
+    out: str | None = option(
+        "a new folder for the results (default: runs/NAME, with the recipe's name)"
     )
-    add_selection(parser)
 
 
 def run(options: Options) -> None:
@@ -67,7 +59,7 @@ def run(options: Options) -> None:
 
     def on_start() -> None:
         print_path("results in", out)
-        if "tensorboard" in options.log:
+        if "tensorboard" in options.logger:
             print_path("to watch the runs: tensorboard --logdir", out)
 
     report = comparison.compare(

@@ -8,84 +8,55 @@ given.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from coupled_adam.cli.options import (
-    Device,
-    add_cache,
-    add_device,
-    add_json,
+    CacheOption,
+    Count,
+    DeviceOption,
+    JsonOption,
+    argument,
     cache_folder,
     check_files,
     check_folder,
     device,
+    option,
     optional_path,
-    positive_int,
     write_file,
 )
 from coupled_adam.cli.terminal import print_path, print_table, quiet_libraries
 from coupled_adam.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, CacheOption, DeviceOption):
+    """The options of ``coupled-adam evaluate``."""
 
-    model: str
-    batches: int | None
-    word_similarity: str | None
-    lm_eval: list[str] | None
-    lm_eval_path: str | None
-    limit: int | None
-    text: str | None
-    revision: str | None
-    out: str | None
-    json: bool
-    cache: str | None
-    device: Device
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
-    parser.add_argument("model", help="the folder of a run or of a model, or its id on the hub")
-    parser.add_argument(
-        "--batches",
-        type=positive_int,
-        help="how many batches of held-out text to use (default: the recipe's number, or all)",
+    model: str = argument("the folder of a run or of a model, or its id on the hub")
+    batches: Count | None = option(
+        "how many batches of held-out text to use (default: the recipe's number, or all)"
     )
-    parser.add_argument(
-        "--word-similarity",
+    word_similarity: str | None = option(
+        "a folder with word-similarity sets as published; 'download' downloads and keeps them",
         metavar="DIR",
-        help="a folder with word-similarity sets as published; 'download' downloads and keeps them",
     )
-    parser.add_argument(
-        "--lm-eval",
-        nargs="*",
+    lm_eval: list[str] | None = option(
+        "tasks of the lm-evaluation-harness; without names, the seven of the paper",
         metavar="TASK",
-        help="tasks of the lm-evaluation-harness; without names, the seven of the paper",
+        nargs="*",
     )
-    parser.add_argument(
-        "--lm-eval-path",
+    lm_eval_path: str | None = option(
+        "a folder with tasks of your own; Python that they name with !function is executed",
         metavar="DIR",
-        help="a folder with tasks of your own; Python that they name with !function is executed",
     )
-    parser.add_argument(
-        "--limit",
-        type=positive_int,
-        metavar="N",
-        help="use only the first N examples of each task, to try things out",
+    limit: Count | None = option(
+        "use only the first N examples of each task, to try things out", metavar="N"
     )
-    parser.add_argument(
-        "--text", help="held-out text for a model: a file, or a folder of text files"
-    )
-    parser.add_argument("--revision", help="the branch, tag or commit, for a model on the hub")
-    parser.add_argument("--out", help="write a model's results to this JSON file")
-    add_json(parser)
-    add_cache(parser)
-    add_device(parser)
+    text: str | None = option("held-out text for a model: a file, or a folder of text files")
+    revision: str | None = option("the branch, tag or commit, for a model on the hub")
+    out: str | None = option("write a model's results to this JSON file")
 
 
 def run(options: Options) -> None:
@@ -94,8 +65,9 @@ def run(options: Options) -> None:
     from coupled_adam.lab.data.corpus import prepare_corpus
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
-    from coupled_adam.lab.evaluation.loading import is_run, recipe_of_run
+    from coupled_adam.lab.evaluation.loading import recipe_of_run
     from coupled_adam.lab.evaluation.tables import evaluation_table
+    from coupled_adam.runs import EVALUATION, is_run
 
     check_files([options.text], out=options.out)
     target = device(options.device)
@@ -127,7 +99,7 @@ def run(options: Options) -> None:
             downstream=downstream,
             device=target,
         )
-        written: Path | None = folder / "evaluation.json"
+        written: Path | None = folder / EVALUATION
     else:
         result = evaluate_model(
             options.model,

@@ -1,4 +1,8 @@
-"""Arguments that several commands share, and their conversion for the library."""
+"""Arguments from dataclasses, those that several commands share, and what they mean.
+
+A command is a dataclass ``Options``, whose fields are its arguments: a name, a type, a default and
+a help text, each written once. :func:`add_arguments` makes the parser from it.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,23 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
+import inspect
 import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from coupled_adam.cli.terminal import quiet_libraries
 from coupled_adam.errors import UsageError, one_line
@@ -23,7 +37,6 @@ if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
     from coupled_adam.lab.training.config import Execution
 
-Device = Literal["auto", "cpu", "cuda", "mps"]
 N = TypeVar("N", int, float)
 
 DEFAULT_RECIPE = "tiny"
@@ -31,150 +44,166 @@ DEFAULT_RECIPE = "tiny"
 _MOST_SEEDS = 1000  # of one number, which is how many there are
 
 
-@dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """What ``compare`` and ``train`` have in common: a recipe, and how its runs are executed."""
+def option(text: str, default: Any = None, metavar: str | None = None, **more: Any) -> Any:
+    """A field that is an option, ``--name``; ``text`` is its help.
 
-    overrides: list[str]
-    recipe: str | None
-    text: str | None
-    steps: int | None
-    out: str | None
-    cache: str | None
-    resume: bool
-    skip_damaged: bool
-    device: Device
-    strategy: Literal["ddp", "fsdp2"]
-    micro_batch_size: int | None
-    compile: bool
-    log: list[Literal["tensorboard", "wandb"]]
+    Args:
+        default: ``dataclasses.MISSING`` for an option that must be given.
+        more: further arguments for :meth:`argparse.ArgumentParser.add_argument`.
+    """
+    metadata = {"help": text, "metavar": metavar, **more}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def positive_int(text: str) -> int:
-    """The type of options that count: a whole number from 1 on."""
-    return _number(
-        text, int, lambda number: 1 <= number < 2**63, "a whole number, 1 or more, below 2^63"
+def argument(text: str, metavar: str | None = None, nargs: str | None = None) -> Any:
+    """A field that is a positional argument."""
+    metadata = {"help": text, "metavar": metavar, "nargs": nargs, "positional": True}
+    return dataclasses.field(metadata=metadata)
+
+
+def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
+    """Add the fields of a dataclass to a parser: its own first, then those of its bases."""
+    hints = get_type_hints(options, include_extras=True)
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    for base in options.__mro__:
+        for name in inspect.get_annotations(base):
+            _add_argument(parser, fields[name], hints[name])
+
+
+def _add_argument(
+    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
+) -> None:
+    more = {name: value for name, value in field.metadata.items() if value is not None}
+    if type(None) in get_args(kind):
+        (kind,) = [member for member in get_args(kind) if member is not type(None)]
+    if get_origin(kind) is list:
+        more.setdefault("nargs", "+")
+        (kind,) = get_args(kind)
+    if get_origin(kind) is Literal:
+        more["choices"] = get_args(kind)
+    elif get_origin(kind) is Annotated:
+        more["type"] = kind.__metadata__[0]
+    elif kind is bool:
+        more["action"] = "store_true"
+    elif field.default != "":
+        more["type"] = _not_empty
+    if more.pop("positional", False):
+        parser.add_argument(field.name, **more)
+        return
+    default = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        default = field.default_factory()
+    more |= {"required": True} if default is dataclasses.MISSING else {"default": default}
+    parser.add_argument(f"--{field.name.replace('_', '-')}", **more)
+
+
+def _not_empty(text: str) -> str:
+    """The type of names and paths: Path("") would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
+    return text
+
+
+def _number(kind: type[N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
+    """The type of numbers that fit; ``what`` says which these are."""
+
+    def convert(text: str) -> N:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind(-1)
+        if not fits(number):
+            raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {what}")
+        return number
+
+    return convert
+
+
+Count = Annotated[
+    int, _number(int, lambda n: 1 <= n < 2**63, "a whole number, 1 or more, below 2^63")
+]
+WholeNumber = Annotated[
+    int, _number(int, lambda n: 0 <= n < 2**63, "a whole number, 0 or more, below 2^63")
+]
+NotNegative = Annotated[float, _number(float, lambda x: 0 <= x < math.inf, "a number, 0 or more")]
+Positive = Annotated[float, _number(float, lambda x: 0 < x < math.inf, "a number above 0")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceOption:
+    """For commands that compute."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = option(
+        "where to compute; auto takes cuda, mps or cpu, the first that is available", "auto"
     )
 
 
-def whole_number(text: str) -> int:
-    """The type of options that may be 0: a whole number from 0 on."""
-    return _number(
-        text, int, lambda number: 0 <= number < 2**63, "a whole number, 0 or more, below 2^63"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """For commands with results."""
+
+    json: bool = option("print all results as JSON, and nothing else", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheOption:
+    """For commands that need a corpus."""
+
+    cache: str | None = option(
+        "the folder that keeps prepared corpora (default: in the user's cache)"
     )
 
 
-def number_from_0(text: str) -> float:
-    """The type of strengths: a finite number from 0 on."""
-    return _number(text, float, lambda number: 0 <= number < math.inf, "a number, 0 or more")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeValues:
+    """For commands that take a recipe: its values, as positional arguments."""
+
+    overrides: list[str] = argument(
+        "change a value of the recipe, such as model.n_layer=24", "key=value", nargs="*"
+    )
 
 
-def positive_number(text: str) -> float:
-    """The type of durations: a finite number above 0."""
-    return _number(text, float, lambda number: 0 < number < math.inf, "a number above 0")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions(RecipeValues, CacheOption, DeviceOption):
+    """For commands that train: a recipe, and how its runs are executed."""
 
-
-def _number(text: str, kind: type[N], fits: Callable[[N], bool], what: str) -> N:
-    try:
-        number = kind(text)
-    except ValueError:
-        number = kind(-1)
-    if not fits(number):
-        raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {what}")
-    return number
-
-
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Values of the recipe as positional arguments."""
-    parser.add_argument(
-        "overrides",
+    recipe: str | None = option(
+        "the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: tiny; "
+        "with --resume, the recipe in OUT)"
+    )
+    text: str | None = option("train on this file, or on all text files in this folder (data.text)")
+    steps: Count | None = option("training steps (training.steps)")
+    resume: bool = option(
+        "continue the runs in OUT from their last checkpoints, with their recipe and text",
+        default=False,
+    )
+    skip_damaged: bool = option(
+        "with --resume: if the last checkpoint is damaged, continue from the one before it",
+        default=False,
+    )
+    strategy: Literal["ddp", "fsdp2"] = option(
+        "how several processes (torchrun, srun) share a run; fsdp2 shards the model", "ddp"
+    )
+    micro_batch_size: Count | None = option(
+        "sequences that a process takes at a time (default: its whole share of the batch)"
+    )
+    compile: bool = option("compile the model", default=False)
+    logger: list[Literal["tensorboard", "wandb"]] = option(
+        "loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
+        ["tensorboard"],
         nargs="*",
-        metavar="key=value",
-        help="change a value of the recipe, such as model.n_layer=24",
     )
 
 
-def add_cache(parser: argparse.ArgumentParser) -> None:
-    """``--cache``."""
-    parser.add_argument(
-        "--cache", help="the folder that keeps prepared corpora (default: in the user's cache)"
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selection:
+    """For commands that train several runs: which arms and seeds."""
 
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """``--device``."""
-    parser.add_argument(
-        "--device",
-        choices=get_args(Device),
-        default="auto",
-        help="where to compute; auto takes cuda, mps or cpu, the first that is available",
-    )
-
-
-def add_json(parser: argparse.ArgumentParser, what: str = "numbers") -> None:
-    """``--json``."""
-    parser.add_argument(
-        "--json", action="store_true", help=f"print all {what} as JSON, and nothing else"
-    )
-
-
-def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
-    """The arguments of :class:`RunOptions`; ``out`` is the help of ``--out``."""
-    add_overrides(parser)
-    parser.add_argument(
-        "--recipe",
-        help="the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: "
-        "tiny; with --resume, the recipe in OUT)",
-    )
-    parser.add_argument(
-        "--text", help="train on this file, or on all text files in this folder (data.text)"
-    )
-    parser.add_argument("--steps", type=positive_int, help="training steps (training.steps)")
-    parser.add_argument("--out", help=out)
-    add_cache(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the runs in OUT from their last checkpoints, with their recipe and text",
-    )
-    parser.add_argument(
-        "--skip-damaged",
-        action="store_true",
-        help="with --resume: if the last checkpoint is damaged, continue from the one before it",
-    )
-    add_device(parser)
-    parser.add_argument(
-        "--strategy",
-        choices=("ddp", "fsdp2"),
-        default="ddp",
-        help="how several processes (torchrun, srun) share a run; fsdp2 shards the model",
-    )
-    parser.add_argument(
-        "--micro-batch-size",
-        type=positive_int,
-        help="sequences that a process takes at a time (default: its whole share of the batch)",
-    )
-    parser.add_argument("--compile", action="store_true", help="compile the model")
-    parser.add_argument(
-        "--log",
-        choices=("tensorboard", "wandb"),
-        nargs="*",
-        default=["tensorboard"],
-        help="loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
-    )
-
-
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """``--arms`` and ``--seeds``."""
-    parser.add_argument(
-        "--arms", nargs="+", metavar="ARM", help="run only these arms of the recipe"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=whole_number,
-        nargs="+",
-        metavar="N",
-        help="one number N: the seeds 1 to N; several numbers: these seeds",
+    arms: list[str] | None = option("run only these arms of the recipe", metavar="ARM")
+    seeds: list[WholeNumber] | None = option(
+        "one number N: the seeds 1 to N; several numbers: these seeds", metavar="N"
     )
 
 
@@ -259,9 +288,9 @@ def execution(options: RunOptions, recipe: Recipe) -> Execution:
     quiet_libraries()  # after their imports, which set the levels they like
     if options.skip_damaged and not options.resume:
         raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
-    for name in options.log:
+    for name in options.logger:
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"--log {name} needs a package: pip install {name}")
+            raise UsageError(f"--logger {name} needs a package: pip install {name}")
     target = device(options.device)
     if options.strategy != "fsdp2":  # which shares a model among machines
         _check_memory(recipe, target)
@@ -270,7 +299,7 @@ def execution(options: RunOptions, recipe: Recipe) -> Execution:
         strategy=options.strategy,
         micro_batch_size=options.micro_batch_size,
         compile=options.compile,
-        log=tuple(options.log),
+        log=tuple(options.logger),
         skip_damaged=options.skip_damaged,
     )
 
@@ -293,7 +322,7 @@ def _check_memory(recipe: Recipe, target: str) -> None:
         )
 
 
-def device(name: Device) -> str:
+def device(name: str) -> str:
     """The device of that name, or with ``"auto"`` the fastest one that is available.
 
     Raises:
@@ -344,6 +373,8 @@ def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
     for option, name in files.items():
         if name is None:
             continue
+        if name == "-":
+            raise UsageError(f"--{option} - would be a file called -: name a file, or use --json")
         path = Path(name).resolve()  # a link stays one
         with _explaining(f"--{option} {name}", "name another file"):
             if not path.parent.exists():

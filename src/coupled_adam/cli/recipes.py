@@ -1,34 +1,27 @@
-"""List the recipes, or print one as a complete YAML file."""
+"""List the recipes, or print one as a complete YAML file, with the meaning of each key."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
+from coupled_adam.cli.options import argument
 from coupled_adam.cli.terminal import print_table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of ``coupled-adam recipes``."""
+    """The options of ``coupled-adam recipes``."""
 
-    name: str | None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to a parser."""
-    parser.add_argument("name", nargs="?", help="the recipe to print (default: list all of them)")
+    name: str | None = argument("the recipe to print (default: list all of them)", nargs="?")
 
 
 def run(options: Options) -> None:
     """Print the list of recipes, or one recipe."""
-    import yaml
-
-    from coupled_adam.lab.recipe import load_recipe, recipe_names
+    from coupled_adam.lab.recipe import explained, load_recipe, recipe_names
     from coupled_adam.rendering.tables import terminal_table
 
     if options.name is not None:
-        print(yaml.safe_dump(load_recipe(options.name).to_dict(), sort_keys=False), end="")
+        print(explained(load_recipe(options.name)), end="")
         return
     table = terminal_table()
     for name in ("recipe", "parameters", "tokens", "text", "arms", "seeds"):

@@ -6,7 +6,6 @@ rest of the model is copied as it is, and the model itself is never changed.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import json
@@ -15,14 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
-    Device,
-    add_device,
-    add_json,
+    Count,
+    DeviceOption,
+    JsonOption,
+    WholeNumber,
+    argument,
     check_folder,
     device,
+    option,
     optional_path,
-    positive_int,
-    whole_number,
 )
 from coupled_adam.cli.terminal import (
     console,
@@ -37,60 +37,32 @@ if TYPE_CHECKING:
     from coupled_adam.embeddings.repair import RepairedMatrix
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, DeviceOption):
+    """The options of ``coupled-adam repair``."""
 
-    model: str
-    revision: str | None
-    out: str
-    undertrained: bool
-    method: Literal["sample", "partner"]
-    recenter: bool
-    seed: int
-    tokenizer: str | None
-    text: str | None
-    batches: int | None
-    show: int
-    json: bool
-    device: Device
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
-    parser.add_argument("model", help="the folder of a model or a run, or a model's id on the hub")
-    parser.add_argument("--revision", help="the branch, tag or commit, for a model on the hub")
-    parser.add_argument("--out", required=True, help="the folder to write, which must not exist")
-    parser.add_argument(
-        "--undertrained",
-        action="store_true",
-        help="also repair the tokens that cannot be told from unused rows",
+    model: str = argument("the folder of a model or a run, or a model's id on the hub")
+    revision: str | None = option("the branch, tag or commit, for a model on the hub")
+    out: str = option("the folder to write, which must not exist", dataclasses.MISSING)
+    undertrained: bool = option(
+        "also repair the tokens that cannot be told from unused rows", default=False
     )
-    parser.add_argument(
-        "--method",
-        choices=("sample", "partner"),
-        default="sample",
-        help="draw new rows like the healthy ones; or take the direction of the same token in the "
-        "other matrix, where input and output embeddings are not tied",
+    method: Literal["sample", "partner"] = option(
+        "draw new rows like the healthy ones; or take the direction of the same token in the other "
+        "matrix, where input and output embeddings are not tied",
+        "sample",
     )
-    parser.add_argument(
-        "--recenter",
-        action="store_true",
-        help="subtract the mean from the output embeddings, which does not change the predictions",
+    recenter: bool = option(
+        "subtract the mean from the output embeddings, which does not change the predictions",
+        default=False,
     )
-    parser.add_argument("--seed", type=whole_number, default=0, help="of the rows drawn")
-    parser.add_argument(
-        "--tokenizer", help="a tokenizer's folder, or its id on the hub (default: the model's own)"
+    seed: WholeNumber = option("of the rows drawn", 0)
+    tokenizer: str | None = option(
+        "a tokenizer's folder, or its id on the hub (default: the model's own)"
     )
-    parser.add_argument("--text", help="show the loss on this text before and after")
-    parser.add_argument(
-        "--batches", type=positive_int, help="how many batches of the text to use (default: all)"
-    )
-    parser.add_argument(
-        "--show", type=positive_int, default=20, metavar="N", help="how many rows the table names"
-    )
-    add_json(parser, "changes")
-    add_device(parser)
+    text: str | None = option("show the loss on this text before and after")
+    batches: Count | None = option("how many batches of the text to use (default: all)")
+    show: Count = option("how many rows the table names", 20, metavar="N")
 
 
 def run(options: Options) -> None:

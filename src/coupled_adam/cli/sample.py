@@ -6,20 +6,20 @@ prompt with the same random numbers.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import (
-    Device,
-    add_device,
-    add_json,
+    Count,
+    DeviceOption,
+    JsonOption,
+    NotNegative,
+    WholeNumber,
+    argument,
     device,
-    number_from_0,
-    positive_int,
-    whole_number,
+    option,
 )
 from coupled_adam.cli.terminal import console, quiet_libraries
 from coupled_adam.errors import UsageError
@@ -30,56 +30,32 @@ if TYPE_CHECKING:
 _NARROWEST = 24  # characters of a column; with less, texts are printed one below the other
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, DeviceOption):
+    """The options of ``coupled-adam sample``."""
 
-    models: list[str]
-    prompt: str
-    tokens: int
-    temperature: float
-    seed: int
-    revision: str | None
-    json: bool
-    device: Device
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add them to a parser."""
-    parser.add_argument(
-        "models",
-        nargs="+",
-        metavar="RUN",
-        help="the folder of a comparison, a run or a model, or a model's id on the hub",
+    models: list[str] = argument(
+        "the folder of a comparison, a run or a model, or a model's id on the hub", "RUN"
     )
-    parser.add_argument(
-        "--prompt", default="", help="the beginning of the text (default: a new document)"
+    prompt: str = option("the beginning of the text (default: a new document)", "")
+    tokens: Count = option("how many to write at most", 100)
+    temperature: NotNegative = option(
+        "lower is less random; 0 takes the most probable token every time", 0.8
     )
-    parser.add_argument(
-        "--tokens", type=positive_int, default=100, help="how many to write at most"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=number_from_0,
-        default=0.8,
-        help="lower is less random; 0 takes the most probable token every time",
-    )
-    parser.add_argument("--seed", type=whole_number, default=1, help="of the random numbers")
-    parser.add_argument("--revision", help="the branch, tag or commit, for models on the hub")
-    add_json(parser, "texts")
-    add_device(parser)
+    seed: WholeNumber = option("of the random numbers", 1)
+    revision: str | None = option("the branch, tag or commit, for models on the hub")
 
 
 def run(options: Options) -> None:
     """Write the texts and print them."""
     from coupled_adam.lab.comparison import runs_to_sample
     from coupled_adam.lab.evaluation.loading import (
-        is_run,
         load_model,
         load_model_tokenizer,
         require_causal,
     )
     from coupled_adam.lab.evaluation.sample import sample
+    from coupled_adam.runs import MODEL, is_run
 
     try:
         options.prompt.encode()
@@ -89,7 +65,7 @@ def run(options: Options) -> None:
     quiet_libraries()
     texts = {}
     for name in (folder for given in options.models for folder in runs_to_sample(given)):
-        source = str(Path(name) / "model") if is_run(Path(name)) else name
+        source = str(Path(name) / MODEL) if is_run(Path(name)) else name
         model = load_model(source, target, options.revision)
         require_causal(model, source)
         tokenizer = load_model_tokenizer(source, options.revision)

@@ -7,48 +7,37 @@ these. The page OUT/sweep.html shows the losses of all combinations.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
 from pathlib import Path
 
 from coupled_adam.cli.options import (
     DEFAULT_RECIPE,
+    Count,
     RunOptions,
-    add_run_arguments,
-    add_selection,
+    Selection,
     cache_folder,
     check_folder,
     execution,
+    option,
     overridden,
-    positive_int,
     selected,
 )
 from coupled_adam.cli.terminal import console, print_path, print_table
 from coupled_adam.errors import UsageError
 
 
-@dataclasses.dataclass(frozen=True)
-class Options(RunOptions):
-    """The arguments of ``coupled-adam sweep``."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(RunOptions, Selection):
+    """The options of ``coupled-adam sweep``."""
 
-    arms: list[str] | None
-    seeds: list[int] | None
-    optuna: int | None
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to a parser."""
-    add_run_arguments(
-        parser, "a new folder for the results (default: runs/NAME-sweep, with the recipe's name)"
+    out: str | None = option(
+        "a new folder for the results (default: runs/NAME-sweep, with the recipe's name)"
     )
-    add_selection(parser)
-    parser.add_argument(
-        "--optuna",
-        type=positive_int,
+    optuna: Count | None = option(
+        "let Optuna choose so many combinations for each arm (default: try all of them); ranges "
+        "such as training.lr=1e-4..1e-2 are then possible, too",
         metavar="TRIALS",
-        help="let Optuna choose so many combinations for each arm (default: try all of them); "
-        "ranges such as training.lr=1e-4..1e-2 are then possible, too",
     )
 
 

@@ -6,50 +6,36 @@ SGD and of Coupled Adam, but not those of AdamW.
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from coupled_adam.cli.options import (
-    Device,
-    add_cache,
-    add_device,
-    add_json,
+    CacheOption,
+    Count,
+    DeviceOption,
+    JsonOption,
+    argument,
     cache_folder,
     check_files,
     device,
+    option,
     optional_path,
-    positive_int,
     write_file,
 )
 from coupled_adam.cli.terminal import print_table, quiet_libraries
+from coupled_adam.errors import UsageError
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``coupled-adam theory``."""
+@dataclass(frozen=True, kw_only=True)
+class Options(JsonOption, CacheOption, DeviceOption):
+    """The options of ``coupled-adam theory``."""
 
-    model: str
-    text: str | None
-    batches: int
-    batch_size: int
-    json: bool
-    html: str | None
-    cache: str | None
-    device: Device
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to a parser."""
-    parser.add_argument("model", help="the folder of a run, or of a causal language model")
-    parser.add_argument("--text", help="text for a model: a file, or a folder of text files")
-    parser.add_argument("--batches", type=positive_int, default=50, help="gradients to take")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="sequences in a batch")
-    add_json(parser)
-    parser.add_argument("--html", metavar="FILE", help="write a page with the table and a picture")
-    add_cache(parser)
-    add_device(parser)
+    model: str = argument("the folder of a run, or of a causal language model")
+    text: str | None = option("text for a model: a file, or a folder of text files")
+    batches: Count = option("gradients to take", 50)
+    batch_size: Count = option("sequences in a batch", 8)
+    html: str | None = option("write a page with the table and a picture", metavar="FILE")
 
 
 def run(options: Options) -> None:
@@ -61,6 +47,8 @@ def run(options: Options) -> None:
     target = device(options.device)
     quiet_libraries()
     folder = Path(options.model)
+    if not folder.exists():
+        raise UsageError(f"there is no folder {folder}: name a run or a model")
     measured = measure_folder(
         folder,
         text=optional_path(options.text),

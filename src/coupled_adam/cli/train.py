@@ -6,37 +6,30 @@ by coupled-adam report.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from coupled_adam.cli.options import (
     DEFAULT_RECIPE,
     RunOptions,
-    add_run_arguments,
+    WholeNumber,
     cache_folder,
     check_folder,
     execution,
     known_arm,
+    option,
     overridden,
-    whole_number,
 )
 from coupled_adam.cli.terminal import print_path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """The arguments of ``coupled-adam train``."""
+    """The options of ``coupled-adam train``."""
 
-    arm: str
-    seed: int
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to a parser."""
-    add_run_arguments(parser, "the run's folder (default: runs/NAME/ARM-seed-SEED)")
-    parser.add_argument("--arm", required=True, help="an arm of the recipe")
-    parser.add_argument("--seed", type=whole_number, default=1, help="the seed of the run")
+    arm: str = option("an arm of the recipe", MISSING)
+    seed: WholeNumber = option("the seed of the run", 1)
+    out: str | None = option("the run's folder (default: runs/NAME/ARM-seed-SEED)")
 
 
 def run(options: Options) -> None:
@@ -44,14 +37,15 @@ def run(options: Options) -> None:
     from coupled_adam.lab import comparison
     from coupled_adam.lab.recipe import load_recipe
     from coupled_adam.lab.training.config import TrainingRun
+    from coupled_adam.runs import CONFIG, run_name
 
     named = options.recipe or DEFAULT_RECIPE
     if options.recipe is None and options.resume and options.out is not None:
-        config = Path(options.out) / "config.yaml"
+        config = Path(options.out) / CONFIG
         named = str(config) if config.is_file() else named
     recipe = overridden(load_recipe(named), options)
     arm, seed = known_arm(options.arm, recipe), options.seed
-    folder = Path(options.out or Path("runs") / recipe.name / f"{arm}-seed-{seed}")
+    folder = Path(options.out or Path("runs") / recipe.name / run_name(arm, seed))
     check_folder("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),

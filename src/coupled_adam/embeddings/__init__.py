@@ -27,7 +27,8 @@ try:
         singular_values,
     )
     from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
-    from coupled_adam.embeddings.report import EmbeddingReport, Measures, analyze
+    from coupled_adam.embeddings.measures import Measures
+    from coupled_adam.embeddings.report import EmbeddingReport, analyze
     from coupled_adam.embeddings.similarity import (
         SetScore,
         WordSimilarityReport,

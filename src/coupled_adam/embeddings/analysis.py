@@ -29,6 +29,7 @@ from coupled_adam.embeddings.undertrained import finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line, printable
+from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
 
@@ -250,8 +251,8 @@ def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokeni
         if needed:
             raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
         return None
-    if source.tokenizer is None and (Path(model) / "config.yaml").exists():
-        name = str(Path(model) / "model")
+    if source.tokenizer is None and is_run(Path(model)):
+        name = str(Path(model) / MODEL)
     try:
         return load_tokenizer(name, source.revision if source.tokenizer is None else None)
     except UsageError as error:
@@ -289,13 +290,12 @@ def _counts(
     is_token: NDArray[np.bool_] | None,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
-    own = Path(model) / "unigram_counts.npy"
+    own = Path(model) / COUNTS
     pieces: Iterable[NDArray[Any]] | None = None
     if source.text is not None and tokenizer is not None:
         pieces = token_pieces(source.text, tokenizer)
     elif source.tokens:
-        files = [token_file(path, rows) for path in source.tokens]
-        tokens = Tokens([file.open(Path()) for file in files])
+        tokens = Tokens([token_file(path, rows) for path in source.tokens])
         starts = range(0, len(tokens), 2**24)
         bar = tqdm(starts, "counting tokens", disable=None, leave=False)
         pieces = (tokens[start : start + 2**24] for start in bar)

@@ -24,6 +24,7 @@ from coupled_adam.embeddings.weights import (
     open_hub_file,
 )
 from coupled_adam.files import read_text
+from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, reach_hub
 
 INPUT_NAMES = (
@@ -175,8 +176,7 @@ def _read(weights: Weights, name: str) -> Tensor:
 
 
 def _open_folder(folder: Path) -> Weights:
-    run = folder / "config.yaml"
-    if run.exists() and not (folder / "config.json").exists():
+    if is_run(folder):
         return _open_run(folder)
     if (folder / ".metadata").exists():
         return open_distributed(folder)
@@ -202,24 +202,14 @@ def _open_folder(folder: Path) -> Weights:
     )
 
 
-def inner_runs(folder: Path) -> list[Path]:
-    """The runs in a folder, which is that of a comparison or a sweep if there are any."""
-    patterns = ("*/config.yaml", "*/*/config.yaml")
-    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
-
-
 def _open_run(folder: Path) -> Weights:
     """Open a run of this package: its model, or its last checkpoint while it is being trained."""
-    if (folder / "model").exists():
-        return _open_folder(folder / "model")
-    checkpoints = [
-        path
-        for path in (folder / "checkpoints").glob("step-*")
-        if re.fullmatch(r"step-\d+", path.name)
-    ]
+    if (folder / MODEL).exists():
+        return _open_folder(folder / MODEL)
+    checkpoints = by_step(folder / CHECKPOINTS)
     if not checkpoints:
         raise ValueError(f"{folder} is a run that has neither a model nor a checkpoint yet")
-    last = max(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
+    last = checkpoints[max(checkpoints)]
     return _open_folder(last) if last.is_dir() else open_archive(last)
 
 

@@ -9,23 +9,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from coupled_adam.embeddings.report import analyze, number
+from coupled_adam.embeddings.measures import logged
+from coupled_adam.embeddings.report import analyze
 
 Find = Callable[[Any], Mapping[str, Tensor]]
-
-LOGGED = {
-    "isotropy": ("isotropy",),
-    "isotropy_unit": ("isotropy_unit",),
-    "isotropy_centered": ("centered", "isotropy"),
-    "iso_score": ("iso_score",),
-    "mean_norm": ("mean_norm",),
-    "mean_norm_ratio": ("mean_norm_ratio",),
-    "condition": ("condition",),
-    "mean_cosine_similarity": ("mean_cosine_similarity",),
-    "effective_rank": ("effective_rank",),
-    "norm_frequency_correlation": ("norm_frequency_correlation",),
-}
-"""The measures that are logged, and where they are in a report."""
 
 LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
 """Values that healthy training does not reach; beyond them, a callback warns."""
@@ -143,9 +130,10 @@ class Monitor:
 
         Returns:
             The numbers by name; an empty dict unless ``here``. The names are those in
-            :data:`LOGGED` with the prefix ``embeddings/`` for the output embeddings, and
-            ``input_embeddings/`` for the input embeddings if these are another matrix; and
-            ``embeddings/largest_logit``, the largest absolute logit of this process in the step.
+            :data:`coupled_adam.embeddings.measures.LOGGED` with the prefix ``embeddings/`` for the
+            output embeddings, and ``input_embeddings/`` for the input embeddings if these are
+            another matrix; and ``embeddings/largest_logit``, the largest absolute logit of this
+            process in the step.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -154,31 +142,28 @@ class Monitor:
         matrices = {role: full_tensor(matrix) for role, matrix in self.find(model).items()}
         if not here:
             return {}
-        logged = {}
+        numbers: dict[str, float] = {}
         for role, matrix in matrices.items():
             prefix = "input_embeddings" if role == "input" else "embeddings"
-            report = analyze(matrix, self.counts)
-            for name, path in LOGGED.items():
-                value = number(report, path)
-                if value is not None:
-                    logged[f"{prefix}/{name}"] = value
+            measured = logged(analyze(matrix, self.counts))
+            numbers |= {f"{prefix}/{name}": value for name, value in measured.items()}
         if self._largest_logit is not None:
-            logged["embeddings/largest_logit"] = float(self._largest_logit)
+            numbers["embeddings/largest_logit"] = float(self._largest_logit)
             self._largest_logit = None
-        self._warn(logged)
-        return logged
+        self._warn(numbers)
+        return numbers
 
-    def _warn(self, logged: Mapping[str, float]) -> None:
+    def _warn(self, numbers: Mapping[str, float]) -> None:
         """Warn of values that exceed their limits and did not when they were last measured."""
         exceeded = {
             name
-            for name, value in logged.items()
+            for name, value in numbers.items()
             if value > self.limits.get(name.rpartition("/")[2], float("inf"))
         }
         for name in sorted(exceeded - self._exceeded):
             limit = self.limits[name.rpartition("/")[2]]
             warnings.warn(
-                f"{name} is {logged[name]:.4g}, above the limit of {limit:g}", stacklevel=2
+                f"{name} is {numbers[name]:.4g}, above the limit of {limit:g}", stacklevel=2
             )
         self._exceeded = exceeded
 

@@ -12,7 +12,8 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +27,14 @@ from coupled_adam.embeddings.loading import (
     INPUT_NAMES,
     OUTPUT_NAMES,
     EmbeddingMatrix,
-    inner_runs,
     load_embeddings,
 )
 from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
+from coupled_adam.embeddings.weights import check_inside
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import clear_leftovers, new_folder
+from coupled_adam.runs import MODEL, inner_runs, is_run
 from coupled_adam.text.hub import download_model, hub_error
 
 Method = Literal["sample", "partner"]
@@ -164,8 +166,8 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         UsageError: if there is no such model.
     """
     folder = Path(model)
-    if (folder / "config.yaml").exists() and not (folder / "config.json").exists():
-        folder = folder / "model"
+    if is_run(folder):
+        folder = folder / MODEL
         if not folder.exists():
             raise UsageError(f"{model} is a run that has no model yet: let it finish first")
     if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
@@ -193,9 +195,10 @@ def repair_model(
 ) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
-    All other files are copied as they are, and all other tensors keep their bits. Files of
-    optimizers are copied, too, and do not know of the change. The row of the model's padding token
-    may be zero.
+    All other regular files in the folder are copied as they are, and all other tensors keep their
+    bits. Links that lead out of the folder, pipes and the like are left out, with a warning. Files
+    of optimizers are copied, too, and do not know of the change. The row of the model's padding
+    token may be zero.
 
     Args:
         folder: a model in Hugging Face format, as safetensors, sharded or not.
@@ -224,8 +227,8 @@ def repair_model(
     if not shards:
         raise UsageError(f"{folder} has no safetensors: save the model as safetensors first")
     for shard in shards:
-        if not shard.is_file():  # to read a pipe would be to wait for ever
-            raise UsageError(f"{shard} is no file")
+        if not _is_file_of(folder, shard):
+            raise UsageError(f"{shard} is no file of the model's folder: copy it there")
     _check_shards(folder)
     _check(repair, folder, entries[-1].role, config)
 
@@ -252,7 +255,7 @@ def repair_model(
             changed[entry.tensor] = change
     clear_leftovers(out.parent)
     with _explained(out), new_folder(out, replace=False) as temporary:
-        _copy_all_but_weights(folder, temporary)
+        _copy_all_but(shards, folder, temporary)
         for shard in shards:
             replaced = _write_shard(shard, temporary / shard.name, changed, shift)
             for report in reports:
@@ -276,19 +279,39 @@ def _explained(out: Path) -> Iterator[None]:
         raise
 
 
-def _copy_all_but_weights(folder: Path, copy: Path) -> None:
-    """Copy a model's folder into an empty one, without its files of weights."""
+def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
+    """Copy the regular files of a model's folder into an empty one, and name what is none."""
+    left_out: list[str] = []
+
+    def ignored(place: str, names: list[str]) -> list[str]:
+        paths = [Path(place, name) for name in names]
+        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
+        kept = [path for path in paths if path in folders or _is_file_of(folder, path)]
+        left_out.extend(str(path) for path in paths if path not in kept)
+        return [path.name for path in paths if path not in kept or path in weights]
+
     try:
-        shutil.copytree(
-            folder,
-            copy,
-            ignore=lambda _, names: [n for n in names if n.endswith(".safetensors")],
-            dirs_exist_ok=True,
-        )
+        shutil.copytree(folder, copy, ignore=ignored, dirs_exist_ok=True)
     except shutil.Error as error:  # of several files, which have no number of an error in common
         source, _, reason = error.args[0][0]
         raise UsageError(f"{source} cannot be copied ({reason})") from None
     copy.chmod(copy.stat().st_mode | 0o700)  # of a folder that may be read-only
+    if left_out:
+        names = ", ".join(sorted(left_out))
+        warnings.warn(f"not files of {folder}, and so not copied: {names}", stacklevel=3)
+
+
+def _is_file_of(folder: Path, path: Path) -> bool:
+    """Whether a path is a regular file, and no link that leads out of the folder.
+
+    What a link may lead to is not the model's: a private file, or a device without an end.
+    """
+    if not path.is_file():
+        return False
+    with contextlib.suppress(ValueError):
+        check_inside(folder, str(path.relative_to(folder)))
+        return True
+    return False
 
 
 def _check_shards(folder: Path) -> None:
@@ -313,7 +336,8 @@ def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -
         return
     if role == "input":
         raise UsageError(f"--recenter: {folder} has no output embeddings")
-    text = config.get("text_config") or config
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_softcap"):
         if text.get(name):
             raise UsageError(

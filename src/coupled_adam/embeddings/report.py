@@ -17,67 +17,13 @@ from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
-from coupled_adam.embeddings.frequency import Convention, checked_counts, correlation_with_log
+from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, as_array
-from coupled_adam.embeddings.similarity import (
-    WordSimilarityReport,
-    WordSimilaritySet,
-    similarity_of,
-    word_vectors,
-)
+from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
+from coupled_adam.embeddings.similarity import WordSimilaritySet, similarity_of, word_vectors
 
 
-@dataclasses.dataclass(frozen=True)
-class Measures:
-    """The measures of an embedding matrix; None for a measure that is not defined.
-
-    If all rows are equal, for example, removing the mean leaves only zeros, for which the ratio,
-    the measures of the spectrum and the cosine are not defined.
-
-    Attributes:
-        isotropy: the isotropy Iso with both signs of every eigenvector, 0 to 1; higher is better.
-        isotropy_published: the isotropy with the signs that the linear-algebra library returns.
-        isotropy_unit: the isotropy after division by the mean row norm, 0 to 1; higher is better.
-        mean_norm: ||mu||; lower is better.
-        mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
-        condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
-        mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
-        effective_rank: 1 to min(V, H); higher is better.
-        participation_ratio: 1 to min(V, H); higher is better.
-        iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
-        norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
-        norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
-            occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
-            equal.
-        norm_frequency_correlation_published: the same over all tokens, with log(p_i + 1e-10).
-        mean_frequency_correlation: the correlation of e_i . mu and log p_i, -1 to 1; near 0 is
-            better. None in the same cases, and if the mean is zero.
-        word_similarity: the word-similarity scores; None if no sets were given.
-        singular_values: [min(V, H)], descending.
-    """
-
-    isotropy: float
-    isotropy_published: float
-    isotropy_unit: float | None
-    mean_norm: float
-    mean_norm_ratio: float | None
-    condition: float | None
-    mean_cosine_similarity: float | None
-    effective_rank: float | None
-    participation_ratio: float | None
-    iso_score: float | None
-    norm_mean: float
-    norm_std: float
-    norm_min: float
-    norm_max: float
-    norm_frequency_correlation: float | None
-    norm_frequency_correlation_published: float | None
-    mean_frequency_correlation: float | None
-    word_similarity: WordSimilarityReport | None
-    singular_values: list[float] = dataclasses.field(repr=False)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingReport(Measures):
     """The measures of an embedding matrix in three variants. It prints as a table.
 
@@ -106,16 +52,16 @@ class EmbeddingReport(Measures):
         variants = (self, self.centered, self.all_but_the_top)
         header = f"{self.vocab_size} x {self.hidden_size}"
         lines = [("embeddings", "E", header, "- mean", f"- top {self.top_directions}")]
-        for measure in MEASURES:
-            values = [number(variant, measure.path) for variant in variants]
+        for measure in MEASURES.values():
+            values = [measure.of(variant) for variant in variants]
             if values[0] is not None:
-                first, second, third = (shown(value, measure.digits) for value in values)
+                first, second, third = map(measure.text, values)
                 lines.append((measure.label, measure.symbol, first, second, third))
         if self.unseen_tokens is not None:
             lines.append(("  tokens never seen, left out", "", str(self.unseen_tokens), "", ""))
         if self.excluded_rows:
             lines.append(("rows left out of all measures", "", str(self.excluded_rows), "", ""))
-        return "\n".join(f"{a:<34}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
+        return "\n".join(f"{a:<38}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
 
     def _repr_html_(self) -> str:
         """The table with the healthy ranges, and the spectra if matplotlib is installed."""
@@ -128,11 +74,11 @@ class EmbeddingReport(Measures):
             "healthy, as is",
         )
         lines = []
-        for measure in MEASURES:
-            values = [number(variant, measure.path) for variant in variants]
+        for measure in MEASURES.values():
+            values = [measure.of(variant) for variant in variants]
             if values[0] is None:
                 continue
-            texts = [shown(value, measure.digits) for value in values]
+            texts = [measure.text(value) for value in values]
             cells = [f"{measure.label} {measure.symbol}", *texts]
             note = ""
             if measure.healthy is not None:
@@ -171,164 +117,6 @@ def _spectra(variants: Sequence[Measures]) -> str:
     figure.savefig(image, format="png")
     data = base64.b64encode(image.getvalue()).decode()
     return f'<img alt="singular values" src="data:image/png;base64,{data}">'
-
-
-@dataclasses.dataclass(frozen=True)
-class Healthy:
-    """The range of a measure for healthy embeddings, and where the range comes from.
-
-    Attributes:
-        source: what the range is based on, as a sentence fragment.
-        low, high: the ends of the range, which belong to it; None where there is no end. If both
-            are None, more is better, without a limit that would hold for matrices of any size.
-    """
-
-    source: str
-    low: float | None = None
-    high: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    def __str__(self) -> str:
-        if self.low is None:
-            return "higher" if self.high is None else f"≤ {self.high:g}"
-        if self.high is None:
-            return f"≥ {self.low:g}"
-        symmetric = self.low == -self.high
-        return f"0 ± {self.high:g}" if symmetric else f"{self.low:g} to {self.high:g}"
-
-
-_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
-_STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
-_ONE_RUN = "one run each of the recipe tiny"
-
-
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """A row of a report's tables.
-
-    Attributes:
-        label, symbol: its name, and the letter for it in the paper.
-        path: the path of attributes from a report to the number.
-        digits: how many digits to show.
-        healthy: what is healthy for the matrix as it is; None if that cannot be said.
-        of_the_mean: whether it says nothing once the mean is removed.
-    """
-
-    label: str
-    symbol: str
-    path: tuple[str, ...]
-    digits: int
-    healthy: Healthy | None = None
-    of_the_mean: bool = False
-
-
-MEASURES = (
-    Measure(
-        "isotropy",
-        "Iso",
-        ("isotropy",),
-        4,
-        Healthy(f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8),
-    ),
-    Measure("  as published (signs arbitrary)", "", ("isotropy_published",), 4, of_the_mean=True),
-    Measure("  at unit mean norm", "", ("isotropy_unit",), 4),
-    Measure("mean norm", "‖μ‖", ("mean_norm",), 4, of_the_mean=True),
-    Measure(
-        "relative mean norm",
-        "‖μ‖ʳ",
-        ("mean_norm_ratio",),
-        4,
-        Healthy(f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05),
-        of_the_mean=True,
-    ),
-    Measure(
-        "condition, 100 σ_min/σ_max",
-        "κ",
-        ("condition",),
-        2,
-        Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
-    ),
-    Measure(
-        "mean cosine similarity",
-        "cos",
-        ("mean_cosine_similarity",),
-        4,
-        Healthy(
-            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
-            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})",
-            -0.05,
-            0.05,
-        ),
-    ),
-    Measure(
-        "effective rank",
-        "",
-        ("effective_rank",),
-        1,
-        Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
-    ),
-    Measure(
-        "participation ratio",
-        "",
-        ("participation_ratio",),
-        1,
-        Healthy("H if all directions are used equally; outliers lower it first"),
-    ),
-    Measure(
-        "IsoScore",
-        "",
-        ("iso_score",),
-        4,
-        Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
-    ),
-    Measure("norm, mean over rows", "‖e‖", ("norm_mean",), 4),
-    Measure("  standard deviation", "", ("norm_std",), 4),
-    Measure(
-        "norm vs. log frequency",
-        "ρ",
-        ("norm_frequency_correlation",),
-        4,
-        Healthy(f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY})", low=0.5),
-    ),
-    Measure("  as published (with unseen ones)", "", ("norm_frequency_correlation_published",), 4),
-    Measure(
-        "along the mean vs. log frequency",
-        "",
-        ("mean_frequency_correlation",),
-        4,
-        Healthy(
-            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
-            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})",
-            -0.5,
-            0.5,
-        ),
-        of_the_mean=True,
-    ),
-    Measure(
-        "word similarity, mean of the sets",
-        "r̄",
-        ("word_similarity", "mean"),
-        2,
-        Healthy("57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"),
-    ),
-    Measure("  by dot product", "", ("word_similarity", "dot_mean"), 2),
-)
-"""The rows of a report's tables."""
-
-
-def number(measures: Measures | Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    """Look up a number of a report, or of its dict, by its path; None if it is missing."""
-    found: Any = measures
-    for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else getattr(found, key, None)
-    return found  # type: ignore[no-any-return]
-
-
-def shown(value: float | None, digits: int) -> str:
-    """Format a number for a table; a dash for None."""
-    return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 PASSES = 4
@@ -438,26 +226,30 @@ def analyze(
     centred_vectors = vectors - as_array(mean)
     removed = as_array(taken)
     topless_vectors = centred_vectors - centred_vectors @ removed @ removed.T
-    scores = [
-        None if sets is None else similarity_of(words, rows, sets, cloud.floor)
-        for cloud, rows in ((raw, vectors), (centred, centred_vectors), (topless, topless_vectors))
-    ]
-    measures = _measures(raw, squares, p, scores[0])
-    centred_measures = _measures(centred, centred_squares, p, scores[1])
+
+    def measures(cloud: _Cloud, squares: Tensor, word_vectors: Array, **more: Any) -> Measures:
+        scores = None if sets is None else similarity_of(words, word_vectors, sets, cloud.floor)
+        return Measures.of(cloud.summary(squares, p, word_similarity=scores, **more))
+
+    centered = measures(centred, centred_squares, centred_vectors)
+    # IsoScore is that of the covariance, by definition.
+    spread = None if not centred.norms.any() else np.array(centered.singular_values)
+    raw_measures = measures(
+        raw,
+        squares,
+        vectors,
+        mean_norm=float(mean.norm()),
+        along=as_array(along),
+        spread=spread,
+    )
     return EmbeddingReport(
-        **{
-            **vars(measures),
-            "iso_score": centred_measures.iso_score,  # that of the covariance, by definition
-            "mean_norm": float(mean.norm()),
-            "mean_norm_ratio": float(mean.norm()) / float(norms.mean()),
-            "mean_frequency_correlation": _correlation(as_array(along), p, "seen"),
-        },
+        **vars(raw_measures),
         vocab_size=rows,
         hidden_size=columns,
         excluded_rows=rows - used,
         unseen_tokens=unseen,
-        centered=centred_measures,
-        all_but_the_top=_measures(topless, topless_squares, p, scores[2]),
+        centered=centered,
+        all_but_the_top=measures(topless, topless_squares, topless_vectors),
         top_directions=top,
     )
 
@@ -529,54 +321,36 @@ class _Cloud:
         self.partition.add(projections)
         self.unit_partition.add(projections * self.scale)
 
+    def summary(self, squares: Tensor, p: Array | None, **more: Any) -> Summary:
+        """What the measures need to know of these rows.
 
-def _measures(
-    cloud: _Cloud, squares: Tensor, p: Array | None, word_similarity: WordSimilarityReport | None
-) -> Measures:
-    """The measures of rows with zero mean, from the eigenvalues of E^T E, zeros included."""
-    norms = as_array(cloud.norms)
-    values = geometry.singular_values_of(squares.sort().values, len(norms))
-    log_z, unit_log_z = (
-        _with_removed_direction(partition.log_z(), squares, len(norms))
-        for partition in (cloud.partition, cloud.unit_partition)
-    )
-    is_point = not norms.any()
-    cosine = cloud.angles.mean_cosine()
-    participation = None if is_point else geometry.participation_ratio_of(values)
-    iso_score = None
-    if participation is not None and len(squares) > 1:
-        iso_score = geometry.iso_score_of(participation, len(squares))
-    return Measures(
-        isotropy=geometry.isotropy_of(log_z),
-        isotropy_published=geometry.isotropy_of(log_z[:1]),
-        isotropy_unit=None if is_point else geometry.isotropy_of(unit_log_z),
-        mean_norm=0.0,
-        mean_norm_ratio=None if is_point else 0.0,
-        condition=None if is_point else geometry.condition_of(values),
-        mean_cosine_similarity=None if math.isnan(cosine) else cosine,
-        effective_rank=None if is_point else geometry.effective_rank_of(values),
-        participation_ratio=participation,
-        iso_score=iso_score,
-        norm_mean=float(norms.mean()),
-        norm_std=float(norms.std()),
-        norm_min=float(norms.min()),
-        norm_max=float(norms.max()),
-        norm_frequency_correlation=_correlation(norms, p, "seen"),
-        norm_frequency_correlation_published=_correlation(norms, p, "published"),
-        mean_frequency_correlation=None,
-        word_similarity=word_similarity,
-        singular_values=values.tolist(),
-    )
+        Args:
+            squares: [H], the eigenvalues of E^T E.
+            p: counts or probabilities of the tokens.
+            more: attributes of :class:`Summary` that differ from those of rows whose mean is zero.
+        """
+        norms = as_array(self.norms)
+        values = geometry.singular_values_of(squares.sort().values, len(norms))
+        log_z, unit_log_z = (
+            _with_removed_direction(partition.log_z(), squares, len(norms))
+            for partition in (self.partition, self.unit_partition)
+        )
+        centred = {"mean_norm": 0.0, "along": None, "spread": values if norms.any() else None}
+        return Summary(
+            columns=len(squares),
+            norms=norms,
+            values=values,
+            log_z=log_z,
+            unit_log_z=unit_log_z,
+            mean_cosine=self.angles.mean_cosine(),
+            p=p,
+            **(centred | more),
+        )
 
 
 def _with_removed_direction(log_z: Array, squares: Tensor, rows: int) -> Array:
     """Log Z [2, n], with that of a direction that was removed, exp(0) for every row, if any was."""
     return np.pad(log_z, ((0, 0), (0, int(squares[-1] == 0))), constant_values=math.log(rows))
-
-
-def _correlation(values: Array, p: Array | None, convention: Convention) -> float | None:
-    r = math.nan if p is None else correlation_with_log(values, p, convention)
-    return None if math.isnan(r) else r
 
 
 def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.bool_] | None:

@@ -9,13 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.report import MEASURES, Measures, number, shown
+from coupled_adam.embeddings.measures import MEASURES, Measures
 from coupled_adam.embeddings.tokens import Comparison, Neighbourhood, Undertrainedness
 from coupled_adam.rendering.tables import csv_text, terminal_table
 
 T = TypeVar("T")
 
-_SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES if m.healthy is not None))
+_SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +70,11 @@ def measure_rows(parts: Sequence[Measures | Mapping[str, Any]], *, as_is: bool =
             the mean itself, which say nothing once it is removed, and no healthy ranges.
     """
     rows = []
-    for measure in MEASURES:
-        values = [number(part, measure.path) for part in parts]
+    for measure in MEASURES.values():
+        values = [measure.of(part) for part in parts]
         if not any(values) or (measure.of_the_mean and not as_is):
             continue
-        row = Row(measure.label, measure.symbol, [shown(v, measure.digits) for v in values])
+        row = Row(measure.label, measure.symbol, [*map(measure.text, values)])
         if measure.healthy is not None and as_is:
             source = _SOURCES.index(measure.healthy.source) + 1
             row = dataclasses.replace(

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.rendering.tables import terminal_table
+from coupled_adam.runs import SECOND_MOMENTS, by_step
 
 NEIGHBOURS = 10
 VARIANTS = {"raw": False, "centered": True}
@@ -400,16 +400,11 @@ def _slopes(analysis: Analysis) -> tuple[float | None, float | None]:
     if counts is None:
         return None, None
     norms = frequency_slope(finite_rows(matrix)[1], counts)
-    files = [
-        path
-        for path in Path(analysis.model).glob("second_moments/step-*.npy")
-        if re.fullmatch(r"step-\d+", path.stem)
-    ]
-    if not files:
+    saved = by_step(Path(analysis.model) / SECOND_MOMENTS, ".npy")
+    if not saved:
         return norms, None
-    last = max(files, key=lambda path: int(path.stem.removeprefix("step-")))
     try:
-        moments = read_array(last)
+        moments = read_array(saved[max(saved)])
     except ValueError as error:
         raise UsageError(f"--compare: {error}") from None
     if moments.shape != (len(matrix),):

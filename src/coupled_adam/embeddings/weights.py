@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.errors import one_line
+from coupled_adam.runs import is_checkpoint
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES)
@@ -52,7 +53,7 @@ def open_file(path: Path) -> Weights:
         return _open_safetensors(path)
     if path.suffix == ".npy":
         return _open_array(path)
-    if path.suffix in _ARCHIVES or re.fullmatch(r"step-\d+", path.name):
+    if path.suffix in _ARCHIVES or is_checkpoint(path):
         return open_archive(path)
     raise ValueError(f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}")
 

@@ -40,17 +40,16 @@ from coupled_adam.lab.training.distributed import (
 )
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
-
-_FILE = "comparison.yaml"
+from coupled_adam.runs import COMPARISON, MODEL, REPORT, run_name
 
 
 def stored_recipe(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None if it is not one."""
     try:
-        text = read_text(out / _FILE, "replace")
+        text = read_text(out / COMPARISON, "replace")
     except OSError:
         return None
-    return parse_recipe(text, str(out / _FILE))
+    return parse_recipe(text, str(out / COMPARISON))
 
 
 def runs_to_sample(name: str) -> list[str]:
@@ -64,8 +63,8 @@ def runs_to_sample(name: str) -> list[str]:
     recipe = stored_recipe(Path(name))
     if recipe is None:
         return [name]
-    folders = [[Path(name) / f"{arm}-seed-{seed}" for arm in recipe.arms] for seed in recipe.seeds]
-    finished = [[str(run) for run in runs if (run / "model").exists()] for runs in folders]
+    folders = [[Path(name) / run_name(arm, seed) for arm in recipe.arms] for seed in recipe.seeds]
+    finished = [[str(run) for run in runs if (run / MODEL).exists()] for runs in folders]
     most = max(finished, key=len)
     if not most:
         raise UsageError(f"{name}: none of its runs has finished; continue it with --resume")
@@ -104,10 +103,10 @@ def compare(
     with contextlib.ExitStack() as held:
         with process_group(execution.device, settings):
             corpus = claim_and_prepare(
-                out / _FILE, lambda: _content(recipe, out, resume), recipe, cache, held
+                out / COMPARISON, lambda: _content(recipe, out, resume), recipe, cache, held
             )
             runs = [
-                TrainingRun(recipe, arm, seed, out / f"{arm}-seed-{seed}")
+                TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
                 for arm in recipe.arms
             ]
@@ -124,7 +123,7 @@ def compare(
             return None
         for run in runs:
             evaluate_run(run.folder, corpus, device=execution.device)
-        return report([out], out / "report")
+        return report([out], out / REPORT)
 
 
 def train_and_evaluate(

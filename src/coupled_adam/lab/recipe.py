@@ -7,38 +7,49 @@ inherited arms.
 
 import dataclasses
 import difflib
+import functools
+import inspect
 import json
 import os
 import re
-import types
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-import jsonargparse
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import ErrorDetails
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
 from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
-from coupled_adam.lab.sections import Model, Training, require, require_counts
+from coupled_adam.lab.sections import LARGEST, Model, Seed, Training, require
 from coupled_adam.text.source import Data
 
-_parsers: dict[type[Any], jsonargparse.ArgumentParser] = {}  # creating one is slow
-_arms: dict[str, Arm] = {}  # so is parsing; by name and options
+_SECTIONS: dict[str, type[Any]] = {"model": Model, "data": Data, "training": Training}
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A comparison: what its runs have in common (model, data, training), its arms and seeds."""
+    """A comparison: what its runs have in common, its arms and its seeds.
+
+    name: the name of the comparison, and of its folder.
+    model: the architecture.
+    data: the text.
+    training: the training of each run.
+    arms: by name, what is compared; each is an ``optimizer`` for the embeddings, and its options.
+    seeds: each arm is trained once with each of these.
+    """
 
     name: str
     model: Model
     data: Data
     training: Training
     arms: dict[str, dict[str, Any]]
-    seeds: list[int]
+    seeds: list[Seed]
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
@@ -53,17 +64,15 @@ class Recipe:
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
         require(bool(self.arms), "arms must name at least one arm")
-        _check_arms(self.arms, "recipe")  # jsonargparse converts the text "[]" to a list
         for name in self.arms:
             require(
                 re.fullmatch(r"\w[\w+-]{,49}", name) is not None,
                 f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50",
             )
             self.arm(name)
-        different = len(set(self.seeds)) == len(self.seeds) > 0
         require(
-            different and all(0 <= seed < 2**32 for seed in self.seeds),
-            f"seeds={self.seeds} must be different whole numbers, 0 to 4294967295",
+            len(set(self.seeds)) == len(self.seeds) > 0,
+            f"seeds={self.seeds} must be different whole numbers, at least one",
         )
 
     @property
@@ -111,26 +120,22 @@ class Recipe:
 
     def arm(self, name: str) -> Arm:
         """Create the arm of that name from its options."""
-        key = repr((name, self.arms[name]))
-        if key not in _arms:
-            _arms[key] = self._parsed_arm(name)
-        return _arms[key]
-
-    def _parsed_arm(self, name: str) -> Arm:
         options = dict(self.arms[name])
+        for key, value in options.items():
+            if not isinstance(value, str | int | float | None):
+                raise UsageError(f"arms.{name}.{key}={_shown(value)} must be one value")
         kind = options.pop("optimizer", None)
+        if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
+            there = ", ".join(arm for arm in self.arms if arm != name)
+            raise UsageError(
+                f"arms.{name}.optimizer must be given: one of {', '.join(OPTIMIZERS)}. Or did you "
+                f"mean another arm? There are {there or 'none'}"
+            )
         if kind not in OPTIMIZERS:
             raise UsageError(
                 f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}"
             )
-        _check_keys(options, OPTIMIZERS[kind], f"arms.{name}")
-        try:
-            arm: Arm = _parse(OPTIMIZERS[kind], options)
-        except jsonargparse.ArgumentError as error:
-            explained = _explained(error, OPTIMIZERS[kind], options, f"arms.{name}.")
-            raise UsageError(explained) from None
-        except (ValueError, OverflowError) as error:
-            raise UsageError(f"arms.{name}: {one_line(error)}") from None
+        arm: Arm = _checked(OPTIMIZERS[kind], options, f"arms.{name}")
         return arm
 
     def only(self, arm: str, seed: int) -> "Recipe":
@@ -155,7 +160,7 @@ def load_recipe(name: str) -> Recipe:
     Raises:
         UsageError: there is no such recipe or file, or it has an invalid key or value.
     """
-    return _build(_read_inherited(name, []), f"recipe {name!r}")
+    return recipe_from(_read_inherited(name, []), f"recipe {name!r}")
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -169,7 +174,7 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
             if not isinstance(target, dict):
                 raise UsageError(f"{key}: {section} has no keys of its own")
         target[last] = value
-    return _build(changed, f"recipe {recipe.name!r}")
+    return recipe_from(changed, f"recipe {recipe.name!r}")
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -192,32 +197,58 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 
 def parse_recipe(text: str, source: str) -> Recipe:
     """Read a complete recipe from YAML text; ``source`` is its name in errors."""
-    return _build(_read_mapping(text, source), source)
+    return recipe_from(read_yaml(text, source), source)
 
 
-class RecipeReader:
-    """Reads many recipes, most of which differ in nothing but their seeds, in a short time."""
+def recipe_from(values: Any, source: str) -> Recipe:
+    """A complete recipe from plain values; ``source`` is its name in errors.
 
-    def __init__(self) -> None:
-        self._known: dict[str, Recipe] = {}
+    Raises:
+        UsageError: they are not those of a recipe.
+    """
+    values = _mapping(values, source)
+    try:
+        recipe: Recipe = _checked(Recipe, values)
+    except UsageError as error:
+        raise UsageError(f"{source}: {one_line(error)}") from None
+    return recipe
 
-    def read(self, values: Any, source: str) -> Recipe:
-        """A complete recipe from plain values; ``source`` is its name in errors.
 
-        Raises:
-            UsageError: they are not those of a recipe.
-        """
-        values = _mapping(values, source)
-        seeds = values.get("seeds")
-        if not isinstance(seeds, list) or not all(type(seed) is int for seed in seeds):
-            return _build(values, source)
-        key = repr({**values, "seeds": None})  # which tells 1 from 1.0 and "1"
-        if key not in self._known:
-            self._known[key] = _build(values, source)
-        try:
-            return dataclasses.replace(self._known[key], seeds=seeds)
-        except UsageError as error:
-            raise UsageError(f"{source}: {one_line(error)}") from None
+def explained(recipe: Recipe) -> str:
+    """The recipe as YAML, with the meaning of each key in a comment above it."""
+    lines: list[str] = []
+    values = recipe.to_dict()
+    for key, meaning in meanings(Recipe).items():
+        section = getattr(recipe, key)
+        if not dataclasses.is_dataclass(section):
+            lines += _commented({key: values[key]}, meaning)
+            continue
+        lines += [f"# {meaning}", f"{key}:"]
+        for name, what in meanings(type(section)).items():
+            lines += _commented({name: values[key][name]}, what, "  ")
+    for optimizer, arm in OPTIMIZERS.items():
+        lines.append(f"# The options of an arm with optimizer: {optimizer}")
+        for name, what in meanings(arm).items():
+            lines += textwrap.wrap(
+                f"{name}: {what}", 100, initial_indent="#   ", subsequent_indent="#       "
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _commented(value: dict[str, Any], meaning: str, indent: str = "") -> Iterator[str]:
+    """The lines of a key with its value, below those of its meaning."""
+    mark = f"{indent}# "
+    yield from textwrap.wrap(meaning, 100, initial_indent=mark, subsequent_indent=mark)
+    dumped = yaml.safe_dump(value, sort_keys=False, width=1000)
+    yield from textwrap.indent(dumped, indent).splitlines()
+
+
+def meanings(section: type[Any]) -> dict[str, str]:
+    """What the docstring of a dataclass says about each of its fields, by name."""
+    text = re.sub(r"``|:(?:class|func):", "", inspect.getdoc(section) or "")
+    entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)
+    said = {name: " ".join(words.split()) for names, words in entries for name in names.split(", ")}
+    return {field.name: said.get(field.name, "") for field in dataclasses.fields(section)}
 
 
 def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
@@ -236,7 +267,7 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
         hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
-    values = _read_mapping(text, source)
+    values = _mapping(read_yaml(text, source), source)
     if isinstance(values.get("recipe"), dict):  # the config.yaml of a run
         values = values["recipe"]
     base = values.pop("extends", None)
@@ -246,6 +277,8 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     if base not in recipe_names() and path != _FOLDER / f"{name}.yaml":
         # Beside this file, wherever the command was started; resolved, so that a circle is seen.
         base = os.path.realpath(Path(name).parent / base.replace("\0", ""))
+    if not extended:  # a file of one's own is not its parent, whose runs it would replace
+        values.setdefault("name", Path(name).stem)
     inherited = _read_inherited(base, [*extended, name])
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
@@ -255,10 +288,6 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     return inherited
 
 
-def _read_mapping(text: str, source: str) -> dict[str, Any]:
-    return _mapping(read_yaml(text, source), source)
-
-
 def _mapping(values: Any, source: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
@@ -266,7 +295,12 @@ def _mapping(values: Any, source: str) -> dict[str, Any]:
 
 
 def _check_data(data: Data) -> None:
-    require_counts(data, "data", "max_tokens", "max_held_out_tokens")
+    for name in ("max_tokens", "max_held_out_tokens"):
+        value = getattr(data, name)
+        require(
+            value is None or 1 <= value <= LARGEST,
+            f"data.{name}={value} must be 1 or more, and at most {LARGEST:g}",
+        )
     sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
     require(
         len(sources) <= 1, f"data.{' and data.'.join(sources)} exclude each other: give only one"
@@ -275,106 +309,110 @@ def _check_data(data: Data) -> None:
     require(0 < data.held_out < 0.5, f"data.held_out={data.held_out} must be between 0 and 0.5")
 
 
-def _build(values: dict[str, Any], source: str) -> Recipe:
+@functools.cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    """The checker of a dataclass and of those in it, which refuse keys that they do not have."""
+    checked: list[Any] = [Recipe, *_SECTIONS.values(), *OPTIMIZERS.values()]
+    for section in checked:
+        with_config(ConfigDict(extra="forbid"))(section)
+    return TypeAdapter(cls)
+
+
+def _checked(cls: type[Any], values: dict[str, Any], where: str = "") -> Any:
+    """An instance of a dataclass from plain values; ``where`` is its place in the recipe.
+
+    Raises:
+        UsageError: a key is unknown or missing, or a value has the wrong type or is out of range.
+    """
     try:
-        _check_keys(values, Recipe, source)
-    except UsageError as error:
-        raise UsageError(one_line(error)) from None
+        return _adapter(cls).validate_python(values)  # type: ignore[arg-type]  # it is hashable
+    except ValidationError as error:
+        # An unknown key comes first, since it is often why another one is missing.
+        errors = error.errors(include_url=False)
+        first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
+        missing = [
+            e["loc"] for e in errors if e["type"] == "missing" and isinstance(e["loc"][-1], str)
+        ]
+        if first["loc"] in missing:
+            keys = ", ".join(_key(where, loc) for loc in missing)
+            raise UsageError(f"{keys} must be given") from None
+        raise UsageError(_explained(first, cls, values, where)) from None
+
+
+def _explained(error: ErrorDetails, cls: type[Any], values: Any, where: str) -> str:
+    """What pydantic finds wrong with a value, by its key, and what it should be."""
+    *sections, key = error["loc"] or ("",)
+    if error["type"] == "unexpected_keyword_argument":
+        place = _key(where, sections)
+        hint = suggestion(str(key), _SECTIONS.get(place, cls), place)
+        return f"{place} has no key {key!r}: {hint}".strip()
+    if error["type"] == "value_error":  # raised by the arms themselves
+        return f"{where}: {error['ctx']['error']}"
+    if key == "[key]":
+        return f"{_key(where, sections[:-1])}: {_shown(sections[-1])} must be text, in quotes"
+    # An element of a list is wrong as a part of the whole.
+    loc = [part for part in error["loc"] if isinstance(part, str)]
+    value = values
+    for part in loc:
+        value = value[part]
+    wanted = _LISTS.get(loc[-1]) or _in_words(error)
+    several = isinstance(value, str) and "," in value and error["type"] != "string_type"
+    hint = "; coupled-adam sweep tries several values" if several else ""
+    return f"{_key(where, loc)}={_shown(value)} must be {wanted}{hint}"
+
+
+_LISTS = {
+    "betas": "two numbers, each at least 0 and below 1, such as [0.9, 0.95]",
+    "seeds": "a list of different whole numbers, 0 to 4294967295, such as [1, 2]",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    "string": "text",
+    "dataclass": "keys and values",
+    "dict": "keys and values",
+}
+_BOUNDS = {"gt": "above {:g}", "ge": "{:g} or more", "lt": "below {:g}", "le": "at most {:g}"}
+
+
+def _in_words(error: ErrorDetails) -> str:
+    """What a value should be, as one says it."""
+    facts = error.get("ctx", {})
+    for name, words in _BOUNDS.items():
+        if name in facts:
+            return words.format(facts[name])
+    if "expected" in facts:
+        return str(facts["expected"]).replace("'", "")
+    kind = error["type"].partition("_")[0]
+    return _KINDS.get(kind, error["msg"].removeprefix("Input should be "))
+
+
+def _key(where: str, parts: Iterable[Any]) -> str:
+    """The dotted key of a place in the recipe."""
+    return ".".join(map(str, [where, *parts] if where else parts))
+
+
+def _shown(value: Any) -> str:
+    """A value as it is typed, not too long."""
     try:
-        recipe: Recipe = _parse(Recipe, values)
-    except jsonargparse.ArgumentError as error:
-        raise UsageError(f"{source}: {_explained(error, Recipe, values)}") from None
-    except (UsageError, ValueError, OverflowError) as error:
-        raise UsageError(f"{source}: {one_line(error)}") from None
-    return recipe
+        return one_line(value if isinstance(value, str) else json.dumps(value, default=str), 80)
+    except ValueError:  # Python does not write numbers of thousands of digits
+        return "..."
 
 
-def _parse(cls: type[Any], values: dict[str, Any]) -> Any:
-    """Create an instance of a dataclass from plain values, after checking their types."""
-    parser = _parsers.get(cls)
-    if parser is None:
-        parser = _parsers[cls] = jsonargparse.ArgumentParser(exit_on_error=False)
-        parser.add_class_arguments(cls)
-    return cls(**parser.instantiate(parser.parse_object(values, defaults=False)).as_dict())
+def keys(name: str | None = None) -> list[str]:
+    """The keys of a recipe's sections, such as ``training.lr``; of that name or in that section."""
+    full = [(s, field.name) for s, cls in _SECTIONS.items() for field in dataclasses.fields(cls)]
+    return [f"{s}.{key}" for s, key in full if name in (None, s, key)]
 
 
-def _explained(
-    error: jsonargparse.ArgumentError, cls: type[Any], values: Any, prefix: str = ""
-) -> str:
-    """What jsonargparse finds wrong with the values of a dataclass, in words without its types."""
-    if missing := re.search("arguments are required: (.*)", str(error)):
-        keys = ", ".join(f"{prefix}{key}" for key in missing[1].split(", "))
-        return f"{keys} must be given"
-    found = re.search(r'Parser key "([\w.]+)"', str(error))
-    kind: Any = cls
-    for key in found[1].split(".") if found else ():
-        kind = get_type_hints(kind).get(key) if dataclasses.is_dataclass(kind) else None
-        values = values.get(key) if isinstance(values, dict) else None
-    if not found or kind is None or dataclasses.is_dataclass(kind):
-        return one_line(error)
-    shown = values if isinstance(values, str) else json.dumps(values, default=str)
-    return f"{prefix}{found[1]}={one_line(shown, 80)} must be {_in_words(kind)}"
-
-
-def _in_words(kind: Any) -> str:
-    """A type of a recipe's value, as one says it."""
-    if get_origin(kind) in (Union, types.UnionType):
-        *others, last = (_in_words(part) for part in get_args(kind))
-        return f"{', '.join(others)} or {last}"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) in (list, tuple, dict):
-        return {
-            list: "a list of whole numbers, such as [1, 2]",
-            tuple: "two numbers, such as [0.9, 0.95]",
-            dict: "keys and values",
-        }[get_origin(kind)]
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    return words.get(kind, "null")
-
-
-def suggestion(key: str) -> str:
-    """The keys of a recipe that one without its section, or with a wrong one, may stand for."""
-    sections = {"model": Model, "data": Data, "training": Training}
-    full = [f"{name}.{f.name}" for name, cls in sections.items() for f in dataclasses.fields(cls)]
-    keys = [field.name for field in dataclasses.fields(Recipe)]
-    last = key.rpartition(".")[2]
-    same = [name for name in full if name.rpartition(".")[2] == last]
-    near = same or difflib.get_close_matches(key, [*keys, *full], n=1)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(keys)}"
-
-
-def _check_keys(values: dict[str, Any], cls: type[Any], where: str) -> None:
-    """Raise UsageError for a key that the dataclass does not have; suggest the nearest one."""
-    types = get_type_hints(cls)
-    known = {field.name: types[field.name] for field in dataclasses.fields(cls)}
-    for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            if not near and cls in (Recipe, Model, Data, Training):
-                hint = suggestion(str(key))
-            raise UsageError(f"{where} has no key {key!r}: {hint}")
-        if value is None and type(None) not in get_args(known[key]):
-            raise UsageError(f"{where}: {key}=null must be a value")
-        # If it is text, jsonargparse would open the file or import the class of that name.
-        if dataclasses.is_dataclass(known[key]):
-            if not isinstance(value, dict):
-                raise UsageError(f"{where}: {key}={value!r} must be keys and values")
-            _check_keys(value, known[key], f"{where}: {key}")
-        elif key == "arms":
-            _check_arms(value, where)
-
-
-def _check_arms(arms: Any, where: str) -> None:
-    """Raise UsageError unless this is a dict from names of arms to dicts of plain values."""
-    if not isinstance(arms, dict):
-        raise UsageError(f"{where}: arms={arms!r} must be keys and values")
-    for name, options in arms.items():
-        if not isinstance(name, str):
-            raise UsageError(f"{where}: arms: {name!r} must be text, in quotes")
-        if not isinstance(options, dict):
-            raise UsageError(f"{where}: arms.{name}={options!r} must be keys and values")
-        for key, value in options.items():
-            if not isinstance(value, str | int | float | None):
-                raise UsageError(f"{where}: arms.{name}.{key}={value!r} must be one value")
+def suggestion(key: str, cls: type[Any] = Recipe, place: str = "") -> str:
+    """What a key may stand for that a dataclass of the recipe does not have."""
+    own = [field.name for field in dataclasses.fields(cls)]
+    near = difflib.get_close_matches(key, own, n=1)
+    if not near and cls in (Recipe, *_SECTIONS.values()):
+        near = keys(key.rpartition(".")[2])
+        near = near or difflib.get_close_matches(f"{place}.{key}", keys(), n=1, cutoff=0.8)
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(own)}"

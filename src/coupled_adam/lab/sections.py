@@ -1,8 +1,13 @@
-"""The sections ``model`` and ``training`` of a recipe; ``data`` is in :mod:`coupled_adam.text`."""
+"""The sections ``model`` and ``training`` of a recipe; ``data`` is in :mod:`coupled_adam.text`.
+
+The types say what each value may be, and the docstrings what it means. :mod:`recipe` checks the
+one with pydantic, and prints the other.
+"""
 
 import dataclasses
-import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from coupled_adam.errors import UsageError
 
@@ -16,43 +21,48 @@ def require(condition: bool, message: str) -> None:
         raise UsageError(message)
 
 
-def require_counts(section: Any, name: str, *fields: str) -> None:
-    """Raise UsageError unless each of these fields of a section is None or from 1 to 10^15."""
-    for field in fields:
-        value = getattr(section, field)
-        require(value is None or value >= 1, f"{name}.{field}={value} must be 1 or more")
-        require(value is None or value <= LARGEST, f"{name}.{field}={value} must be at most 1e15")
+def _not_a_bool(value: Any) -> Any:
+    """The value; pydantic would read ``true`` as 1."""
+    return str(value) if isinstance(value, bool) else value
+
+
+_Number = Annotated[float, BeforeValidator(_not_a_bool)]
+Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+Positive = Annotated[_Number, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[_Number, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[_Number, Field(ge=0, le=1)]
+Beta = Annotated[_Number, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The architecture of the model. Its hidden size H is ``n_embd``.
+    """The architecture of the model.
 
+    architecture: gpt2, or stablelm, which has LayerNorm, SwiGLU and rotary positions.
+    vocab_size: V, the number of rows of the embeddings; a tokenizer may have fewer tokens.
+    n_layer: the number of blocks.
+    n_head: the number of attention heads in a block; it divides ``n_embd``.
+    n_embd: H, the hidden size and the width of the embeddings.
     n_positions: the maximum sequence length; null means the training's sequence length.
     intermediate_size: the width of the feed-forward layers; null means four times H.
+    bias: whether linear layers and norms have biases; stablelm has them in its norms only.
     tied: whether input and output embeddings are one matrix.
     """
 
     architecture: Literal["gpt2", "stablelm"]
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    n_positions: int | None = None
-    intermediate_size: int | None = None
+    # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
+    vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST)]
+    n_layer: Count
+    n_head: Count
+    n_embd: Count
+    n_positions: Count | None = None
+    intermediate_size: Count | None = None
     bias: bool = True
     tied: bool = True
 
     def __post_init__(self) -> None:
-        """Raise UsageError for values that are out of range or do not fit together."""
-        require_counts(
-            self, "model", "n_layer", "n_head", "n_embd", "n_positions", "intermediate_size"
-        )
-        # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
-        require(
-            257 <= self.vocab_size <= LARGEST,
-            f"model.vocab_size={self.vocab_size} must be 257 or more, and at most 1e15",
-        )
+        """Raise UsageError for values that do not fit together."""
         require(
             self.n_embd % self.n_head == 0,
             f"model.n_embd={self.n_embd} must be a multiple of model.n_head={self.n_head}",
@@ -69,12 +79,16 @@ class Training:
     """The training of one run. Durations are in optimizer steps.
 
     batch_size: the number of sequences in a batch, over all processes.
+    sequence_length: the number of tokens in a sequence.
+    lr: the highest learning rate, at the end of the warmup.
     warmup: the number of warmup steps or, if it is below 1, their share of all steps.
     steps, tokens: the length of the run, which is given by exactly one of the two.
     schedule: the learning rate's schedule after the warmup: cosine, constant, or wsd (warmup,
         stable, decay).
     decay: the share of the steps in which wsd decays the learning rate.
     final_lr: the final learning rate of cosine and wsd, as a share of ``lr``.
+    betas: the decay rates of the first and second moments.
+    eps: added to the root of the second moment.
     weight_decay: the weight decay of all matrices except embeddings; biases and norms have none.
     decay_positions: whether learned positions have weight decay like other matrices. If not, they
         are treated like token embeddings.
@@ -87,29 +101,27 @@ class Training:
         the whole split.
     """
 
-    batch_size: int
-    sequence_length: int
-    lr: float
-    warmup: float
-    steps: int | None = None
-    tokens: int | None = None
+    batch_size: Count
+    sequence_length: Count
+    lr: Positive
+    warmup: Annotated[NotNegative, Field(le=LARGEST)]
+    steps: Count | None = None
+    tokens: Count | None = None
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
-    decay: float = 0.2
-    final_lr: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
+    decay: Annotated[Share, Field(gt=0)] = 0.2
+    final_lr: Share = 0.1
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.1
     decay_positions: bool = False
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[_Number, Field(gt=0)] = 1.0
     precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
-    evaluate_every: int = 1000
-    evaluation_batches: int | None = None
-    test_batches: int | None = None
+    evaluate_every: Count = 1000
+    evaluation_batches: Count | None = None
+    test_batches: Count | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for values that are out of range or do not fit together."""
-        require_counts(self, "training", "batch_size", "sequence_length", "steps", "tokens")
-        require_counts(self, "training", "evaluate_every", "evaluation_batches", "test_batches")
+        """Raise UsageError for values that do not fit together."""
         require(
             (self.steps is None) != (self.tokens is None),
             "give one of training.steps and training.tokens, which is the length of a run, and set "
@@ -120,26 +132,7 @@ class Training:
             f"training.tokens={self.tokens} is less than one batch of "
             f"{self.batch_size} x {self.sequence_length} tokens",
         )
-        require(0 < self.lr < math.inf, f"training.lr={self.lr} must be above 0")
-        require(
-            0 <= self.warmup <= LARGEST,
-            f"training.warmup={self.warmup} must be 0 or more, and at most 1e15",
-        )
         require(
             self.warmup < 1 or self.warmup == int(self.warmup),
             f"training.warmup={self.warmup} must be a whole number of steps, or a share below 1",
-        )
-        require(0 <= self.final_lr <= 1, f"training.final_lr={self.final_lr} must be from 0 to 1")
-        require(0 < self.decay <= 1, f"training.decay={self.decay} must be above 0 and at most 1")
-        require(
-            all(0 <= beta < 1 for beta in self.betas),
-            f"training.betas={list(self.betas)} must be at least 0, below 1",
-        )
-        require(0 <= self.eps < math.inf, f"training.eps={self.eps} must be 0 or more")
-        require(
-            0 <= self.weight_decay < math.inf,
-            f"training.weight_decay={self.weight_decay} must be 0 or more",
-        )
-        require(
-            self.max_grad_norm > 0, f"training.max_grad_norm={self.max_grad_norm} must be above 0"
         )

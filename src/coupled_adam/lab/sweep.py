@@ -27,16 +27,14 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
 from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
-from coupled_adam.lab.recipe import parse_recipe
+from coupled_adam.lab.recipe import recipe_from
 from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
-from coupled_adam.lab.training.callbacks import logged_lines
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
 from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.run import train
-
-_FILE = "sweep.yaml"
+from coupled_adam.runs import DIVERGED, METRICS, MODEL, SWEEP, logged_lines, run_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +99,7 @@ def sweep(
     with contextlib.ExitStack() as held:
         with process_group(execution.device, settings):
             corpus = claim_and_prepare(
-                out / _FILE, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
+                out / SWEEP, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
             )
             plan = on_rank_zero(lambda: stored_sweep(out)) or plan  # with what it had before
             on_start()
@@ -140,7 +138,7 @@ def sweep(
 def _runs(setting: Setting, out: Path) -> list[TrainingRun]:
     arm, folder = setting.arm, out / setting.name
     return [
-        TrainingRun(setting.recipe, arm, seed, folder / f"{arm}-seed-{seed}")
+        TrainingRun(setting.recipe, arm, seed, folder / run_name(arm, seed))
         for seed in setting.recipe.seeds
     ]
 
@@ -150,7 +148,7 @@ def _validation_loss(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
     ``diverged.json`` says that it did, so that it is not trained again when the sweep is resumed.
     """
-    diverged = run.folder / "diverged.json"
+    diverged = run.folder / DIVERGED
     if on_rank_zero(diverged.exists):
         return math.inf
     try:
@@ -165,13 +163,13 @@ def _validation_loss(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 def _final_loss(run: TrainingRun, corpus: Corpus, device: str) -> float:
     training = run.recipe.training
     loss = None
-    for step, name, line in logged_lines(run.folder / "metrics.jsonl"):
+    for step, name, line in logged_lines(run.folder / METRICS):
         if (step, name) == (run.recipe.steps, "valid_loss"):
             loss = json.loads(line)[name]
     if loss is None:  # the last evaluation was before the end
         batches = training.evaluation_batches
         sequences = None if batches is None else batches * training.batch_size
-        model = load_model(run.folder / "model", device)
+        model = load_model(run.folder / MODEL, device)
         tokens = corpus.tokens("valid")
         loss = held_out_loss(model, tokens, training.sequence_length, sequences)["test_loss"]
     return float(loss) if math.isfinite(loss) else math.inf
@@ -221,12 +219,12 @@ def _content(plan: Sweep, out: Path, resume: bool) -> str:
 
 def stored_sweep(out: Path) -> Sweep | None:
     """The sweep of a folder; None if it holds none."""
-    path = out / _FILE
+    path = out / SWEEP
     if not path.exists():
         return None
     content = read_yaml(read_text(path, "replace"), str(path))
     try:
-        recipe = parse_recipe(yaml.safe_dump(content["recipe"]), str(path))
+        recipe = recipe_from(content["recipe"], str(path))
         values = {k: parse_range(str(v)) or v for k, v in content["values"].items()}
         trials = content["trials"]
         return Sweep(make_grid(recipe, values, ranges=trials is not None), trials)

@@ -1,9 +1,12 @@
 """Sources of text: files, data sets on the Hugging Face hub, and Python's own documentation."""
 
 import ast
+import bz2
+import csv
 import dataclasses
 import difflib
 import functools
+import gzip
 import hashlib
 import io
 import itertools
@@ -19,10 +22,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
-
-from fsspec.compression import compr
-from fsspec.utils import infer_compression
+from typing import Any, TextIO
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import file_digest
@@ -30,19 +30,22 @@ from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.source import Data, argument_name
 
 if sys.version_info >= (3, 14):
-    from compression.zstd import ZstdError
+    from compression import zstd
 else:
-    from backports.zstd import ZstdError  # fsspec uses it, too; it detects truncated files
+    from backports import zstd  # it detects truncated files
 
 _PLAIN = (".txt", ".md", ".rst")
-_TABLES = (".jsonl", ".json", ".parquet")
-_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TABLES = (".jsonl", ".json", ".parquet", *_DELIMITERS)
+_COMPRESSIONS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": zstd.open,
+}
 _CHUNK = 2**20
 _MAX_DOCUMENT = "COUPLED_ADAM_MAX_DOCUMENT", 10_000_000
 """Characters in a document: the tokenizer needs up to 500 bytes of memory for each."""
-_MAX_EXPANSION = "COUPLED_ADAM_MAX_EXPANSION", 100
-"""How many times its size a compressed file may have, unless it has less than _ALWAYS bytes."""
-_ALWAYS = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,84 +66,44 @@ class Documents:
 
 
 class _Files:
-    """Files that have a digest when they are listed, and must still have it when they are read.
+    """Files with their digests, and how to find out whether they have changed since.
 
-    What is read from the start to the end is digested while it is read. In messages the argument
-    that gave the files precedes their paths.
+    In messages the argument that gave the files precedes their paths.
     """
 
     def __init__(self, files: Iterable[Path], argument: str = "") -> None:
         self._argument = argument
-        self.digests = {path: self._digest(path) for path in files}
-        self._read: dict[Path, Callable[[], str]] = {}
+        # The state comes first, so that a change while the digest is taken shows as well.
+        self._states = {path: self._state(path) for path in files}
+        self._digests = {path: _digest(path, self.named(path)) for path in self._states}
+
+    def __iter__(self) -> Iterator[Path]:
+        return iter(self._digests)
 
     @property
     def identity(self) -> str:
         """A hash of the names and contents of the files, in order."""
-        return _combined(self.digests)
+        return _combined(self._digests)
 
     def named(self, path: Path) -> str:
         """A file as messages name it."""
         return f"{self._argument}{path}"
 
-    def _digest(self, path: Path) -> str:
-        return _digest(path, self.named(path))
-
-    @contextmanager
-    def open(self, path: Path) -> Iterator[BinaryIO]:
-        """Open one of the files, to be read once in order."""
-        with path.open("rb", buffering=0) as file:
-            stream = _Digesting(file)
-            self._read[path] = stream.digest
-            try:
-                yield io.BufferedReader(stream, _CHUNK)
-            finally:
-                stream.digest()
-
-    def read_elsewhere(self, path: Path) -> None:
-        """Note that a library reads one of the files."""
-        self._read[path] = functools.partial(self._digest, path)
+    def _state(self, path: Path) -> tuple[int, ...]:
+        """What every write to a file changes, at the latest when it is closed."""
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise UsageError(f"{self.named(path)}: {error.strerror}") from None
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def check(self) -> None:
-        """Raise UsageError if files have changed that were read since the last check."""
-        for path, digest in self._read.items():
-            if digest() != self.digests[path]:
+        """Raise UsageError if files have changed since their digests were taken."""
+        for path, state in self._states.items():
+            if self._state(path) != state:
                 raise UsageError(
                     f"{self.named(path)} changed while it was read: start again once it is whole"
                 )
-        self._read = {}
-
-    def check_all(self) -> None:
-        """Raise UsageError if any of the files has changed."""
-        for path in self.digests:
-            self.read_elsewhere(path)
-        self.check()
-
-
-class _Digesting(io.RawIOBase):
-    """A file that digests what is read of it."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        super().__init__()
-        self._file = file
-        self._sha256 = hashlib.sha256()
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read the next bytes."""
-        count = self._file.readinto(buffer)
-        self._sha256.update(memoryview(buffer)[:count])
-        return count
-
-    def digest(self) -> str:
-        """The digest of the whole file, of which the rest is read now."""
-        if not self._file.closed:
-            while piece := self._file.read(_CHUNK):
-                self._sha256.update(piece)
-        return self._sha256.hexdigest()
 
 
 def open_documents(data: Data) -> Documents:
@@ -165,12 +128,12 @@ def open_documents(data: Data) -> Documents:
         source, identity, check = files.named(Path(data.text)), files.identity, files.check
         readers = {
             "train": lambda: itertools.chain.from_iterable(
-                _read(path, data, files) for path in files.digests
+                _read(path, data, files.named(path)) for path in files
             )
         }
     else:
         library = _Files(_library())
-        source, check = "the documentation inside Python", library.check_all
+        source, check = "the documentation inside Python", library.check
         identity = f"{sys.version} {library.identity}"
         held = functools.cache(lambda: list(python_documentation()))  # small, and slow to parse
         readers = {"train": lambda: iter(held())}
@@ -318,79 +281,54 @@ def _format(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
-def _read(path: Path, data: Data, files: _Files) -> Iterator[str]:
+def _read(path: Path, data: Data, where: str) -> Iterator[str]:
     """Yield the documents of a file; with an unknown extension it is read as plain text."""
-    kind, where = _format(path), files.named(path)
+    kind = _format(path)
     if kind == ".parquet":
-        files.read_elsewhere(path)
         yield from _parquet(path, data.column, where)
-    elif kind in _TABLES:
-        with _opened(path, files) as stream:
-            for number, row in enumerate(_json_rows(stream, where), 1):
-                yield _cell(row, data.column, f"{where}, row {number}")
-    else:
-        with _opened(path, files) as stream:
-            if data.separator is None:
-                # Only very long lines are read in pieces.
-                yield from passages(iter(functools.partial(stream.readline, _CHUNK), ""))
-            else:
-                chunks = iter(functools.partial(stream.read, _CHUNK), "")
-                for document in separated(chunks, data.separator, _limit(*_MAX_DOCUMENT)):
-                    yield _not_too_long(document, where)
+        return
+    with _opened(path, where, newline="" if kind in _DELIMITERS else None) as stream:
+        if kind in _DELIMITERS:
+            yield from _cells(_delimited_rows(stream, _DELIMITERS[kind], where), data, where)
+        elif kind in _TABLES:
+            yield from _cells(_json_rows(stream, where), data, where)
+        elif data.separator is None:
+            # Only very long lines are read in pieces.
+            yield from passages(_text(functools.partial(stream.readline, _CHUNK), where))
+        else:
+            pieces = _text(functools.partial(stream.read, _CHUNK), where)
+            for document in separated(pieces, data.separator, _limit(*_MAX_DOCUMENT)):
+                yield _not_too_long(document, where)
 
 
 @contextmanager
-def _opened(path: Path, files: _Files) -> Iterator[TextIO]:
+def _opened(path: Path, where: str, newline: str | None) -> Iterator[TextIO]:
     """Open a file as decompressed UTF-8 text; errors while it is read become UsageErrors."""
     try:
-        compression = infer_compression(path.name)
-        with files.open(path) as file:
-            content = file
-            if compression is not None:
-                unpacked = compr[compression](file, mode="rb")
-                content = io.BufferedReader(_Limited(unpacked, path, files.named(path)), _CHUNK)
-            with io.TextIOWrapper(content, encoding="utf-8-sig") as stream:
-                yield stream
+        unpacked = _COMPRESSIONS.get(path.suffix, open)
+        with (
+            unpacked(path, "rb") as file,
+            io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as stream,
+        ):
+            yield stream
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{files.named(path)}: not UTF-8 text (byte 0x{error.object[error.start]:02x} in "
-            f"{error.object[max(error.start - 20, 0) : error.end + 20]!r}); convert it first"
+            f"{where}: not UTF-8 text (byte 0x{error.object[error.start]:02x} in "
+            f"{error.object[max(error.start - 20, 0) : error.end + 20]!r}); convert it first, or "
+            "unpack it if it is an archive"
         ) from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, ZstdError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{files.named(path)}: {reason}") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, zstd.ZstdError) as error:
+        raise UsageError(f"{where}: {getattr(error, 'strerror', None) or error}") from None
 
 
-class _Limited(io.RawIOBase):
-    """The bytes of a file that may be compressed; a few of them can stand for any number."""
-
-    def __init__(self, file: BinaryIO, path: Path, shown: str) -> None:
-        self._file, self._shown = file, shown
-        self._left = _largest_expansion(path)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        content = self._file.read(len(buffer))
-        buffer[: len(content)] = content
-        self._left -= len(content)
-        if self._left < 0:
-            raise _expands_too_far(self._shown)
-        return len(content)
-
-
-def _largest_expansion(path: Path) -> int:
-    return max(_ALWAYS, _limit(*_MAX_EXPANSION) * path.stat().st_size)
-
-
-def _expands_too_far(where: str) -> UsageError:
-    name, _ = _MAX_EXPANSION
-    return UsageError(
-        f"{where}: it expands to more than {_limit(*_MAX_EXPANSION)} times its size, "
-        f"which texts hardly do. If it should, set the environment variable {name} to a higher "
-        "number"
-    )
+def _text(read: Callable[[], str], where: str) -> Iterator[str]:
+    """What a function reads until it reads nothing; archives and the like are no text."""
+    for piece in iter(read, ""):
+        if "\0" in piece:
+            raise UsageError(
+                f"{where}: holds NUL characters, which text does not: unpack it if it is an archive"
+            )
+        yield piece
 
 
 def _limit(name: str, default: int) -> int:
@@ -416,23 +354,45 @@ def _too_long(where: str) -> UsageError:
     )
 
 
-def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
-    """Yield the rows of JSON Lines, or of a single array."""
+def _lines(stream: TextIO, where: str) -> Iterator[str]:
+    """Yield the lines of a table, unless one is longer than any row can be."""
     longest = 6 * _limit(*_MAX_DOCUMENT) + _CHUNK  # \u0061 for each character, and other columns
+    for number, line in enumerate(iter(functools.partial(stream.readline, longest), ""), 1):
+        if len(line) >= longest:
+            raise _too_long(f"{where}, line {number}")
+        yield line
+
+
+def _delimited_rows(stream: TextIO, delimiter: str, where: str) -> Iterator[Any]:
+    """Yield the rows of a table whose first line names its columns."""
+    csv.field_size_limit(_limit(*_MAX_DOCUMENT))
+    rows = csv.DictReader(_lines(stream, where), delimiter=delimiter, strict=True)
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise UsageError(f"{where}, after line {rows.line_num}: not a table ({error})") from None
+
+
+def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
+    """Yield the rows of JSON Lines, or of a single array, which is read as a whole."""
     number = 0
     try:
-        while (start := stream.readline(_CHUNK)).isspace():
-            number += start.endswith("\n")
-        if start.lstrip().startswith("["):
+        while (start := stream.read(1)).isspace():
+            number += start == "\n"
+        if start == "[":
+            largest = 100 * _limit(*_MAX_DOCUMENT)
+            start += stream.read(largest)
+            if len(start) > largest:
+                raise UsageError(
+                    f"{where}: an array of more than {largest} characters: write each of its rows "
+                    "on a line, as JSON Lines"
+                )
             number = 0
-            yield from _array_rows(stream, start, longest, where)
+            yield from json.loads(start)
             return
-        if not start.endswith("\n"):
-            start += stream.readline(longest)
-        for line in itertools.chain([start], iter(lambda: stream.readline(longest), "")):
+        lines = _lines(stream, where)
+        for line in itertools.chain([start + next(lines, "")], lines):
             number += 1
-            if len(line) >= longest:
-                raise _too_long(f"{where}, line {number}")
             if line.strip():
                 yield json.loads(line)
     except UnicodeDecodeError:
@@ -440,51 +400,6 @@ def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
     except (ValueError, RecursionError) as error:  # ValueError also for thousands of digits
         line = f", line {number}" if number else ""
         raise UsageError(f"{where}{line}: not JSON ({error})") from None
-
-
-def _array_rows(stream: TextIO, text: str, longest: int, where: str) -> Iterator[Any]:
-    """Yield the items of a JSON array of which ``text`` is the start; only one is held at a time.
-
-    Raises:
-        ValueError: it is not a JSON array, or more follows it.
-        UsageError: an item is too long.
-    """
-    decoder = json.JSONDecoder()
-    at = text.index("[") + 1
-    items, expected = 0, "]"  # or an item; after each item "]" or ","
-    while True:
-        at = _BLANK.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
-        if at == len(text):
-            text, at = stream.read(_CHUNK), 0
-            if not text:
-                raise ValueError("the array does not end")
-        elif text[at] == "]" and expected:
-            break
-        elif expected == "," and text[at] != ",":
-            raise ValueError(f"there is no comma after item {items}")
-        elif expected == ",":
-            at, expected = at + 1, ""
-        else:
-            try:
-                row, end = decoder.raw_decode(text, at)
-            except json.JSONDecodeError as error:  # it may not be complete
-                end = len(text)
-                if end - at > longest:
-                    raise _too_long(where) from None
-                more = stream.read(max(_CHUNK, end - at))
-                if not more:
-                    raise ValueError(f"item {items + 1}: {error.msg}") from None
-                text, at = text[at:] + more, 0
-                continue
-            yield row
-            items += 1
-            at, expected = end, ","
-    for rest in itertools.chain([text[at + 1 :]], iter(lambda: stream.read(_CHUNK), "")):
-        if rest and not rest.isspace():
-            raise ValueError("there is more after the array")
-
-
-_BLANK = re.compile(r"[ \t\n\r]*")
 
 
 def _parquet(path: Path, column: str, where: str) -> Iterator[str]:
@@ -497,14 +412,16 @@ def _parquet(path: Path, column: str, where: str) -> Iterator[str]:
         paths = {metadata.schema.column(i).path for i in range(metadata.num_columns)}
         # As dictionaries, since a short file may repeat a long text any number of times.
         with parquet.ParquetFile(path, read_dictionary=[*({column} & paths)]) as table:
-            groups = (table.metadata.row_group(i) for i in range(table.num_row_groups))
-            if sum(group.total_byte_size for group in groups) > _largest_expansion(path):
-                raise _expands_too_far(where)
             for batch in table.iter_batches(batch_size=1024, columns=[column]):
                 for value in batch.column(0):
                     yield _cell({column: value.as_py()}, column, where)
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise UsageError(f"{where}: {one_line(error)}") from None
+
+
+def _cells(rows: Iterable[Any], data: Data, where: str) -> Iterator[str]:
+    for number, row in enumerate(rows, 1):
+        yield _cell(row, data.column, f"{where}, row {number}")
 
 
 def _cell(row: Any, column: str, where: str) -> str:
@@ -538,7 +455,7 @@ def _hub_state(data: Data) -> tuple[str, str | None, Callable[[], None]]:
     folder = Path(str(data.hub))
     if folder.exists():
         files = _Files(_files(folder) if folder.is_dir() else [folder])
-        return files.identity, None, files.check_all
+        return files.identity, None, files.check
     from huggingface_hub import snapshot_download
 
     reach_hub()

@@ -29,10 +29,19 @@ def arguments_named(options: Mapping[str, str]) -> Iterator[None]:
 class Data:
     """The source of the text: ``text``, ``hub`` or ``tokens``; by default Python's documentation.
 
-    text: a file or folder of .txt, .md, .rst, .jsonl, .json or .parquet files, also compressed.
+    text: a file or folder of .txt, .md, .rst, .jsonl, .json, .csv, .tsv or .parquet files, which
+        may be compressed.
     separator: the text between two documents in plain text files; null cuts files into passages.
     hub: the id of a data set on the Hugging Face hub, or a folder in its format.
+    hub_config: the configuration of the data set, if it has several.
+    hub_revision: the branch, tag or commit of the data set.
+    train_split: the split of the data set that is trained on.
+    valid_split: its split for validation; null takes a share of the documents, ``held_out``.
+    test_split: its split for the test; null takes a share of the documents, ``held_out``.
+    shuffle_seed: shuffle its documents with this seed; null leaves them in order.
+    column: the column, or the key in .jsonl, .json and .parquet files, that holds the text.
     tokens: a folder of token files in the formats of nanoGPT and llm.c.
+    token_dtype: the type of the ids in token files; null finds out.
     tokenizer: the id or folder of a tokenizer; null trains a byte-level BPE on the training text.
     held_out: the share of the documents for validation, and the same share for the test, unless
         ``valid_split`` and ``test_split`` name splits of the data set.

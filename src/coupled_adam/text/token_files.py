@@ -1,6 +1,7 @@
 """Token ids on disk: the files of prepared corpora, and those written by nanoGPT and llm.c."""
 
 import dataclasses
+import functools
 import os
 import weakref
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from coupled_adam.errors import UsageError
 from coupled_adam.text.source import Data, argument_name
 
+_OPEN = 64  # files at a time
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 
@@ -91,18 +93,20 @@ class TokenIds:
 
 
 class Tokens:
-    """Token ids of one or several files, with ``len`` and slices.
+    """Token ids of one or several files in a folder, with ``len`` and slices.
 
-    Slicing raises UsageError for ids that are not below ``vocab_size``, as in a file that has been
-    replaced since it was checked.
+    At most 64 files stay open. Slicing raises UsageError for ids that are not below
+    ``vocab_size``, as in a file that has been replaced since it was checked.
     """
 
     def __init__(
-        self, parts: Sequence[TokenIds | NDArray[Any]], vocab_size: int | None = None
+        self, files: Sequence[TokenFile], folder: Path = Path(), vocab_size: int | None = None
     ) -> None:
-        self._parts = parts
+        self._files = files
         self._vocab_size = vocab_size
-        self._ends = np.cumsum([len(part) for part in parts])
+        self._ends = np.cumsum([file.length for file in files])
+        # A process may not have as many files open as a large corpus consists of.
+        self._open = functools.lru_cache(_OPEN)(lambda file: file.open(folder))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -110,19 +114,19 @@ class Tokens:
     def __getitem__(self, where: slice) -> NDArray[Any]:
         start, stop, step = where.indices(len(self))
         first = int(np.searchsorted(self._ends, start, "right"))
-        found = [self._parts[0][:0]]
-        for part, end in zip(self._parts[first:], self._ends[first:]):
-            begin = int(end) - len(part)
+        pieces = [np.empty(0, self._files[0].dtype)]
+        for file, end in zip(self._files[first:], self._ends[first:]):
+            begin = int(end) - file.length
             if begin >= stop:
                 break
-            ids = part[max(start - begin, 0) : stop - begin]
+            ids = self._open(file)[max(start - begin, 0) : stop - begin]
             if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
                 raise UsageError(
-                    f"{getattr(part, 'filename', 'token ids')}: token id {ids.max()} is beyond "
+                    f"{file.path}: token id {ids.max()} is beyond "
                     f"model.vocab_size={self._vocab_size}: the file has changed; restore it"
                 )
-            found.append(ids)
-        return np.concatenate(found)[::step]
+            pieces.append(ids)
+        return np.concatenate(pieces)[::step]
 
 
 def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:

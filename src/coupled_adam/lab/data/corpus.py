@@ -61,7 +61,7 @@ class Corpus:
     def tokens(self, split: str) -> Tokens:
         """The token ids of ``"train"``, ``"valid"`` or ``"test"``."""
         files = [TokenFile(**file) for file in self.facts["files"][split]]
-        return Tokens([file.open(self.folder) for file in files], self.facts["vocab_size"])
+        return Tokens(files, self.folder, self.facts["vocab_size"])
 
     @property
     def identity(self) -> str:
@@ -286,7 +286,6 @@ def _make(
         if isinstance(source, Documents):
             if tokenizer is None:
                 tokenizer = _train_tokenizer(source, data, vocab_size)
-                source.check()
             files, facts["documents"] = _write_tokens(
                 source, data, tokenizer, vocab_size, temporary
             )

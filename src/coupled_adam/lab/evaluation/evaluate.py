@@ -18,6 +18,7 @@ from coupled_adam.embeddings import (
     unigram_counts,
     word_similarity,
 )
+from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.files import read_text, write_atomically
@@ -34,6 +35,7 @@ from coupled_adam.lab.evaluation.loading import (
 )
 from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
 from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.runs import COUNTS, EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
 
@@ -79,18 +81,18 @@ def evaluate_run(
         OSError: the folder cannot be written.
     """
     recipe = recipe_of_run(run)
-    if not (run / "model").exists():
+    if not (run / MODEL).exists():
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
         )
-    path = run / "evaluation.json"
+    path = run / EVALUATION
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
     has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = "isotropy_unit" in (done.get("embeddings") or {})
+    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
         return done
-    model = load_model(run / "model", device)
+    model = load_model(run / MODEL, device)
     if not has_loss:
         tokens = (corpus() if callable(corpus) else corpus).tokens("test")
         sequences = None if batches is None else batches * recipe.training.batch_size
@@ -100,14 +102,14 @@ def evaluate_run(
         with torch.device("meta"):
             parameters = count_parameters(build_model(recipe))
         try:
-            counts = read_array(run / "unigram_counts.npy")
+            counts = read_array(run / COUNTS)
         except ValueError as error:
             raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
     if sets is not None:
-        _merge(path, _word_similarity(model, load_model_tokenizer(run / "model"), sets))
+        _merge(path, _word_similarity(model, load_model_tokenizer(run / MODEL), sets))
     if downstream is not None:
-        _merge(path, _lm_eval(model, load_model_tokenizer(run / "model"), downstream))
+        _merge(path, _lm_eval(model, load_model_tokenizer(run / MODEL), downstream))
     return _read(path)
 
 

@@ -1,24 +1,26 @@
 """Load models and tokenizers from folders, and find out what an evaluation needs to know."""
 
+import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.embeddings.loading import inner_runs
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.runs import CONFIG, SWEEP, inner_runs
 from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
-
-def is_run(folder: Path) -> bool:
-    """Whether this is a run's folder, finished or not; a model's folder has a ``config.json``."""
-    return (folder / "config.yaml").exists() and not (folder / "config.json").exists()
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+"""What configurations call the number of layers."""
 
 
 def recipe_of_run(folder: Path) -> Recipe:
@@ -28,7 +30,7 @@ def recipe_of_run(folder: Path) -> Recipe:
         UsageError: the folder has no readable recipe, or the run was trained with a variant of its
             recipe, so that only the program that trained it knows its model and loss.
     """
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     try:
         config = read_yaml(read_text(path), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -50,7 +52,7 @@ def check_model(source: Path | str) -> None:
         return
     runs = inner_runs(folder)
     if runs:
-        what = "sweep" if (folder / "sweep.yaml").exists() else "comparison"
+        what = "sweep" if (folder / SWEEP).exists() else "comparison"
         raise UsageError(f"{folder} is a {what}: name one of its runs, such as {runs[0]}")
     raise UsageError(
         f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
@@ -70,8 +72,11 @@ def load_model(source: Path | str, device: str, revision: str | None = None) -> 
     """
     check_model(source)
     is_here = Path(source).exists()
-    if not is_here:
+    if is_here:
+        _check_layers(Path(source))
+    else:
         reach_hub()
+    model: PreTrainedModel
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -82,19 +87,43 @@ def load_model(source: Path | str, device: str, revision: str | None = None) -> 
             trust_remote_code=False,
             output_loading_info=True,
         )
+        model, report = loaded
+        model.to(device)  # type: ignore[arg-type]
+        model.eval()  # type: ignore[no-untyped-call]
+        # What else is wrong with a configuration shows when the model is used, as late as that.
+        _logits(model, torch.zeros(1, 1, dtype=torch.int64))
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}"
         if not is_here:
             reason = f"there is no such folder here, and {hub_error(error)}"
         raise UsageError(f"{source}: {reason}") from None
-    model: PreTrainedModel
-    model, found = loaded
-    if found["missing_keys"]:
-        missing = ", ".join(sorted(found["missing_keys"])[:3])
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"{source}: weights are missing and would be random: {missing}")
-    model.to(device)  # type: ignore[arg-type]
-    model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _check_layers(folder: Path) -> None:
+    """Raise UsageError if a model is to have more layers than its files have tensors.
+
+    They would be built before their weights are missed, and a million of them takes hours.
+    """
+    config: Any = {}
+    tensors = 0
+    with contextlib.suppress(OSError, ValueError, RecursionError, SafetensorError):
+        config = json.loads(read_text(folder / "config.json"))
+        for path in filter(Path.is_file, folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                tensors += len(file.keys())
+    sections = [config, config.get("text_config")] if tensors and isinstance(config, dict) else []
+    for section in sections:
+        for name in _LAYERS:
+            layers = section.get(name) if isinstance(section, dict) else None
+            if isinstance(layers, int) and layers > tensors:
+                raise UsageError(
+                    f"{folder / 'config.json'}: {name} is {layers}, but there are weights of "
+                    f"{tensors} tensors: it is another model's, or damaged"
+                )
 
 
 def load_model_tokenizer(
@@ -122,12 +151,18 @@ def require_causal(model: PreTrainedModel, source: Path | str) -> None:
 
 def is_causal(model: PreTrainedModel) -> bool:
     """Whether logits do not depend on later tokens, as those of a masked language model do."""
-    ids = torch.zeros(2, 4, dtype=torch.int64, device=model.device)
+    ids = torch.zeros(2, 4, dtype=torch.int64)
     ids[1, -1] = 1
-    with torch.inference_mode():
-        first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    first, second = _logits(model, ids)[:, :-1]
     # With values that are not finite, the model counts as causal; they are reported elsewhere.
     return not (first - second).abs().max() > 1e-4 * first.abs().max()
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The logits [blocks, length, V] of token ids [blocks, length]."""
+    logits: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
+    return logits
 
 
 def block_length(model: PreTrainedModel) -> int:

@@ -26,12 +26,12 @@ from coupled_adam.lab.evaluation.loading import (
     block_length,
     check_model,
     is_causal,
-    is_run,
     load_model,
     load_model_tokenizer,
     recipe_of_run,
 )
 from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
 
@@ -114,7 +114,7 @@ def measure_folder(
             raise UsageError(f"--text is for models; {folder} is a run with its own")
         recipe = recipe_of_run(folder)
         training = recipe.training
-        model = load_model(folder / "model", device)
+        model = load_model(folder / MODEL, device)
         tokens = prepare_corpus(recipe, cache).tokens("train")
         length, betas, eps = training.sequence_length, training.betas, training.eps
     else:

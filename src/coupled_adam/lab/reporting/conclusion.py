@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coupled_adam.lab.reporting.runs import Run
+from coupled_adam.embeddings.measures import Measure
+from coupled_adam.lab.reporting.runs import COLUMNS, TEST_LOSS, Run
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, Paired, paired_t_test, shown_p
 
 _MOST = 3  # as many arms get sentences of their own
-_LOSS = ("test_loss",)
 _GEOMETRY = {
-    "the relative norm of the mean embedding": ("embeddings", "mean_norm_ratio"),
-    "isotropy": ("embeddings", "isotropy"),
+    "the relative norm of the mean embedding": COLUMNS["mean_norm_ratio"],
+    "isotropy": COLUMNS["isotropy"],
 }
 
 
@@ -71,18 +71,19 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_finite(run: Run) -> bool:
-    return math.isfinite(run.value(_LOSS))
+    return math.isfinite(run.evaluation["test_loss"])
 
 
 _BySeed = dict[int, float]
 
 
 def _pairs(
-    baseline: Sequence[Run], arm: Sequence[Run], path: Sequence[str]
+    baseline: Sequence[Run], arm: Sequence[Run], measure: Measure
 ) -> tuple[_BySeed, _BySeed]:
     """The values of runs with the same seeds, by seed: those of the arm, and of the baseline."""
     finite = [
-        {run.seed: run.value(path) for run in side if _is_finite(run)} for side in (arm, baseline)
+        {run.seed: run.value(measure) for run in side if _is_finite(run)}
+        for side in (arm, baseline)
     ]
     mine, theirs = (
         {seed: value for seed, value in side.items() if value is not None and math.isfinite(value)}
@@ -95,7 +96,7 @@ def _pairs(
 def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     """The sentence about an arm's test loss."""
     name, reference = arm[0].label, baseline[0].label
-    mine, theirs = _pairs(baseline, arm, _LOSS)
+    mine, theirs = _pairs(baseline, arm, TEST_LOSS)
     if not mine:
         return f"{name} and {reference} have no finished seed in common, and cannot be compared."
     test = paired_t_test(mine, theirs)
@@ -123,8 +124,8 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
 def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
     """A sentence with the most important measures of the embeddings, if they were measured."""
     parts = []
-    for name, path in _GEOMETRY.items():
-        mine, theirs = _pairs(baseline, arm, path)
+    for name, measure in _GEOMETRY.items():
+        mine, theirs = _pairs(baseline, arm, measure)
         if mine:
             part = f"{name} is {_mean(mine):.2g} against {_mean(theirs):.2g}"
             test = paired_t_test(mine, theirs)
@@ -142,7 +143,7 @@ def _overview(baseline: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
     """One sentence about the test losses of many arms."""
     found: dict[str, list[str]] = {}
     for arm in others:
-        mine, theirs = _pairs(baseline, arm, _LOSS)
+        mine, theirs = _pairs(baseline, arm, TEST_LOSS)
         test = paired_t_test(mine, theirs)
         text = arm[0].label if test is None else f"{arm[0].label} ({shown_p(test.p)})"
         found.setdefault(_verdict(test), []).append(text)

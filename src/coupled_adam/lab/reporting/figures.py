@@ -22,7 +22,7 @@ from coupled_adam.lab.reporting.plots import (
     plot_sweep,
     plot_sweep_measures,
 )
-from coupled_adam.lab.reporting.runs import Run
+from coupled_adam.lab.reporting.runs import ACCURACY, TEST_LOSS, Run
 from coupled_adam.lab.reporting.toy_example import draw_toy_example
 from coupled_adam.rendering.pictures import Picture, single
 
@@ -93,7 +93,7 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
             "Norm of the mean embedding over training.",
         ),
     }
-    spectra = [run for run in first if run.value(("embeddings", "singular_values"))]
+    spectra = [run for run in first if run.spectrum]
     if spectra:
         more["spectrum"] = (
             partial(plot_spectra, runs=spectra, colors=colors),
@@ -136,20 +136,15 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
     if len({run.recipe.tokens for run in pairs}) > 1:
         drawn.append(
             single(
-                partial(plot_against_tokens, runs=pairs, path=("test_loss",), ylabel="test loss"),
+                partial(plot_against_tokens, runs=pairs, measure=TEST_LOSS),
                 "Test loss against the tokens trained on, for each number of parameters (App. G).",
                 "figures/loss_against_tokens.png",
             )
         )
-        if any(run.value(("lm_eval", "accuracy")) is not None for run in pairs):
+        if any(run.value(ACCURACY) is not None for run in pairs):
             drawn.append(
                 single(
-                    partial(
-                        plot_against_tokens,
-                        runs=pairs,
-                        path=("lm_eval", "accuracy"),
-                        ylabel="accuracy",
-                    ),
+                    partial(plot_against_tokens, runs=pairs, measure=ACCURACY),
                     "Mean accuracy of the downstream tasks against the tokens trained on (App. G).",
                     "figures/accuracy_against_tokens.png",
                 )

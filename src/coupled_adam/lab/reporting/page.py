@@ -13,13 +13,15 @@ from typing import Any
 
 import yaml
 
+from coupled_adam.embeddings.measures import Measure
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.runs import Run, short
 from coupled_adam.lab.reporting.statistics import shown_p
-from coupled_adam.lab.reporting.tables import Column, Row
+from coupled_adam.lab.reporting.tables import Row
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
+from coupled_adam.runs import ENVIRONMENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ShownTable:
     """A table to show: its rows, columns, and the notes below it."""
 
     rows: Sequence[Row]
-    columns: Sequence[Column]
+    columns: Sequence[Measure]
     footnotes: Sequence[str]
 
 
@@ -126,7 +128,7 @@ def _link(folder: Path, out: Path) -> str:
 def _environment(run: Run) -> dict[str, Any]:
     """The environment of a run; empty if its file is missing or not as training writes it."""
     try:
-        found = json.loads(read_text(run.folder / "environment.json"))
+        found = json.loads(read_text(run.folder / ENVIRONMENT))
         return {
             "command": " ".join(map(str, found.get("command", []))),
             "git commit": found.get("git_commit"),

@@ -10,7 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from coupled_adam.embeddings import pictures, row_norms
-from coupled_adam.lab.reporting.runs import Run, short
+from coupled_adam.embeddings.measures import Measure
+from coupled_adam.lab.reporting.runs import COLUMNS, Run, short
 from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
     COUPLED_ADAM_COLOR,
@@ -89,7 +90,7 @@ def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> Non
 def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the singular values relative to the largest one."""
     for run in runs:
-        values = np.array(run.value(("embeddings", "singular_values")))
+        values = np.array(run.spectrum)
         pictures.plot_spectrum(ax, values, colors[run.arm], run.label)
     legend(ax)
 
@@ -168,23 +169,21 @@ def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xla
 
 def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) -> None:
     """Plot isotropy, relative mean norm and correlation with frequency against the swept option."""
-    measures = {
-        "isotropy": ("Iso", "#009e73"),
-        "mean_norm_ratio": ("‖μ‖ʳ", "#cc79a7"),
-        "norm_frequency_correlation": ("ρ", "#e69f00"),
+    colors = {
+        "isotropy": "#009e73",
+        "mean_norm_ratio": "#cc79a7",
+        "norm_frequency_correlation": "#e69f00",
     }
-    for name, (label, color) in measures.items():
-        values = [
-            [v for run in sweep[x] if (v := run.value(("embeddings", name))) is not None]
-            for x in sweep
-        ]
+    for key, color in colors.items():
+        measure = COLUMNS[key]
+        values = [[v for run in sweep[x] if (v := run.value(measure)) is not None] for x in sweep]
         points = [(x, float(np.mean(v))) for x, v in zip(sweep, values) if v]
-        ax.plot(*zip(*points), marker="o", color=color, label=label)
+        ax.plot(*zip(*points), marker="o", color=color, label=measure.symbol)
     ax.set(title="Measures of the embeddings", xlabel=xlabel)
     legend(ax)
 
 
-def plot_against_tokens(ax: Axes, runs: Sequence[Run], path: tuple[str, ...], ylabel: str) -> None:
+def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None:
     """Plot a result against D for each N and arm, as mean and range over seeds."""
     markers = "osD^vP*"
     colors = arm_colors(runs)
@@ -194,7 +193,7 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], path: tuple[str, ...], yl
             mine = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
             points: dict[int, list[float]] = {}
             for run in mine:
-                value = run.value(path)
+                value = run.value(measure)
                 if value is not None:
                     points.setdefault(run.recipe.tokens, []).append(value)
             if points:
@@ -211,7 +210,8 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], path: tuple[str, ...], yl
                     color=colors[arm],
                     label=f"{mine[0].label}, N = {short(size)}",
                 )
-    ax.set(title=ylabel.capitalize(), xlabel="D (tokens)", ylabel=ylabel, xscale="log")
+    label = measure.label
+    ax.set(title=label.capitalize(), xlabel="D (tokens)", ylabel=label, xscale="log")
     legend(ax)
 
 

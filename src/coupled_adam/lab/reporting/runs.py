@@ -11,28 +11,47 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
 from coupled_adam.embeddings.weights import open_file, read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.arms import AdamWArm
-from coupled_adam.lab.recipe import Recipe, RecipeReader
+from coupled_adam.lab.recipe import Recipe, recipe_from
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
 _OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
-_NUMBERS = (  # the numbers of an evaluation, if it has them
-    ("test_loss",),
-    ("lm_eval", "accuracy"),
-    ("word_similarity", "mean"),
-    ("embeddings", "isotropy"),
-    ("embeddings", "mean_norm"),
-    ("embeddings", "mean_norm_ratio"),
-    ("embeddings", "condition"),
-    ("embeddings", "norm_frequency_correlation"),
-    ("embeddings", "norm_frequency_correlation_published"),
-    ("embeddings", "isotropy_unit"),
-    ("embeddings", "centered", "isotropy_unit"),
-    ("embeddings", "effective_rank"),
+TEST_LOSS = Measure(
+    "test_loss", "test loss", "L", 3, "lower", ("test_loss",), "test loss in nats per token"
 )
+ACCURACY = Measure(
+    "accuracy",
+    "accuracy",
+    "Acc",
+    3,
+    "higher",
+    ("lm_eval", "accuracy"),
+    "mean accuracy of the downstream tasks",
+)
+
+
+def _in_evaluation(measure: Measure) -> Measure:
+    """A measure of embeddings, as ``evaluation.json`` has it."""
+    if measure.path[0] == "word_similarity":
+        return measure
+    return dataclasses.replace(measure, path=("embeddings", *measure.path))
+
+
+COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
+    key: _in_evaluation(measure) for key, measure in MEASURES.items() if measure.column
+}
+"""In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
+
+MORE_COLUMNS = {
+    key: _in_evaluation(measure) for key, measure in LOGGED.items() if not measure.column
+}
+"""What the paper's tables do not show; on the page and in the CSV files, if measured."""
+
 _LARGEST = 1e100  # the limit of all numbers; its square is still a float
 
 
@@ -75,12 +94,17 @@ class Run:
         number: int = self.evaluation["parameters"]
         return number
 
-    def value(self, path: Sequence[str]) -> Any:
-        """A result of the evaluation, usually a number; None if it was not measured."""
-        found: Any = self.evaluation
-        for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+    def value(self, measure: Measure) -> float | None:
+        """A number of the evaluation; None if it was not measured."""
+        return measure.of(self.evaluation)
+
+    @property
+    def spectrum(self) -> list[float] | None:
+        """The singular values of the output embeddings; None if they were not measured."""
+        values: list[float] | None = (self.evaluation.get("embeddings") or {}).get(
+            "singular_values"
+        )
+        return values
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The numbers of training tokens, and the metric at each of them, where it is finite."""
@@ -107,7 +131,7 @@ class Run:
     @property
     def has_model(self) -> bool:
         """Whether model and counts still exist; some users delete them to save space."""
-        files = ("model/model.safetensors", "unigram_counts.npy")
+        files = (f"{MODEL}/model.safetensors", COUNTS)
         return all((self.folder / file).exists() for file in files)
 
     def embeddings(self) -> NDArray[np.float64]:
@@ -117,7 +141,7 @@ class Run:
             UsageError: the file is damaged or belongs to another model.
         """
         model = self.recipe.model
-        path = self.folder / "model" / "model.safetensors"
+        path = self.folder / MODEL / "model.safetensors"
 
         def read() -> NDArray[Any]:
             weights = open_file(path)
@@ -130,7 +154,7 @@ class Run:
 
     def probabilities(self) -> NDArray[np.float64]:
         """The unigram probabilities [V] of the training text; raises like :meth:`embeddings`."""
-        counts = self._of_tokens(self.folder / "unigram_counts.npy")
+        counts = self._of_tokens(self.folder / COUNTS)
         if not counts.any():
             raise UsageError(f"{self.folder} is damaged (no token was ever seen): move it away")
         probabilities: NDArray[np.float64] = counts / counts.sum()
@@ -141,12 +165,9 @@ class Run:
 
         Raises the same errors as :meth:`embeddings`.
         """
-        paths = (self.folder / "second_moments").glob("step-*.npy")
-        steps = {int(path.stem[5:]): path for path in paths if path.stem[5:].isdecimal()}
-        return {
-            step * self.recipe.tokens_per_step: self._of_tokens(steps[step])
-            for step in sorted(steps)
-        }
+        saved = by_step(self.folder / SECOND_MOMENTS, ".npy")
+        per_step = self.recipe.tokens_per_step
+        return {step * per_step: self._of_tokens(path) for step, path in saved.items()}
 
     def _of_tokens(self, path: Path) -> NDArray[np.float64]:
         """Read an array [V] of numbers that are at least 0."""
@@ -162,23 +183,23 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
     Raises:
         UsageError: a file of a run is damaged.
     """
-    runs, left_out, recipes = [], {}, RecipeReader()
-    configs = {path.resolve(): path for folder in folders for path in folder.rglob("config.yaml")}
+    runs, left_out = [], {}
+    configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
     for _, path in sorted(configs.items()):
         folder = path.parent
         try:
             config = read_yaml(read_text(path), path.name)
             if not isinstance(config, dict) or not {"arm", "seed", "recipe"} <= config.keys():
                 continue
-            evaluation = _json(folder / "evaluation.json")
+            evaluation = _json(folder / EVALUATION)
             # The parts of an evaluation are written one after the other; these two come first.
             if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
                 left_out[folder] = _why_unfinished(folder)
             else:
-                metrics = _json(folder / "metrics.jsonl")
-                recipe = recipes.read(config["recipe"], path.name)
+                metrics = _json(folder / METRICS)
+                recipe = recipe_from(config["recipe"], path.name)
                 run = Run(folder, config["arm"], config["seed"], recipe, metrics, *evaluation)
                 _check(run)
                 runs.append(run)
@@ -197,7 +218,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
 def _why_unfinished(folder: Path) -> str:
     """Why a run has no evaluation: its log may end with a loss or gradient that is not finite."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        *_, last = read_text(folder / "metrics.jsonl").splitlines()
+        *_, last = read_text(folder / METRICS).splitlines()
         line = json.loads(last)
         if not all(math.isfinite(line.get(name, 0.0)) for name in ("train_loss", "grad_norm")):
             return f"diverged at step {line['step']}"
@@ -224,11 +245,12 @@ def _check(run: Run) -> None:
         raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
     if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
         raise ValueError("evaluation.json: parameters, and the seed, must be whole numbers")
-    for path in _NUMBERS:
-        value = run.value(path)
-        if not _is_number(value) and (value is not None or path == ("test_loss",)):
-            raise ValueError(f"evaluation.json: {'.'.join(path)}={value!r} is not a number")
-    spectrum = run.value(("embeddings", "singular_values"))
+    for measure in (COLUMNS | MORE_COLUMNS).values():
+        value = run.value(measure)
+        if not _is_number(value) and (value is not None or measure is TEST_LOSS):
+            name = ".".join(measure.path)
+            raise ValueError(f"evaluation.json: {name}={value!r} is not a number")
+    spectrum: Any = run.spectrum
     if spectrum is not None and not (
         isinstance(spectrum, list)
         and all(_is_number(value) and math.isfinite(value) for value in spectrum)

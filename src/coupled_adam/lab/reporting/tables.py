@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from coupled_adam.lab.reporting.runs import Run, setting_text, short, short_key
+from coupled_adam.embeddings.measures import Measure
+from coupled_adam.lab.reporting.runs import (
+    COLUMNS,
+    MORE_COLUMNS,
+    Run,
+    setting_text,
+    short,
+    short_key,
+)
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
@@ -19,95 +27,6 @@ from coupled_adam.lab.reporting.statistics import (
     shorthand,
 )
 from coupled_adam.rendering.tables import csv_text, terminal_table
-
-
-@dataclasses.dataclass(frozen=True)
-class Column:
-    """A column of the table: the path of its number in ``evaluation.json``, and its format."""
-
-    key: str
-    header: str
-    latex: str
-    path: tuple[str, ...]
-    digits: int
-    better: Literal["lower", "higher"]
-
-
-COLUMNS = (
-    Column("test_loss", "L ↓", r"L $\downarrow$", ("test_loss",), 3, "lower"),
-    Column("accuracy", "Acc ↑", r"Acc $\uparrow$", ("lm_eval", "accuracy"), 3, "higher"),
-    Column("isotropy", "Iso ↑", r"Iso $\uparrow$", ("embeddings", "isotropy"), 2, "higher"),
-    Column(
-        key="mean_norm",
-        header="‖μ‖ ↓",
-        latex=r"$\|\mu\|$ $\downarrow$",
-        path=("embeddings", "mean_norm"),
-        digits=3,
-        better="lower",
-    ),
-    Column(
-        key="mean_norm_ratio",
-        header="‖μ‖ʳ ↓",
-        latex=r"$\|\mu\|^r$ $\downarrow$",
-        path=("embeddings", "mean_norm_ratio"),
-        digits=3,
-        better="lower",
-    ),
-    Column(
-        key="word_similarity",
-        header="r̄ ↑",
-        latex=r"$\bar{r}$ $\uparrow$",
-        path=("word_similarity", "mean"),
-        digits=1,
-        better="higher",
-    ),
-    Column(
-        key="norm_frequency_correlation",
-        header="ρ ↑",
-        latex=r"$\rho$ $\uparrow$",
-        path=("embeddings", "norm_frequency_correlation"),
-        digits=2,
-        better="higher",
-    ),
-    Column("condition", "κ ↑", r"$\kappa$ $\uparrow$", ("embeddings", "condition"), 2, "higher"),
-)
-"""In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
-
-MORE_COLUMNS = (
-    Column(
-        key="isotropy_unit",
-        header="Iso at unit norm ↑",
-        latex=r"Iso at unit norm $\uparrow$",
-        path=("embeddings", "isotropy_unit"),
-        digits=2,
-        better="higher",
-    ),
-    Column(
-        key="isotropy_unit_centered",
-        header="Iso centred, at unit norm ↑",
-        latex=r"Iso centred, at unit norm $\uparrow$",
-        path=("embeddings", "centered", "isotropy_unit"),
-        digits=2,
-        better="higher",
-    ),
-    Column(
-        key="effective_rank",
-        header="effective rank ↑",
-        latex=r"effective rank $\uparrow$",
-        path=("embeddings", "effective_rank"),
-        digits=1,
-        better="higher",
-    ),
-    Column(
-        key="norm_frequency_correlation_published",
-        header="ρ as published ↑",
-        latex=r"$\rho$ as published $\uparrow$",
-        path=("embeddings", "norm_frequency_correlation_published"),
-        digits=2,
-        better="higher",
-    ),
-)
-"""What the paper's tables do not show; on the page and in the CSV files, if measured."""
 
 Bold = Literal["adamw", "all"]
 """Which arms a value must be significantly better than to be bold."""
@@ -175,8 +94,8 @@ def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
             # Without a p in the baseline's row, which readers would take for that of another row.
             against = None if arm is baseline else baseline
             cells = {
-                column.key: _cell(column, arm, against, rivals)
-                for column in (*COLUMNS, *MORE_COLUMNS)
+                key: _cell(column, arm, against, rivals)
+                for key, column in (COLUMNS | MORE_COLUMNS).items()
             }
             first = arm[0]
             rows.append(
@@ -200,45 +119,51 @@ def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
 
 
 def _cell(
-    column: Column, arm: list[Run], against: list[Run] | None, rivals: Sequence[list[Run]]
+    column: Measure, arm: list[Run], against: list[Run] | None, rivals: Sequence[list[Run]]
 ) -> Cell:
     """A cell with its tests against one arm, bold if it is better than each of the rivals."""
-    mine = _values(column, arm)
-    values = [*mine.values()]
+    assert column.better is not None
+    better = column.better
+    by_seed = _values(column, arm)
+    values = [*by_seed.values()]
 
     def p(other: list[Run]) -> float | None:
-        return one_sided_t_test(values, [*_values(column, other).values()], column.better)
+        return one_sided_t_test(values, [*_values(column, other).values()], better)
 
-    found = [p(rival) for rival in rivals]
-    paired = None if against is None else paired_t_test(mine, _values(column, against))
+    against_rivals = [p(rival) for rival in rivals]
+    paired = None if against is None else paired_t_test(by_seed, _values(column, against))
     return Cell(
         values,
         shorthand(values, column.digits),
         None if against is None else p(against),
-        None if paired is None else paired.one_sided(column.better),
-        bool(found) and all(one is not None and one < SIGNIFICANCE for one in found),
+        None if paired is None else paired.one_sided(better),
+        bool(rivals) and all(p is not None and p < SIGNIFICANCE for p in against_rivals),
     )
 
 
-def _values(column: Column, runs: list[Run]) -> dict[int, float]:
+def _values(column: Measure, runs: list[Run]) -> dict[int, float]:
     """A metric of the runs that have it, by seed."""
-    found = {run.seed: run.value(column.path) for run in runs}
-    return {seed: value for seed, value in found.items() if value is not None}
+    values = {run.seed: run.value(column) for run in runs}
+    return {seed: value for seed, value in values.items() if value is not None}
 
 
-def shown_columns(rows: Sequence[Row]) -> list[Column]:
+def shown_columns(rows: Sequence[Row]) -> list[Measure]:
     """The columns to show: all except accuracy and word similarity if no run has these."""
     optional = ("accuracy", "word_similarity")
     return [
         column
-        for column in COLUMNS
+        for column in COLUMNS.values()
         if column.key not in optional or any(row.cells[column.key].values for row in rows)
     ]
 
 
-def more_columns(rows: Sequence[Row]) -> list[Column]:
+def more_columns(rows: Sequence[Row]) -> list[Measure]:
     """The :data:`MORE_COLUMNS` that any run has."""
-    return [column for column in MORE_COLUMNS if any(row.cells[column.key].values for row in rows)]
+    return [
+        column
+        for column in MORE_COLUMNS.values()
+        if any(row.cells[column.key].values for row in rows)
+    ]
 
 
 _BOLD = {
@@ -269,10 +194,10 @@ def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
     return notes
 
 
-def markdown(rows: Sequence[Row], columns: Sequence[Column], bold: Bold = "adamw") -> str:
+def markdown(rows: Sequence[Row], columns: Sequence[Measure], bold: Bold = "adamw") -> str:
     """Format the table in Markdown."""
     keys = [*rows[0].settings]
-    header = ["D", "N", *map(_escaped, keys), "Optimizer", *(column.header for column in columns)]
+    header = ["D", "N", *map(_escaped, keys), "Optimizer", *(column.title for column in columns)]
     lines = [header, ["---:", "---:", *("---" for _ in keys), "---", *("---:" for _ in columns)]]
     for row in rows:
         cells = [row.cells[column.key] for column in columns]
@@ -289,11 +214,11 @@ def _escaped(text: str) -> str:
     return re.sub(r"([\\`*\[\]<>|])", r"\\\1", text)
 
 
-def latex(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def latex(rows: Sequence[Row], columns: Sequence[Measure]) -> str:
     """Format the table in LaTeX, for the package booktabs."""
     keys = [*rows[0].settings]
     header = ["$D$", "$N$", *map(_latex_text, keys), "Optimizer"]
-    header += [column.latex for column in columns]
+    header += [_latex_symbols(column.title) for column in columns]
     lines = [
         "\\begin{tabular}{rrl" + "l" * len(keys) + "r" * len(columns) + "}",
         "\\toprule",
@@ -324,12 +249,35 @@ def _latex_text(text: str) -> str:
     return "".join(_LATEX.get(c, c) for c in text)
 
 
+_SYMBOLS = {
+    "‖": r"\|",
+    "μ": r"\mu",
+    "ʳ": "^r",
+    "ρ": r"\rho",
+    "κ": r"\kappa",
+    "r̄": r"\bar{r}",
+    "↑": r"\uparrow",
+    "↓": r"\downarrow",
+}
+
+
+def _latex_symbols(text: str) -> str:
+    """Escape a header, with its symbols as formulas."""
+    symbol = "|".join(_SYMBOLS)
+    parts = re.split(f"((?:{symbol})+)", text)
+    formulas = [
+        "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], part) + "$" for part in parts[1::2]
+    ]
+    words = [_latex_text(part) for part in parts[::2]]
+    return "".join(word + formula for word, formula in zip(words, [*formulas, ""]))
+
+
 def _latex_cell(cell: Cell) -> str:
     text = "--" if cell.text == "–" else cell.text.replace("-", "$-$")
     return f"\\textbf{{{text}}}" if cell.bold else text
 
 
-def summary_csv(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def summary_csv(rows: Sequence[Row], columns: Sequence[Measure]) -> str:
     """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
     statistics = ("mean", "std", "n", "p", "p_paired")
     header = ["experiment", "tokens", "parameters", *rows[0].settings, "arm"]
@@ -355,20 +303,21 @@ def runs_csv(runs: Sequence[Run]) -> str:
         "tokens",
         "parameters",
         *runs[0].settings,
-        *(c.key for c in (*COLUMNS, *MORE_COLUMNS)),
+        *COLUMNS,
+        *MORE_COLUMNS,
         "folder",
     ]
     lines = [
         [run.experiment, run.arm, run.seed, run.recipe.tokens, run.parameters]
         + [setting_text(value) for value in run.settings.values()]
-        + [run.value(column.path) for column in (*COLUMNS, *MORE_COLUMNS)]
+        + [run.value(column) for column in (COLUMNS | MORE_COLUMNS).values()]
         + [str(run.folder)]
         for run in runs
     ]
     return csv_text([header, *lines])
 
 
-def terminal(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[Table]:
+def terminal(rows: Sequence[Row], columns: Sequence[Measure], width: int) -> list[Table]:
     """Create the table for the terminal: in several parts if it is wider than ``width``."""
     # If all rows have the same D and N, the title shows them, so that more columns fit.
     first = rows[0]
@@ -391,12 +340,12 @@ def terminal(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list
 
 
 def _terminal_part(
-    rows: Sequence[Row], columns: Sequence[Column], title: str, with_sizes: bool
+    rows: Sequence[Row], columns: Sequence[Measure], title: str, with_sizes: bool
 ) -> Table:
     shown = terminal_table(title)
     sizes = ["D", "N"] if with_sizes else []
     keys = [*rows[0].settings]
-    header = [*sizes, *keys, "Optimizer", *(column.header for column in columns)]
+    header = [*sizes, *keys, "Optimizer", *(column.title for column in columns)]
     for name in header:
         left = name in ("Optimizer", *keys)
         shown.add_column(Text(name), justify="left" if left else "right", no_wrap=True)

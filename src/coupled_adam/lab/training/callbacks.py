@@ -15,8 +15,9 @@ from lightning.pytorch.loggers import Logger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.embeddings import analyze
+from coupled_adam.embeddings.measures import logged
 from coupled_adam.errors import UsageError
-from coupled_adam.files import make_folder, read_text, write_atomically
+from coupled_adam.files import make_folder, write_atomically
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.config import TrainingRun
@@ -25,6 +26,7 @@ from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
+from coupled_adam.runs import METRICS, SECOND_MOMENTS, logged_lines, step_name
 
 _EVERY = 10  # steps between two lines of the log
 
@@ -100,7 +102,7 @@ class RunLog(pl.Callback):
             return
         correction = 1 - self.run.recipe.training.betas[1] ** trainer.global_step
         values = moment.double().mean(1).cpu().numpy() / correction
-        path = self.run.folder / "second_moments" / f"step-{trainer.global_step}.npy"
+        path = self.run.folder / SECOND_MOMENTS / f"{step_name(trainer.global_step)}.npy"
         make_folder(path.parent)
         save_array(path, values)
 
@@ -110,9 +112,7 @@ def _measures(module: LanguageModel) -> dict[str, float]:
     matrix = full_tensor(output_embeddings(module.model).detach())
     if rank() > 0:
         return {}
-    report = analyze(matrix)
-    names = ("isotropy", "mean_norm", "mean_norm_ratio", "condition")
-    return {name: getattr(report, name) for name in names}
+    return logged(analyze(matrix))
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
     Raises:
         UsageError: if lines before the checkpoint are missing, come twice or are not JSON.
     """
-    path = run.folder / "metrics.jsonl"
+    path = run.folder / METRICS
     end = -1 if last_step is None else last_step
     found = [line for line in logged_lines(path) if line[0] <= end]
     kept = {(step, name): line for step, name, line in reversed(found)}
@@ -192,24 +192,6 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
         warnings.warn(message, stacklevel=2)
     if path.exists():
         write_atomically(path, "".join(kept[place] for place in expected if place in kept))
-
-
-def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Each complete line of a log, with its step and the name of its first metric.
-
-    Raises:
-        UsageError: a line is not JSON, or not of a log.
-    """
-    if not path.exists():
-        return
-    for line in read_text(path, "replace").splitlines(keepends=True):
-        if line.endswith("\n"):
-            try:
-                content = json.loads(line)
-                name = next(key for key in content if key != "step")
-                yield int(content["step"]), name, line
-            except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
-                raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None
 
 
 def _expected(recipe: Recipe, last_step: int) -> list[tuple[int, str]]:

@@ -43,6 +43,7 @@ from coupled_adam.lab.training.distributed import (
     world_size,
 )
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
+from coupled_adam.runs import CHECKPOINTS, CONFIG, METRICS, by_step, step_name
 
 _KEPT = 2  # so that a run can continue from the one before if the last one is damaged
 
@@ -51,9 +52,9 @@ class Checkpoints(pl.Callback):
     """Saves a checkpoint after each evaluation, and when the process is asked to stop (SIGTERM)."""
 
     def __init__(self, run: Path, evaluate_every: int) -> None:
-        self.config = run / "config.yaml"
-        self.metrics = run / "metrics.jsonl"
-        self.folder = run / "checkpoints"
+        self.config = run / CONFIG
+        self.metrics = run / METRICS
+        self.folder = run / CHECKPOINTS
         self.evaluate_every = evaluate_every
         self.io = CheckpointIO()
         self._asked_to_stop = False
@@ -124,7 +125,7 @@ class Checkpoints(pl.Callback):
         return PreemptedError(f"stopped by SIGTERM after step {trainer.global_step}")
 
     def _save(self, trainer: pl.Trainer) -> None:
-        path = self.folder / f"step-{trainer.global_step}"
+        path = self.folder / step_name(trainer.global_step)
         temporary = on_rank_zero(functools.partial(self._begin, path))
         try:
             self._write(trainer, temporary)
@@ -159,8 +160,8 @@ class Checkpoints(pl.Callback):
             write_atomically(_manifest(path), json.dumps(content, indent=2))
             temporary.rename(path)
             sync_folder(self.folder)
-            own = [other for other in self._all() if self._own_files(other)]
-            for other in sorted(own, key=self.step)[:-_KEPT]:
+            own = [other for other in by_step(self.folder).values() if self._own_files(other)]
+            for other in own[:-_KEPT]:
                 self._remove(other)
 
         on_rank_zero(finish)
@@ -170,17 +171,13 @@ class Checkpoints(pl.Callback):
         make_folder(self.folder)
         return temporary_path(path)
 
-    def _all(self) -> list[Path]:
-        names = self.folder.glob("step-*")  # among them .json, and what others put there
-        return [path for path in names if path.name.removeprefix("step-").isdecimal()]
-
     def _newest(self) -> tuple[Path | None, Path | None]:
         """The last two checkpoints, newest first; also removes digests without a checkpoint."""
-        for manifest in self.folder.glob("step-*.json"):
+        for manifest in by_step(self.folder, ".json").values():
             path = manifest.with_suffix("")
             if not os.path.lexists(path) and self._own_files(path):
                 manifest.unlink()
-        before, newest = [None, None, *sorted(self._all(), key=self.step)][-2:]
+        before, newest = [None, None, *by_step(self.folder).values()][-2:]
         return newest, before
 
     def _own_files(self, path: Path) -> dict[str, str]:

@@ -1,10 +1,4 @@
-"""The folder of a run.
-
-It contains ``config.yaml`` (the recipe, arm and seed), ``environment.json`` (the software and
-hardware), ``metrics.jsonl`` (the log), ``unigram_counts.npy`` (the counts of the training tokens),
-``second_moments/`` (those of AdamW at each evaluation), ``checkpoints/`` (the last two), and, when
-training is finished, ``model/`` in Hugging Face format.
-"""
+"""How a run claims its folder, and what it writes there; its layout is in coupled_adam.runs."""
 
 import contextlib
 import io
@@ -37,10 +31,11 @@ from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.lab.training.errors import TrainingError
+from coupled_adam.runs import CHECKPOINTS, CONFIG, COUNTS, ENVIRONMENT, SECOND_MOMENTS
 from coupled_adam.text.tokenizers import load_tokenizer
 
-FOLDERS = ("checkpoints", "second_moments")
-_BEFORE_CONFIG = {LOCK, "environment.json", "unigram_counts.npy"}
+_FOLDERS = (CHECKPOINTS, SECOND_MOMENTS)
+_BEFORE_CONFIG = {LOCK, ENVIRONMENT, COUNTS}
 
 
 def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
@@ -57,7 +52,7 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
     _check_none_of_others(folder)
     make_folder(folder)
     held.enter_context(sole_writer(folder))
-    for name in FOLDERS:
+    for name in _FOLDERS:
         if (folder / name).is_symlink():
             raise UsageError(
                 f"{folder / name} is a symbolic link, where this run creates and removes files: "
@@ -65,10 +60,10 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
             )
         if (folder / name).exists() and not (folder / name).is_dir():
             raise UsageError(f"{folder / name} is no folder: move it away, or choose another --out")
-    for place in (folder, *map(folder.joinpath, FOLDERS)):
+    for place in (folder, *map(folder.joinpath, _FOLDERS)):
         if place.is_dir():
             clear_leftovers(place)
-    path = folder / "config.yaml"
+    path = folder / CONFIG
     if path.exists():
         if read_yaml(read_text(path, "replace"), str(path)) != config:
             raise UsageError(
@@ -77,14 +72,14 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
         _check_text(folder, corpus)
         return
     facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
-    write_atomically(folder / "environment.json", json.dumps(facts, indent=2))
-    save_array(folder / "unigram_counts.npy", corpus.unigram_counts())
+    write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
+    save_array(folder / COUNTS, corpus.unigram_counts())
     write_atomically(path, yaml.safe_dump(config, sort_keys=False))
 
 
 def _check_none_of_others(folder: Path) -> None:
     """Raise UsageError if a folder without ``config.yaml`` holds more than what precedes that."""
-    if not folder.is_dir() or os.path.lexists(folder / "config.yaml"):
+    if not folder.is_dir() or os.path.lexists(folder / CONFIG):
         return
     for path in sorted(folder.iterdir()):
         if path.name not in _BEFORE_CONFIG and not is_temporary(path):
@@ -98,7 +93,7 @@ def _check_text(folder: Path, corpus: Corpus) -> None:
     """Raise UsageError unless the run was started with this text, and these tokens of it."""
     started = _recorded(folder)["corpus"]
     try:
-        counts = read_array(folder / "unigram_counts.npy")
+        counts = read_array(folder / COUNTS)
     except ValueError as error:
         raise UsageError(f"{error}: remove {folder} to begin the run again") from None
     now = corpus.facts["fingerprint"], corpus.facts["tokens"]
@@ -117,7 +112,7 @@ def record_resumption(folder: Path, step: int) -> None:
     before = [recorded, *recorded.get("resumed", [])][-1]
     now = {**environment(), "processes": world_size(), "step": step}
     recorded["resumed"] = [*recorded.get("resumed", []), now]
-    write_atomically(folder / "environment.json", json.dumps(recorded, indent=2))
+    write_atomically(folder / ENVIRONMENT, json.dumps(recorded, indent=2))
     different = changes(before, now)
     if different:
         warnings.warn(
@@ -128,7 +123,7 @@ def record_resumption(folder: Path, step: int) -> None:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    path = folder / "environment.json"
+    path = folder / ENVIRONMENT
     content = None
     with contextlib.suppress(ValueError, RecursionError, FileNotFoundError, IsADirectoryError):
         content = json.loads(read_text(path))

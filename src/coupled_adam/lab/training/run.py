@@ -23,6 +23,7 @@ from coupled_adam.lab.training.errors import PreemptedError
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
+from coupled_adam.runs import METRICS, MODEL
 
 
 def train(
@@ -60,7 +61,7 @@ def train(
         on_rank_zero(lambda: claim(run, corpus, held))
         if progress is None:
             progress = held.enter_context(Progress([run]))
-        if on_rank_zero((run.folder / "model").exists):
+        if on_rank_zero((run.folder / MODEL).exists):
             progress.start(run, run.recipe.steps)
         else:
             checkpoints = Checkpoints(run.folder, run.recipe.training.evaluate_every)
@@ -110,7 +111,7 @@ def _train(
         variant.at_the_end(model)
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state_dict = get_model_state_dict(model, options=gather)
-    on_rank_zero(lambda: save_model(model, state_dict, corpus, run.folder / "model"))
+    on_rank_zero(lambda: save_model(model, state_dict, corpus, run.folder / MODEL))
     if checkpoints.any_asked_to_stop():
         raise PreemptedError("stopped by SIGTERM at the end of a run")
 
@@ -150,7 +151,7 @@ def _trainer(
 def _loggers(folder: Path, execution: Execution, step: int | None) -> list[Logger]:
     """The loggers of a run that resumes at ``step``, or starts."""
     last_step = -1 if step is None else step
-    loggers: list[Logger] = [MetricsFile(folder / "metrics.jsonl")]
+    loggers: list[Logger] = [MetricsFile(folder / METRICS)]
     if "tensorboard" in execution.log:
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last_step + 1))
     if "wandb" in execution.log:

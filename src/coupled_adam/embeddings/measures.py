@@ -1,0 +1,414 @@
+"""The registry of measures: each is declared once, as a field of :class:`Measures`.
+
+A field holds the number, and its declaration holds everything that a table, a log or a page needs
+to know of it. To add a measure: its function in ``geometry.py`` or ``frequency.py``, its field
+here, its row in ``docs/analyze.md``, and its test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.frequency import correlation_with_log
+from coupled_adam.embeddings.geometry import Array
+from coupled_adam.embeddings.similarity import WordSimilarityReport
+
+Better = Literal["higher", "lower"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Healthy:
+    """The range of a measure for healthy embeddings, and where the range comes from.
+
+    Attributes:
+        source: what the range is based on, as a sentence fragment.
+        low, high: the ends of the range, which belong to it; None where there is no end. If both
+            are None, more is better, without a limit that would hold for matrices of any size.
+    """
+
+    source: str
+    low: float | None = None
+    high: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        if self.low is None:
+            return "higher" if self.high is None else f"≤ {self.high:g}"
+        if self.high is None:
+            return f"≥ {self.low:g}"
+        symmetric = self.low == -self.high
+        return f"0 ± {self.high:g}" if symmetric else f"{self.low:g} to {self.high:g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What the measures are functions of; :func:`analyze` collects it in passes over the rows.
+
+    Attributes:
+        columns: H.
+        norms: [V], ||e_i||.
+        mean_norm: ||mu||.
+        values: [min(V, H)], the singular values, descending.
+        spread: the same with the mean removed; None if all rows are equal.
+        log_z: [2, n], log Z(c) and log Z(-c) for the directions c that isotropy may need.
+        unit_log_z: the same for the rows divided by their mean norm.
+        mean_cosine: the mean cosine over all pairs of rows; NaN if there are no two directions.
+        along: [V], e_i . mu; None if the mean is zero.
+        p: [V], counts or probabilities of the tokens; None if they are not known.
+        word_similarity: the word-similarity scores; None if no sets were given.
+    """
+
+    columns: int
+    norms: Array
+    mean_norm: float
+    values: Array
+    spread: Array | None
+    log_z: Array
+    unit_log_z: Array
+    mean_cosine: float
+    along: Array | None
+    p: Array | None
+    word_similarity: WordSimilarityReport | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A number that is measured, and how it is shown.
+
+    Attributes:
+        key: its name in Python, JSON, CSV and logs.
+        label: its name in tables, in words.
+        symbol: the letter for it in the paper; may be empty.
+        digits: how many decimals to show.
+        better: which values are better; None for those that only describe.
+        path: where it is in a report or in an ``evaluation.json``, as a path of keys.
+        meaning: what it says, a fragment of a sentence.
+        header: its name above a column.
+        healthy: what is healthy for a matrix as it is; None if that cannot be said.
+        of_the_mean: whether it says nothing once the mean is removed.
+        first: whether a report shows it without being asked for all measures.
+        column: whether the table of runs has a column for it, as the paper's tables have.
+        logged: whether it is logged in training, and recorded by the study.
+        centred: the header of its value with the mean removed, if that is logged as well.
+    """
+
+    key: str
+    label: str
+    symbol: str
+    digits: int
+    better: Better | None
+    path: tuple[str, ...]
+    meaning: str = ""
+    header: str = ""
+    healthy: Healthy | None = None
+    of_the_mean: bool = False
+    first: bool = False
+    column: bool = False
+    logged: bool = False
+    centred: str = ""
+
+    @property
+    def title(self) -> str:
+        """The header of a column, with an arrow to the better values."""
+        arrow = {"higher": " ↑", "lower": " ↓", None: ""}[self.better]
+        return (self.header or self.symbol or self.label) + arrow
+
+    def of(self, results: object) -> float | None:
+        """Look the number up in a report, or in its dict; None if it was not measured."""
+        value: Any = results
+        for key in self.path:
+            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        return value  # type: ignore[no-any-return]
+
+    def text(self, value: float | None) -> str:
+        """Format a value for a table; a dash for None."""
+        if value is None:
+            return "–"
+        return f"{round(value, self.digits) + 0.0:.{self.digits}f}"  # + 0.0: no minus before a zero
+
+
+_PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
+_STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
+_ONE_RUN = "one run each of the recipe tiny"
+
+
+def _measure(
+    function: Callable[[Summary], float | WordSimilarityReport | None],
+    label: str,
+    symbol: str = "",
+    *,
+    digits: int,
+    better: Better | None = None,
+    **details: Any,
+) -> Any:
+    """Declare a measure; ``details`` are further attributes of :class:`Measure`.
+
+    Args:
+        function: what computes it. The measure is None where the result is None or NaN.
+    """
+    details |= {"label": label, "symbol": symbol, "digits": digits, "better": better}
+    return dataclasses.field(metadata={"function": function, "details": details})
+
+
+def _of_length(function: Callable[[Summary], float]) -> Callable[[Summary], float | None]:
+    """The function, and None for rows that are all zero, where it is not defined."""
+    return lambda rows: function(rows) if rows.norms.any() else None
+
+
+def _iso_score(rows: Summary) -> float | None:
+    if rows.spread is None or rows.columns == 1:
+        return None
+    return geometry.iso_score_of(geometry.participation_ratio_of(rows.spread), rows.columns)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measures:
+    """The measures of an embedding matrix; None for a measure that is not defined.
+
+    If all rows are equal, for example, removing the mean leaves only zeros, for which the ratio,
+    the measures of the spectrum and the cosine are not defined.
+
+    Attributes:
+        isotropy: the isotropy Iso with both signs of every eigenvector, 0 to 1; higher is better.
+        mean_norm: ||mu||; lower is better.
+        mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
+        word_similarity: the word-similarity scores; None if no sets were given.
+        norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
+            occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
+            equal.
+        condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
+        mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
+        effective_rank: 1 to min(V, H); higher is better.
+        iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
+        participation_ratio: 1 to min(V, H); higher is better.
+        isotropy_unit: the isotropy after division by the mean row norm, 0 to 1; higher is better.
+        isotropy_published: the isotropy with the signs that the linear-algebra library returns.
+        norm_frequency_correlation_published: rho over all tokens, with log(p_i + 1e-10).
+        mean_frequency_correlation: the correlation of e_i . mu and log p_i, -1 to 1; near 0 is
+            better. None in the same cases as rho, and if the mean is zero.
+        norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
+        singular_values: [min(V, H)], descending.
+    """
+
+    # In the order of the paper's Table 1, then as they are shown.
+    isotropy: float = _measure(
+        lambda rows: geometry.isotropy_of(rows.log_z),
+        "isotropy",
+        "Iso",
+        digits=2,
+        better="higher",
+        meaning="isotropy, 0 to 1, for both signs of every eigenvector",
+        healthy=Healthy(
+            f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8
+        ),
+        first=True,
+        column=True,
+        logged=True,
+        centred="Iso centred",
+    )
+    mean_norm: float = _measure(
+        lambda rows: rows.mean_norm,
+        "mean norm",
+        "‖μ‖",
+        digits=3,
+        better="lower",
+        meaning="norm of the mean embedding",
+        of_the_mean=True,
+        column=True,
+        logged=True,
+    )
+    mean_norm_ratio: float | None = _measure(
+        _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
+        "relative mean norm",
+        "‖μ‖ʳ",
+        digits=3,
+        better="lower",
+        meaning="that norm relative to the mean norm",
+        healthy=Healthy(
+            f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05
+        ),
+        of_the_mean=True,
+        first=True,
+        column=True,
+        logged=True,
+    )
+    word_similarity: WordSimilarityReport | None = _measure(  # noqa: RUF009  # it is a field
+        lambda rows: rows.word_similarity,
+        "word similarity, mean of the sets",
+        "r̄",
+        digits=1,
+        better="higher",
+        path=("word_similarity", "mean"),
+        meaning="the mean over the sets of r, which is 100 × the correlation of similarity with "
+        "human ratings",
+        healthy=Healthy(
+            "57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"
+        ),
+        first=True,
+        column=True,
+    )
+    norm_frequency_correlation: float | None = _measure(
+        lambda rows: _correlation(rows.norms, rows.p),
+        "norm vs. log frequency",
+        "ρ",
+        digits=2,
+        better="higher",
+        meaning="correlation of norm and log frequency, over the tokens that occur",
+        healthy=Healthy(
+            f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY})", low=0.5
+        ),
+        first=True,
+        column=True,
+        logged=True,
+    )
+    condition: float | None = _measure(
+        _of_length(lambda rows: geometry.condition_of(rows.values)),
+        "condition, 100 σ_min/σ_max",
+        "κ",
+        digits=2,
+        better="higher",
+        meaning="100 × smallest / largest singular value",
+        healthy=Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
+        first=True,
+        column=True,
+        logged=True,
+    )
+    mean_cosine_similarity: float | None = _measure(
+        lambda rows: rows.mean_cosine,
+        "mean cosine similarity",
+        "cos",
+        digits=3,
+        better="lower",
+        meaning="mean cosine over all pairs of rows",
+        healthy=Healthy(
+            "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
+            f"rough guide: 0.007 with Coupled Adam, 0.39 with AdamW ({_ONE_RUN})",
+            -0.05,
+            0.05,
+        ),
+        first=True,
+        logged=True,
+    )
+    effective_rank: float | None = _measure(
+        _of_length(lambda rows: geometry.effective_rank_of(rows.values)),
+        "effective rank",
+        digits=1,
+        better="higher",
+        meaning="exponential of the entropy of the singular values (Roy & Vetterli 2007)",
+        healthy=Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
+        first=True,
+        logged=True,
+    )
+    iso_score: float | None = _measure(
+        _iso_score,
+        "IsoScore",
+        digits=3,
+        better="higher",
+        meaning="how evenly the variance is spread over the directions, 0 to 1",
+        healthy=Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
+        first=True,
+        logged=True,
+    )
+    participation_ratio: float | None = _measure(
+        _of_length(lambda rows: geometry.participation_ratio_of(rows.values)),
+        "participation ratio",
+        digits=1,
+        better="higher",
+        meaning="how many directions have most of the variance",
+        healthy=Healthy("H if all directions are used equally; outliers lower it first"),
+    )
+    isotropy_unit: float | None = _measure(
+        _of_length(lambda rows: geometry.isotropy_of(rows.unit_log_z)),
+        "isotropy at unit mean norm",
+        digits=2,
+        better="higher",
+        header="Iso at unit norm",
+        meaning="isotropy after division by the mean norm, with which isotropy falls",
+        logged=True,
+        centred="Iso centred, at unit norm",
+    )
+    isotropy_published: float = _measure(
+        lambda rows: geometry.isotropy_of(rows.log_z[:1]),
+        "isotropy, as published",
+        digits=2,
+        meaning="isotropy with the signs of the eigenvectors that the library happens to return",
+        of_the_mean=True,
+    )
+    norm_frequency_correlation_published: float | None = _measure(
+        lambda rows: _correlation(rows.norms, rows.p, "published"),
+        "norm vs. log frequency, as published",
+        digits=2,
+        better="higher",
+        header="ρ as published",
+        meaning="the same correlation over all tokens, with log(p + 1e-10)",
+        logged=True,
+    )
+    mean_frequency_correlation: float | None = _measure(
+        lambda rows: None if rows.along is None else _correlation(rows.along, rows.p),
+        "along the mean vs. log frequency",
+        digits=2,
+        meaning="correlation of e · μ and log frequency",
+        healthy=Healthy(
+            "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
+            f"-0.33 with Coupled Adam, -0.91 with AdamW ({_ONE_RUN})",
+            -0.5,
+            0.5,
+        ),
+        of_the_mean=True,
+    )
+    norm_mean: float = _measure(
+        lambda rows: float(rows.norms.mean()), "norm, mean over rows", "‖e‖", digits=3
+    )
+    norm_std: float = _measure(
+        lambda rows: float(rows.norms.std()), "norm, standard deviation", digits=3
+    )
+    norm_min: float = _measure(lambda rows: float(rows.norms.min()), "norm, smallest", digits=3)
+    norm_max: float = _measure(lambda rows: float(rows.norms.max()), "norm, largest", digits=3)
+    singular_values: list[float] = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, rows: Summary) -> Measures:
+        """All measures of a matrix."""
+        numbers: dict[str, Any] = {}
+        for field in dataclasses.fields(Measures):
+            if "function" in field.metadata:
+                value = field.metadata["function"](rows)
+                undefined = isinstance(value, float) and math.isnan(value)
+                numbers[field.name] = None if undefined else value
+        return cls(**numbers, singular_values=rows.values.tolist())
+
+
+def _correlation(
+    values: Array, p: Array | None, convention: Literal["seen", "published"] = "seen"
+) -> float | None:
+    return None if p is None else correlation_with_log(values, p, convention)
+
+
+MEASURES = {
+    field.name: Measure(field.name, **{"path": (field.name,), **field.metadata["details"]})
+    for field in dataclasses.fields(Measures)
+    if "details" in field.metadata
+}
+"""All measures by key, in the order of tables."""
+
+_CENTRED = {
+    f"{key}_centered": dataclasses.replace(
+        measure, key=f"{key}_centered", path=("centered", *measure.path), header=measure.centred
+    )
+    for key, measure in MEASURES.items()
+    if measure.centred
+}
+LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | _CENTRED
+"""The measures that are logged in training and recorded by the study, by key."""
+
+
+def logged(report: object) -> dict[str, float]:
+    """The numbers of a report to log, by key; without those that are not defined."""
+    values = {key: measure.of(report) for key, measure in LOGGED.items()}
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,93 @@
+"""The folders of runs: which file is where, and how it is read.
+
+A run is a folder, a comparison is a folder of runs, and nothing else carries state::
+
+    comparison.yaml            the recipe of all runs; sweep.yaml for a sweep
+    ARM-seed-SEED/             a run; in a sweep, in a folder for each setting
+        config.yaml            the recipe, the arm and the seed: all that a run depends on
+        environment.json       the software and the hardware
+        metrics.jsonl          the log, a JSON object in each line
+        unigram_counts.npy     how often each token occurs in the training text
+        second_moments/        step-N.npy: AdamW's at each evaluation, a number for each token
+        checkpoints/           step-N, the last two, and step-N.json with their digests
+        model/                 in Hugging Face format, when the training is finished
+        evaluation.json        the results
+        diverged.json          instead of a model, if a loss of a sweep's run was not finite
+    report/                    made of the runs, at any time
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from coupled_adam.errors import UsageError
+from coupled_adam.files import read_text
+
+CONFIG = "config.yaml"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.jsonl"
+COUNTS = "unigram_counts.npy"
+SECOND_MOMENTS = "second_moments"
+CHECKPOINTS = "checkpoints"
+MODEL = "model"
+EVALUATION = "evaluation.json"
+DIVERGED = "diverged.json"
+COMPARISON = "comparison.yaml"
+SWEEP = "sweep.yaml"
+REPORT = "report"
+
+
+def run_name(arm: str, seed: int) -> str:
+    """The name of a run's folder within its comparison."""
+    return f"{arm}-seed-{seed}"
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is a run's folder, finished or not; a model's folder has a ``config.json``."""
+    return (folder / CONFIG).exists() and not (folder / "config.json").exists()
+
+
+def inner_runs(folder: Path) -> list[Path]:
+    """The runs in a folder, which is that of a comparison or a sweep if there are any."""
+    patterns = (f"*/{CONFIG}", f"*/*/{CONFIG}")
+    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
+
+
+def step_name(step: int) -> str:
+    """The name of what belongs to a step, without a suffix."""
+    return f"step-{step}"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file or a folder has the name of a checkpoint."""
+    return re.fullmatch(r"step-\d+", path.name, re.ASCII) is not None
+
+
+def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
+    """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
+    names = {
+        path: re.fullmatch(rf"step-(\d+){re.escape(suffix)}", path.name, re.ASCII)
+        for path in folder.glob(f"step-*{suffix}")
+    }
+    return dict(sorted((int(name[1]), path) for path, name in names.items() if name))
+
+
+def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Each complete line of a log, with its step and the name of its first metric.
+
+    Raises:
+        UsageError: a line is not JSON, or not of a log.
+    """
+    if not path.exists():
+        return
+    for line in read_text(path, "replace").splitlines(keepends=True):
+        # The last line may have been cut off when the process was killed.
+        if not line.endswith("\n"):
+            continue
+        try:
+            content = json.loads(line)
+            name = next(key for key in content if key != "step")
+            yield int(content["step"]), name, line
+        except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
+            raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None

@@ -64,7 +64,7 @@ class LanguageModel(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Coupled Adam, and a learning-rate schedule that advances after each optimizer step."""
-        optimizer = CoupledAdamW(param_groups(self), lr=3e-3, betas=(0.9, 0.95))
+        optimizer = CoupledAdamW(param_groups(self), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

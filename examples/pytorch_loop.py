@@ -25,10 +25,8 @@ model = small_gpt2()
 # Finds the token embeddings, which are coupled; biases, norms and embeddings do not decay.
 groups = param_groups(model)
 print(groups)
-if options.optimizer == "coupled":
-    optimizer = CoupledAdamW(groups, lr=3e-3, betas=(0.9, 0.95))
-else:
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95))
+optimizer_class = CoupledAdamW if options.optimizer == "coupled" else torch.optim.AdamW
+optimizer = optimizer_class(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
 start = 0

@@ -56,10 +56,12 @@ def zero_sum(exponent: float) -> Variant:
     def build(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
         training, options = recipe.training, recipe.arm(arm)
         assert isinstance(options, AdamWArm)
-        groups = param_groups(model, weight_decay=training.weight_decay)
+        groups = param_groups(
+            model, lr=options.lr_factor * training.lr, weight_decay=training.weight_decay
+        )
         for group in groups:
             if group.pop("coupled"):
-                group |= {"lr": options.lr_factor * training.lr, "exponent": exponent}
+                group["exponent"] = exponent
         return ZeroSumAdamW(groups, training.lr, training.betas, training.eps)
 
     return Variant(f"zero_sum_a={exponent:g}", build_optimizer=build)

@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coupled_adam.embeddings import analyze, single_tokens, word_similarity
+from coupled_adam.embeddings import analyze, single_tokens, subtract_mean, word_similarity
 from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
@@ -21,12 +22,19 @@ from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.text.tokenizers import load_tokenizer
 
+from .documents import document_losses, frequency_bands
+
 Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
 """A function from a model and blocks of held-out text, [batch, length + 1], to more results."""
 
 
 def evaluate(
-    run: TrainingRun, corpus: Corpus, sets: Sets, extra: Extra | None = None, device: str = "cpu"
+    run: TrainingRun,
+    corpus: Corpus,
+    sets: Sets,
+    extra: Extra | None = None,
+    device: str = "cpu",
+    held_out: Iterable[Path] = (),
 ) -> dict[str, Any]:
     """Evaluate the trained model of a run, with the losses of its variant.
 
@@ -34,9 +42,11 @@ def evaluate(
 
     Returns:
         ``parameters``, ``valid_loss``, ``test_loss``, the output embeddings' measures that are
-        logged and, with the prefix ``input_``, of untied input embeddings, ``word_similarity``,
-        ``second_moment`` if the run used AdamW, and ``initial_mean_norm`` and ``curve`` from the
-        log.
+        logged and, with the prefix ``input_``, of untied input embeddings, ``band_norms``, the mean
+        norms of the output embeddings of each of the ``frequency_bands``, ``word_similarity`` and
+        ``word_similarity_centered``, ``second_moment`` if the run used AdamW, and
+        ``initial_mean_norm`` and ``curve`` from the log; with ``held_out``, files of documents,
+        also ``documents``: their ``document_losses``.
     """
     recipe, folder = run.recipe, run.folder
     model = load_model(run)
@@ -45,7 +55,9 @@ def evaluate(
     counts = np.pad(corpus.unigram_counts(), (0, len(output) - recipe.model.vocab_size))
     model.to(device)  # type: ignore[arg-type]  # the matrices above stay where they are
     token_ids = single_tokens(load_tokenizer(folder / "model"))
-    similarity = word_similarity(output[: recipe.model.vocab_size], sets, token_ids)
+    words = output[: recipe.model.vocab_size]
+    bands = frequency_bands(counts)
+    norms = np.bincount(bands, output.norm(dim=1)) / np.bincount(bands)
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve = ("step", "valid_loss", "mean_norm", "mean_norm_ratio")
     found = {
@@ -54,13 +66,19 @@ def evaluate(
         "valid_loss": held_out_loss(model, run, corpus, "valid"),
         "test_loss": held_out_loss(model, run, corpus, "test"),
         **_measures(output, counts),
-        "word_similarity": {
-            name: {"r": one.r, "pairs": one.pairs} for name, one in similarity.sets.items()
-        },
+        "band_norms": norms.tolist(),
+        "word_similarity": _similarity(words, sets, token_ids),
+        "word_similarity_centered": _similarity(subtract_mean(words), sets, token_ids),
         "curve": [{key: line[key] for key in curve} for line in log if "valid_loss" in line],
     }
     if inputs.data_ptr() != output.data_ptr():
         found |= {f"input_{name}": value for name, value in _measures(inputs, counts).items()}
+    if held_out:
+        assert corpus.tokenizer_folder is not None
+        length = recipe.training.sequence_length
+        found["documents"] = document_losses(
+            model, held_out, corpus.tokenizer_folder, counts, length
+        )
     fits = second_moment_fits(run, counts)
     if fits:
         found["second_moment"] = fits
@@ -95,6 +113,11 @@ def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, spli
 def _measures(matrix: Tensor, counts: NDArray[Any]) -> dict[str, Any]:
     report = analyze(matrix, counts)
     return {key: measure.of(report) for key, measure in LOGGED.items()}
+
+
+def _similarity(matrix: Tensor, sets: Sets, token_ids: Any) -> dict[str, Any]:
+    scores = word_similarity(matrix, sets, token_ids).sets
+    return {name: {"r": score.r, "pairs": score.pairs} for name, score in scores.items()}
 
 
 def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.variant import Variant
 
 
-def with_rates(name: str, embeddings: float = 1.0, head: float | None = None) -> Variant:
+def with_rates(name: str, embeddings: float = 1.0, head: float = 1.0) -> Variant:
     """Muon at the recipe's learning rate, for which its updates are scaled to the size of AdamW's.
 
     Args:
@@ -25,16 +25,24 @@ def with_rates(name: str, embeddings: float = 1.0, head: float | None = None) ->
         between: dict[str, Any] = {}
         if isinstance(options, CoupledAdamArm):
             between = {"row_exponent": options.row_exponent, "zero_sum": options.zero_sum}
+        positions = [name for name, _ in model.named_parameters() if name.endswith("wpe.weight")]
         optimizer = MuonWithCoupledAdam(
             model,
             training.lr,
-            embedding_lr=embeddings * training.lr,
-            head_lr=None if head is None else head * training.lr,
+            groups={
+                "lr_factor": embeddings,
+                "head_lr": None if recipe.model.tied else head * training.lr,
+                "exclude": positions,
+            },
             weight_decay=training.weight_decay,
             betas=training.betas,
             eps=training.eps,
             **between,
         )
+        if positions:
+            group = {"lr": embeddings * training.lr, "weight_decay": 0.0}
+            parameters = [model.get_parameter(name) for name in positions]
+            optimizer.add_param_group({"params": parameters, "param_names": positions, **group})
         if isinstance(options, AdamWArm):
             for group in optimizer.param_groups:
                 group["coupled"] = False  # which makes CoupledAdamW torch's AdamW

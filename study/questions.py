@@ -11,13 +11,14 @@ from .alternatives import ALTERNATIVES
 from .between import zero_sum
 from .evaluation import Extra
 from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
+from .head import FAST
 from .masked_lm import MASKED_LM
 from .muon import MUON, with_rates
 from .switching import SWITCHING
 
-ADAMW = {"optimizer": "adamw"}
-COUPLED = {"optimizer": "coupled_adam"}
-ARMS = {"adamw": ADAMW, "coupled": COUPLED}
+ADAMW: dict[str, Any] = {"optimizer": "adamw"}
+COUPLED: dict[str, Any] = {"optimizer": "coupled_adam"}
+ARMS: dict[str, dict[str, Any]] = {"adamw": ADAMW, "coupled": COUPLED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,36 @@ def _faster(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str,
         for arm, ns in factors.items()
         for n in ns
     }
+
+
+BETAS = tuple(itertools.product((0.0, 0.5, 0.9), (0.95, 0.99, 0.999)))
+"""The betas of the embeddings that are tried; all other parameters have 0.9, 0.95."""
+
+
+def _betas(
+    settings: Iterable[tuple[str, tuple[float, float], int]], **overrides: Any
+) -> dict[str, Entry]:
+    """Embeddings with betas of their own that learn 2^(n/2) times as fast as the rest.
+
+    Args:
+        settings: an arm ("adamw", "coupled", or "a=..." for zero-sum updates), the betas and n.
+    """
+    return {
+        f"{arm} {beta1:g} {beta2:g} n={n}": Entry(
+            {**_arm(arm), "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
+            overrides,
+            FAST,
+        )
+        for arm, (beta1, beta2), n in settings
+    }
+
+
+def _arm(name: str) -> dict[str, Any]:
+    """The options of an arm: adamw, coupled, "a=0.5" (zero-sum updates), "a=0.5 free" (not)."""
+    if name in ARMS:
+        return ARMS[name]
+    exponent, *free = name.removeprefix("a=").split()
+    return {**COUPLED, "row_exponent": float(exponent), "zero_sum": not free}
 
 
 def _finalists(
@@ -286,6 +317,15 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_between({0.5: (0, 4, 7, 9)}, **TEN_MILLION),
         **_faster({"adamw": (0, 4, 7, 9), "coupled": (0, 4, 7, 9)}, **TEN_MILLION),
     },
+    "betas": _betas(
+        (
+            *itertools.product(("adamw",), BETAS, (4, 5)),
+            *itertools.product(("coupled", "a=0.5", "a=0.75", "a=1"), BETAS, (3, 4, 5)),
+            *itertools.product(("a=0.5 free", "a=0.75 free", "a=1 free"), ((0.0, 0.99),), (4, 5)),
+            *itertools.product(("adamw",), ((0.9, 0.999), (0.0, 0.99), (0.0, 0.999)), (3, 6)),
+        ),
+        **_steps(2400),
+    ),
     "warmup": _warmup(),
     "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
 }
@@ -296,6 +336,7 @@ ON_A_GPU = ("10M",)
 
 UNFINISHED = (
     "10M",
+    "betas",
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",

@@ -13,6 +13,7 @@ import fnmatch
 import json
 import multiprocessing
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,12 @@ ON_CPU = Execution(log=())
 
 @dataclasses.dataclass(frozen=True)
 class Paths:
-    """The paths of the text and of the word-similarity sets, and the folder for run folders."""
+    """Where the text, the word-similarity sets, run folders and held-out documents are."""
 
     text: str
     word_similarity: Path
     out: Path
+    held_out: tuple[Path, ...] = ()
 
 
 def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
@@ -73,6 +75,7 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
         word_similarity_sets(paths.word_similarity),
         entry.extra,
         execution,
+        paths.held_out,
     )
     if "diverged_at" not in found:
         found["seconds"] = time.perf_counter() - began
@@ -85,13 +88,14 @@ def train_and_evaluate(
     sets: Sets,
     extra: Extra | None = None,
     execution: Execution = ON_CPU,
+    held_out: tuple[Path, ...] = (),
 ) -> dict[str, Any]:
     """The results of a run, or the step at which it diverged."""
     try:
         train(run, corpus, execution)
     except DivergedError as error:
         return {"diverged_at": error.step}
-    return evaluate(run, corpus, sets, extra, execution.device)
+    return evaluate(run, corpus, sets, extra, execution.device, held_out)
 
 
 def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[str, Any]]:
@@ -103,12 +107,32 @@ def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[st
     return content
 
 
+def add_result(
+    question: str, name: str, seed: int, found: dict[str, Any], text: str, folder: Path
+) -> None:
+    """Add what :func:`run` returned to a question's results; ``text`` is the text's name."""
+    content = results(question, folder)
+    recipe = recipe_of(QUESTIONS[question][name], text).to_dict()
+    content.setdefault(name, {"recipe": recipe, "seeds": {}})["seeds"][str(seed)] = found
+    folder.mkdir(parents=True, exist_ok=True)
+    # Lists of numbers, such as the losses of documents, on a line each
+    lines = re.sub(
+        r"\[[^][{}]*\]",
+        lambda numbers: " ".join(numbers[0].split()),
+        json.dumps(content, indent=1),
+    )
+    write_atomically(folder / f"{question}.json", lines)
+
+
 def main() -> None:
     """Run everything that does not have a result yet."""
     parser = argparse.ArgumentParser(prog="python -m study.run", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--text", required=True, help="documents, with blank lines between")
     parser.add_argument("--word-similarity", required=True, type=Path, help="folder of the sets")
+    parser.add_argument(
+        "--held-out", nargs="*", type=Path, default=[], metavar="FILE", help="documents, as in TEXT"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="for run folders")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument(
@@ -122,7 +146,8 @@ def main() -> None:
     unknown = {*options.questions} - {*QUESTIONS}
     if unknown:
         parser.error(f"{', '.join(unknown)}: there are {', '.join(QUESTIONS)}")
-    paths = Paths(options.text, options.word_similarity, options.out)
+    held_out = tuple(options.held_out)
+    paths = Paths(options.text, options.word_similarity, options.out, held_out)
     execution = dataclasses.replace(ON_CPU, device=options.device, compile=options.compile)
     jobs = [
         (question, name, seed)
@@ -146,13 +171,7 @@ def main() -> None:
                 print(f"{question}: {name}, seed {seed}: {error!r}", flush=True)
                 continue
             found = done.result()
-            content = results(question, options.results)
-            recipe = recipe_of(QUESTIONS[question][name], Path(options.text).name).to_dict()
-            entry = content.setdefault(name, {"recipe": recipe, "seeds": {}})
-            entry["seeds"][str(seed)] = found
-            options.results.mkdir(parents=True, exist_ok=True)
-            path = options.results / f"{question}.json"
-            write_atomically(path, json.dumps(content, indent=1))
+            add_result(question, name, seed, found, Path(options.text).name, options.results)
             loss = found.get("test_loss", float("nan"))
             print(f"{question}: {name}, seed {seed}: {loss:.4f}", flush=True)
     if any(done.exception() for done in waiting):

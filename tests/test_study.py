@@ -16,7 +16,9 @@ from scipy import stats
 from study import experts, figures, masked_lm, muon, tables
 from study.alternatives import ALTERNATIVES, mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
+from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
 from study.evaluation import second_moment_fit
+from study.head import FAST
 from study.questions import ADAMW, COUPLED, QUESTIONS, RATES, UNFINISHED, Entry
 from study.run import recipe_of, results, train_and_evaluate
 from study.switching import SWITCHING, couple, not_yet_coupled
@@ -234,6 +236,72 @@ def test_switching_keeps_the_optimizers_state(base):
     assert [name for name, coupled in flags.items() if coupled] == ["transformer.wte.weight"]
     couple(model, switched)  # on a resumed run: nothing more to do
     assert switched.state[output_embeddings(model)]["exp_avg_sq"].shape == (8,)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_in_cache_have_the_same_loss_and_gradients(base, tied):
+    """More tokens than fit in one piece, of which the last is not full."""
+    torch.manual_seed(0)
+    model = build_model(override(base, {"model.tied": tied})).double()
+    blocks = torch.randint(300, (19, 17))
+
+    def trained(sequence_losses):
+        model.zero_grad()
+        losses = sequence_losses(model, blocks)
+        (3 * losses.mean()).backward()
+        return losses.detach(), [p.grad.clone() for p in model.parameters()]
+
+    losses, gradients = trained(FAST.sequence_losses)
+    expected, expected_gradients = trained(sequence_losses)
+    torch.testing.assert_close(losses, expected)
+    for gradient, theirs in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, theirs)
+    with torch.inference_mode():
+        assert torch.equal(FAST.sequence_losses(model, blocks), expected)
+    with pytest.raises(AssertionError, match="only the mean"):
+        FAST.sequence_losses(model, blocks)[0].backward()
+
+
+def test_losses_of_documents(base, text_file, tmp_path):
+    """Each document alone, its first tokens only; the bands share the same tokens."""
+    corpus = prepare_corpus(base, tmp_path / "cache")
+    torch.manual_seed(0)
+    model = build_model(base)
+    held_out = tmp_path / "held_out.txt"
+    lengths = (500, 3, 20_000, 90)
+    text = text_file.read_text().replace("\n", " ")
+    documents = [text[start : start + size] for start, size in enumerate(lengths)]
+    held_out.write_text("\n\n".join(documents))
+    blocks, numbers = document_blocks(held_out, corpus.tokenizer_folder, 16)
+    assert numbers.unique().tolist() == [0, 1, 2]  # the second is too short
+    assert numbers.bincount()[1] == TOKENS // 16
+    assert (blocks[[0, *(numbers.diff() == 1).nonzero()[:, 0] + 1], 0] == corpus.end_of_text).all()
+    counts = corpus.unigram_counts()
+    result = document_losses(model, [held_out], corpus.tokenizer_folder, counts, 16)["held_out"]
+    by_block = sequence_losses(model, blocks)
+    expected = [by_block[numbers == number].mean().item() for number in range(3)]
+    assert result["losses"] == pytest.approx(expected, abs=1e-5)
+    assert result["loss"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert sum(result["band_tokens"]) == 16 * len(blocks)
+    overall = np.average(result["band_losses"], weights=result["band_tokens"])
+    assert overall == pytest.approx(by_block.mean().item(), abs=1e-4)
+
+
+def test_bands_of_frequency_double():
+    counts = np.random.default_rng(0).permutation(300)
+    bands = frequency_bands(counts)
+    assert np.bincount(bands).tolist() == [16, 16, 32, 64, 128, 44]
+    assert (np.diff(bands[np.argsort(-counts)]) >= 0).all()
+
+
+def test_a_question_of_betas_changes_those_of_the_embeddings_alone(base):
+    entry = QUESTIONS["betas"]["a=0.75 0 0.99 n=4"]
+    optimizer = small(entry, "").arm("coupled_adam").optimizer(build_model(base), base.training)
+    betas = {group["coupled"]: group["betas"] for group in optimizer.param_groups}
+    assert betas == {True: (0.0, 0.99), False: (0.9, 0.95)}
+    (group,) = (group for group in optimizer.param_groups if group["coupled"])
+    assert (group["row_exponent"], group["zero_sum"]) == (0.75, True)
+    assert group["lr"] == pytest.approx(4 * base.training.lr)
 
 
 @pytest.mark.filterwarnings("ignore:.*was constructed with coupled=False:UserWarning")

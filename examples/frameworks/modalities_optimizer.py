@@ -37,5 +37,5 @@ def coupled_adam_w(
     With ``param_groups`` in the place of Modalities' own groups, which leave out parameters of
     which a rank has no rows.
     """
-    groups = param_groups(wrapped_model, weight_decay=weight_decay)
-    return CoupledAdamW(groups, lr=lr, betas=betas, eps=eps)
+    groups = param_groups(wrapped_model)
+    return CoupledAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)

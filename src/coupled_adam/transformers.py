@@ -4,7 +4,8 @@ The callback that logs the measures of the embeddings is
 :class:`coupled_adam.embeddings.transformers.EmbeddingMeasures`.
 """
 
-import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from coupled_adam.optim.coupled_adam import CoupledAdamW
 from coupled_adam.optim.param_groups import param_groups
-
-_GROUPING = tuple(inspect.signature(param_groups).parameters)[1:]
 
 
 class CoupledAdamWFactory:
@@ -28,7 +27,11 @@ class CoupledAdamWFactory:
     """
 
     def __call__(
-        self, model: nn.Module, args: TrainingArguments | None = None, **options: Any
+        self,
+        model: nn.Module,
+        args: TrainingArguments | None = None,
+        groups: Mapping[str, Any] = MappingProxyType({}),
+        **options: Any,
     ) -> CoupledAdamW:
         """Build the optimizer of a model.
 
@@ -36,8 +39,10 @@ class CoupledAdamWFactory:
             model: the trainer's model.
             args: the trainer's arguments, of which the learning rate, the betas, epsilon and the
                 weight decay are used.
-            options: options of :class:`coupled_adam.CoupledAdamW` and of
-                :func:`coupled_adam.param_groups`, which take precedence over ``args``.
+            groups: options of :func:`coupled_adam.param_groups`, for the token embeddings alone:
+                ``{"args": args, "groups": {"betas": (0.0, 0.99), "lr_factor": 2}}``.
+            options: options of :class:`coupled_adam.CoupledAdamW`, which take precedence over
+                ``args``.
 
         Raises:
             TypeError: if there is neither ``args`` nor ``lr``, or if an option is unknown.
@@ -57,8 +62,7 @@ class CoupledAdamWFactory:
                 "optimizer_cls_and_kwargs=(CoupledAdamWFactory, {'args': training_arguments}), or "
                 "give 'lr' instead of 'args'"
             )
-        grouping = {name: options.pop(name) for name in _GROUPING if name in options}
-        return CoupledAdamW(param_groups(model, **grouping), **options)
+        return CoupledAdamW(param_groups(model, **groups), **options)
 
 
 class GradNorm(TrainerCallback):

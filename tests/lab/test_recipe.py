@@ -134,18 +134,21 @@ def test_scaled_and_sgd_arms():
 def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     """As if all parameters had that rate, for the embeddings; as ever, for the others."""
     options = {"optimizer": kind, "lr_factor": 4, "embedding_weight_decay": 0.5}
+    options |= {"beta1": 0, "beta2": 0.999}
     recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
-    assert recipe.arm("x").label.endswith(", f = 4, decay 0.5")
+    assert recipe.arm("x").label.endswith(", f = 4, decay 0.5, beta1 0, beta2 0.999")
     model = build_model(recipe)
     optimizer = recipe.arm("x").optimizer(model, recipe.training)
     found = {
-        id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]
+        id(p): (g["lr"], g["weight_decay"], g.get("betas", optimizer.defaults["betas"]))
+        for g in optimizer.param_groups
+        for p in g["params"]
     }
     lr, decay = recipe.training.lr, recipe.training.weight_decay
-    assert found[id(model.transformer.wte.weight)] == (4 * lr, 0.5)
-    assert found[id(model.transformer.wpe.weight)] == (lr, 0.5)
-    assert found[id(model.transformer.ln_f.weight)] == (lr, 0)
-    assert found[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay)
+    assert found[id(model.transformer.wte.weight)] == (4 * lr, 0.5, (0, 0.999))
+    assert found[id(model.transformer.wpe.weight)] == (lr, 0.5, (0.9, 0.95))
+    assert found[id(model.transformer.ln_f.weight)] == (lr, 0, (0.9, 0.95))
+    assert found[id(model.transformer.h[0].mlp.c_fc.weight)] == (lr, decay, (0.9, 0.95))
     scheduler = lr_scheduler(optimizer, recipe)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -323,7 +326,12 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         ),
         (["arms.coupled_adam.second_moment_scale=0"], "second_moment_scale=0.0 must be above 0"),
         (["arms.coupled_adam.lr_factor=0"], "lr_factor=0.0 must be above 0"),
+        (["arms.coupled_adam.beta2=1"], "beta2=1.0 must be at least 0, below 1"),
         (["arms.adamw.embedding_weight_decay=-1"], "embedding_weight_decay=-1.0 must be 0 or more"),
+        (
+            ["arms.coupled_adam.couple=input"],
+            "arms.coupled_adam.couple=input needs model.tied=false",
+        ),
         (
             ["arms.coupled_adam.couple=none"],
             "arms.coupled_adam.couple=none must be both, input or output",

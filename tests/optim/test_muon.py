@@ -60,7 +60,7 @@ def assert_equal(one, other):
         assert torch.equal(p, q), name
 
 
-RATES = {"adam_lr": 3e-3, "embedding_lr": 0.2, "head_lr": 4e-3}
+RATES = {"adam_lr": 3e-3, "groups": {"lr": 0.2, "head_lr": 4e-3}}
 
 
 def test_it_is_two_optimizers():
@@ -77,7 +77,7 @@ def test_it_is_two_optimizers():
         **RATES,
     )
     hidden = [other.up.weight, other.down.weight]
-    groups = param_groups(other, embedding_lr=0.2, head_lr=4e-3, weight_decay=0.2, exclude=hidden)
+    groups = param_groups(other, lr=0.2, head_lr=4e-3, weight_decay=0.2, exclude=hidden)
     both = [
         torch.optim.Muon(hidden, lr=0.02, weight_decay=0.2),
         CoupledAdamW(groups, lr=3e-3, betas=(0.8, 0.95), **between),
@@ -91,11 +91,11 @@ def test_it_is_two_optimizers():
             o.zero_grad()
             schedule.step()
     assert_equal(model, other)
-    assert [g["lr"] for g in optimizer.param_groups] == [lr / 8 for lr in (0.02, 4e-3, 0.2, 3e-3)]
+    assert [g["lr"] for g in optimizer.param_groups] == [lr / 8 for lr in (0.02, 0.2, 4e-3, 3e-3)]
     assert [g["param_names"] for g in optimizer.param_groups] == [
         ["up.weight", "down.weight"],
-        ["head.weight"],
         ["embed.weight"],
+        ["head.weight"],
         ["up.bias", "down.bias", "norm.weight", "norm.bias"],
     ]
     assert optimizer.state[model.embed.weight]["exp_avg_sq"].shape == (H,)
@@ -223,9 +223,10 @@ def test_closure_returns_the_loss():
         ({"adjust_lr_fn": "rms", "adam_lr": 1.0}, "rms is not supported"),
         ({"adamw": "up.wieght"}, r"adamw='up.wieght' matches no parameter.*'up.weight'"),
         ({"adamw": "*"}, "no trainable hidden matrix"),
-        ({"head_lr": 1.0}, "the head is tied"),
-        ({"vocab_size": 5}, "vocab_size=5: no embedding"),
-        ({"embedding_weight_decay": -1.0}, "Invalid embedding_weight_decay"),
+        ({"groups": {"head_lr": 1.0}}, "the head is tied"),
+        ({"groups": {"vocab_size": 5}}, "vocab_size=5: no embedding"),
+        ({"groups": {"embedding_weight_decay": -1.0}}, "Invalid embedding_weight_decay"),
+        ({"groups": {"weight_decay": 0.2}}, "pass it as weight_decay="),
     ],
 )
 def test_errors(options, message):
@@ -245,14 +246,14 @@ def sharded():
     """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint."""
     whole, model = Decoder(), Decoder()
     fully_shard(model)
-    optimizers = [MuonWithCoupledAdam(m, lr=1e-3, embedding_lr=3e-3) for m in (whole, model)]
+    optimizers = [MuonWithCoupledAdam(m, lr=1e-3, groups={"lr_factor": 3}) for m in (whole, model)]
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     for m, optimizer in zip((whole, model), optimizers):
         train(m, optimizer, range(3))
     state = {"optimizer": get_optimizer_state_dict(model, optimizers[1])}
     dcp.save(state, checkpoint_id=folder[0])
-    fresh = MuonWithCoupledAdam(model, lr=5.0, embedding_lr=6.0)
+    fresh = MuonWithCoupledAdam(model, lr=5.0, groups={"lr": 6.0})
     fresh.init_state()
     state = {"optimizer": get_optimizer_state_dict(model, fresh)}
     dcp.load(state, checkpoint_id=folder[0])

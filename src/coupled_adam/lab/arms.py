@@ -9,7 +9,7 @@ recipes does not need it.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from coupled_adam.lab.sections import Training
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from coupled_adam.optim.param_groups import ParamGroups
-    from coupled_adam.optim.token_embeddings import Couple
 
 
 class Arm(Protocol):
@@ -39,10 +38,13 @@ class AdamWArm:
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
+    beta1, beta2: the betas of the token embeddings; null means the training's.
     """
 
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
+    beta1: float | None = None
+    beta2: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for options out of range."""
@@ -57,10 +59,9 @@ class AdamWArm:
         """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
-        groups = _param_groups(model, training, self.embedding_weight_decay)
+        groups = _param_groups(model, training, **_for_embeddings(self, training))
         for group in groups:
-            if group.pop("coupled"):
-                group["lr"] = self.lr_factor * training.lr
+            del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
 
 
@@ -74,6 +75,7 @@ class CoupledAdamArm:
     lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
+    beta1, beta2: the betas of coupled matrices; null means the training's.
     """
 
     second_moment_scale: float = 1.0
@@ -82,6 +84,8 @@ class CoupledAdamArm:
     couple: Literal["both", "input", "output"] = "both"
     lr_factor: float = 1.0
     embedding_weight_decay: float = 0.0
+    beta1: float | None = None
+    beta2: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for options out of range."""
@@ -109,10 +113,8 @@ class CoupledAdamArm:
         """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW
 
-        groups = _param_groups(model, training, self.embedding_weight_decay, self.couple)
-        for group in groups:
-            if group["coupled"]:
-                group["lr"] = self.lr_factor * training.lr
+        options = _for_embeddings(self, training)
+        groups = _param_groups(model, training, couple=self.couple, **options)
         return CoupledAdamW(
             groups,
             training.lr,
@@ -124,23 +126,13 @@ class CoupledAdamArm:
         )
 
 
-def _param_groups(
-    model: "nn.Module",
-    training: Training,
-    embedding_weight_decay: float = 0.0,
-    couple: "Couple" = "both",
-) -> "ParamGroups":
+def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
     from torch import nn
 
     from coupled_adam import embedding_parameters, param_groups
 
-    groups = param_groups(
-        model,
-        weight_decay=training.weight_decay,
-        embedding_weight_decay=embedding_weight_decay,
-        couple=couple,
-    )
+    groups = param_groups(model, weight_decay=training.weight_decay, **options)
     if not training.decay_positions:
         return groups
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -165,6 +157,22 @@ def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
         raise ValueError(f"lr_factor={arm.lr_factor} must be above 0")
     if not 0 <= arm.embedding_weight_decay < math.inf:
         raise ValueError(f"embedding_weight_decay={arm.embedding_weight_decay} must be 0 or more")
+    for name, beta in (("beta1", arm.beta1), ("beta2", arm.beta2)):
+        if beta is not None and not 0 <= beta < 1:
+            raise ValueError(f"{name}={beta} must be at least 0, below 1")
+
+
+def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
+    """What embeddings have instead of the training's options, for ``param_groups``."""
+    beta1, beta2 = training.betas
+    return {
+        "embedding_weight_decay": arm.embedding_weight_decay,
+        "lr": arm.lr_factor * training.lr,
+        "betas": (
+            beta1 if arm.beta1 is None else arm.beta1,
+            beta2 if arm.beta2 is None else arm.beta2,
+        ),
+    }
 
 
 def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
@@ -172,6 +180,10 @@ def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
         yield f"f = {arm.lr_factor:g}"
     if arm.embedding_weight_decay:
         yield f"decay {arm.embedding_weight_decay:g}"
+    if arm.beta1 is not None:
+        yield f"beta1 {arm.beta1:g}"
+    if arm.beta2 is not None:
+        yield f"beta2 {arm.beta2:g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,10 +219,9 @@ class SGDArm:
         """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
-        groups = _param_groups(model, training)
+        groups = _param_groups(model, training, lr=self.lr_factor * training.lr)
         for group in groups:
             if group.pop("coupled"):
-                group["lr"] = self.lr_factor * training.lr
                 group["sgd"] = {
                     "momentum": self.momentum,
                     "dampening": self.dampening,

@@ -69,7 +69,12 @@ class Recipe:
                 re.fullmatch(r"\w[\w+-]{,49}", name) is not None,
                 f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50",
             )
-            self.arm(name)
+            couple = getattr(self.arm(name), "couple", "both")
+            require(
+                couple == "both" or not self.model.tied,
+                f"arms.{name}.couple={couple} needs model.tied=false: with input and output "
+                "embeddings in one matrix it would do the same as both",
+            )
         require(
             len(set(self.seeds)) == len(self.seeds) > 0,
             f"seeds={self.seeds} must be different whole numbers, at least one",

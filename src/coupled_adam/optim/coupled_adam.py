@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.matrix import Matrix, Sums, number
-from coupled_adam.optim.param_groups import couple_by_size
+from coupled_adam.optim.param_groups import apply_lr_factor, couple_by_size
 from coupled_adam.optim.update import measure, update, with_penalty
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -185,8 +185,13 @@ class CoupledAdam(torch.optim.Adam):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as in torch. A group that fails the checks is not added."""
+        """Add a param group, as in torch. A group that fails the checks is not added.
+
+        Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``.
+        """
         self.defaults = {**self._coupling_defaults, **self.defaults}
+        if isinstance(param_group, dict):  # torch refuses anything else
+            apply_lr_factor(param_group, self.defaults["lr"])
         super().add_param_group(param_group)
         try:
             coupled_state.check_group(self.param_groups[-1])

@@ -1,7 +1,8 @@
 """Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -9,14 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from coupled_adam.optim.coupled_adam import CoupledAdamW
-from coupled_adam.optim.param_groups import classify, group_members
-from coupled_adam.optim.token_embeddings import (
-    Couple,
-    Embeddings,
-    Parameters,
-    coupled_matrices,
-    resolve,
-)
+from coupled_adam.optim.param_groups import param_groups
+from coupled_adam.optim.token_embeddings import Parameters, resolve
 
 
 class MuonWithCoupledAdam(Optimizer):
@@ -36,16 +31,14 @@ class MuonWithCoupledAdam(Optimizer):
         model: any module, on which distributed wrappers have not flattened the parameters.
         lr: Muon's learning rate.
         adam_lr: the learning rate of everything else; by default ``lr``.
-        embedding_lr, head_lr: learning rates of the embeddings and of a head that is not tied, as
-            in :func:`coupled_adam.param_groups`; by default ``adam_lr``.
+        groups: options of :func:`coupled_adam.param_groups`, such as ``{"lr_factor": 4}``, which
+            here is relative to ``adam_lr``.
         weight_decay: the weight decay of matrices other than embeddings.
-        embedding_weight_decay: the weight decay of embeddings.
         momentum, nesterov, ns_steps: as in :class:`torch.optim.Muon`.
         adjust_lr_fn: ``"match_rms_adamw"`` or ``"original"``, as in :class:`torch.optim.Muon`,
             where the latter is the default.
         betas, eps, fused: as in :class:`CoupledAdamW`.
         second_moment_scale, row_exponent, zero_sum: likewise, for the coupled matrices.
-        couple, embeddings, vocab_size: as in :func:`coupled_adam.param_groups`.
         adamw: hidden matrices that Muon should not update, such as the score of a reward model or
             the router of a mixture of experts: one or several modules, parameters, parameter names
             or glob patterns over names.
@@ -56,7 +49,7 @@ class MuonWithCoupledAdam(Optimizer):
             matrix; if ``adam_lr`` is missing; if an option is out of range.
 
     Example:
-        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embedding_lr=3e-3)
+        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, groups={"lr_factor": 4})
         >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """
 
@@ -66,10 +59,8 @@ class MuonWithCoupledAdam(Optimizer):
         lr: float = 1e-3,
         *,
         adam_lr: float | None = None,
-        embedding_lr: float | None = None,
-        head_lr: float | None = None,
+        groups: Mapping[str, Any] = MappingProxyType({}),
         weight_decay: float = 0.1,
-        embedding_weight_decay: float = 0.0,
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
@@ -80,9 +71,6 @@ class MuonWithCoupledAdam(Optimizer):
         second_moment_scale: float = 1.0,
         row_exponent: float = 0.0,
         zero_sum: bool = False,
-        couple: Couple = "both",
-        embeddings: Embeddings | None = None,
-        vocab_size: int | Iterable[int] | None = None,
         adamw: Parameters = (),
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
@@ -95,25 +83,29 @@ class MuonWithCoupledAdam(Optimizer):
                 f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
-        found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
-        members = classify(model, *found)
-        if flat := [m.name for m in members if m.shard is not None]:
+        if "weight_decay" in groups:
+            raise ValueError("groups has a weight_decay: pass it as weight_decay=, also for Muon")
+        by_adam = param_groups(model, **groups)
+        if flat := [group["param_names"][0] for group in by_adam if "flat_shards" in group]:
             raise ValueError(
                 f"FSDP1 has flattened {flat[0]!r}, but Muon needs whole matrices or DTensors: use "
                 "FSDP2, torch.distributed.fsdp.fully_shard"
             )
         kept = resolve(model, adamw, "adamw")
-        hidden = [
-            m
-            for m in members
-            if m.role == "matrix" and m.parameter.dim() == 2 and m.parameter not in kept
-        ]
+        hidden = []
+        for group in by_adam:
+            if "weight_decay" in group:  # embeddings, biases and norms
+                continue
+            named = [*zip(group["param_names"], group["params"])]
+            hidden += [(name, p) for name, p in named if p.dim() == 2 and p not in kept]
+            rest = [(name, p) for name, p in named if p.dim() != 2 or p in kept]
+            group["param_names"], group["params"] = map(list, zip(*rest)) if rest else ([], [])
         if not hidden:
             raise ValueError(
                 "the model has no trainable hidden matrix that Muon could update: use CoupledAdamW"
             )
         muon = torch.optim.Muon(
-            [(m.name, m.parameter) for m in hidden],
+            hidden,
             lr=lr,
             weight_decay=weight_decay,
             momentum=momentum,
@@ -121,18 +113,12 @@ class MuonWithCoupledAdam(Optimizer):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
         )
-        groups = group_members(
-            [m for m in members if m not in hidden],
-            weight_decay=weight_decay,
-            embedding_weight_decay=embedding_weight_decay,
-            embedding_lr=embedding_lr,
-            head_lr=head_lr,
-        )
         adam = CoupledAdamW(
-            groups,
+            [group for group in by_adam if group["params"]],
             lr=lr if adam_lr is None else adam_lr,
             betas=betas,
             eps=eps,
+            weight_decay=weight_decay,
             fused=fused,
             second_moment_scale=second_moment_scale,
             row_exponent=row_exponent,

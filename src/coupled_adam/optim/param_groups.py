@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -18,6 +19,9 @@ from coupled_adam.optim.token_embeddings import (
     matrices_of_size,
     resolve,
 )
+
+_SHOWN = ("weight_decay", "lr", "lr_factor", "betas")
+"""Options in the table of the groups."""
 
 
 class ParamGroups(list[dict[str, Any]]):
@@ -50,9 +54,11 @@ class ParamGroups(list[dict[str, Any]]):
         rows = [("parameter", "shape", "group", "state saved")]
         total = 0
         for group in self:
-            label = f"weight_decay={group['weight_decay']:g}"
-            if "lr" in group:
-                label += f", lr={group['lr']:g}"
+            options = {key: group[key] for key in _SHOWN if key in group}
+            if "lr_factor" in options:
+                del options["lr"]
+            shown = [f"{key}={_spelled(value)}" for key, value in options.items()]
+            label = ", ".join(shown) or "the optimizer's options"
             if group["coupled"]:
                 label += ", coupled" + (" by columns" if group.get("vocab_dim") else "")
             shards = group.get("flat_shards") or [None] * len(group["params"])
@@ -68,13 +74,23 @@ class ParamGroups(list[dict[str, Any]]):
         return [*rows, ("total", "", "", f"{total:,} B")]
 
 
+def _spelled(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def param_groups(
     model: nn.Module,
     *,
-    weight_decay: float = 0.1,
-    embedding_weight_decay: float = 0.0,
-    embedding_lr: float | None = None,
+    lr: float | None = None,
+    lr_factor: float | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    second_moment_scale: float | None = None,
+    row_exponent: float | None = None,
+    zero_sum: bool | None = None,
     head_lr: float | None = None,
+    weight_decay: float | None = None,
+    embedding_weight_decay: float = 0.0,
     couple: Couple = "both",
     embeddings: Embeddings | None = None,
     vocab_size: int | Iterable[int] | None = None,
@@ -84,19 +100,25 @@ def param_groups(
 
     Token embeddings are coupled; :func:`embedding_parameters` documents how they are found. By
     default neither they nor other embeddings, such as those of positions and token types, have
-    weight decay. Biases and norms never have any, and all other matrices do. Frozen parameters are
-    left out. In the experiments of arXiv 2502.08441 learned positions do have weight decay; the
-    other exemptions are the same there, with both optimizers.
+    weight decay. Biases and norms never have any, and all other matrices have the optimizer's.
+    Frozen parameters are left out. In the experiments of arXiv 2502.08441 learned positions do have
+    weight decay; the other exemptions are the same there, with both optimizers.
+
+    What is not given here, for the token embeddings or for all, is the optimizer's.
 
     Args:
         model: any module, also on the meta device, or wrapped by FSDP1 with
             ``use_orig_params=True``.
+        lr: the learning rate of the coupled matrices alone. As with the options below, learned
+            positions and all other parameters keep the optimizer's.
+        lr_factor: the same relative to the learning rate of the optimizer. Learning-rate schedulers
+            keep the ratio.
+        betas, eps, second_moment_scale, row_exponent, zero_sum: as in
+            :class:`coupled_adam.CoupledAdamW`, for the coupled matrices alone.
+        head_lr: the learning rate of output embeddings that are not tied to the input embeddings,
+            coupled or not, in the place of ``lr`` and ``lr_factor``.
         weight_decay: the weight decay of matrices other than embeddings.
         embedding_weight_decay: the weight decay of embeddings, coupled or not.
-        embedding_lr: the learning rate of embeddings, coupled or not, except for a head that is not
-            tied; by default that of the optimizer. Learning-rate schedulers keep the ratio.
-        head_lr: the learning rate of output embeddings that are not tied to the input embeddings;
-            by default that of the optimizer.
         couple: which embeddings to couple if input and output embeddings are not tied: ``"both"``,
             ``"input"`` or ``"output"``.
         embeddings: the matrices to couple, as in :func:`embedding_parameters`; by default they are
@@ -107,35 +129,47 @@ def param_groups(
             patterns over names such as ``"*.experts.*"``.
 
     Returns:
-        A list of groups to pass to the optimizer (at most four if no learning rate is given), each
-        with ``params``, ``param_names``, ``weight_decay`` and ``coupled``, with ``vocab_dim`` if
-        its matrices are stored as [H, V], with ``flat_shards`` if FSDP1 has flattened them, and
-        with ``lr`` if it has a learning rate of its own. It prints as a table with each parameter's
+        A list of groups to pass to the optimizer: coupled matrices first (also an untied head with
+        a rate of its own, and matrices stored as [H, V], in groups of their own), then the matrices
+        that decay, then the rest. Each has ``params``, ``param_names`` and ``coupled``, and
+        whichever of ``vocab_dim``, ``flat_shards`` (if FSDP1 has flattened the matrices) and the
+        options above is not left to the optimizer. The list prints as a table with each parameter's
         name, shape and group, and the number of bytes of optimizer state that coupling saves
-        compared with AdamW.
+        compared with AdamW. Other optimizers of torch can take it, too, such as AdamW for
+        comparison: they ignore options that they do not have, except for ``lr_factor``, at which
+        they raise an error.
 
     Raises:
         TypeError: as in :func:`embedding_parameters`.
-        ValueError: for a negative weight decay or learning rate, for different learning rates of
-            input and output embeddings that are tied, if an entry of ``exclude`` matches no
-            parameter, or as in :func:`embedding_parameters`.
+        ValueError: for a negative weight decay or learning rate, for ``lr`` together with
+            ``lr_factor``, for a ``head_lr`` where the head is tied, if an entry of ``exclude``
+            matches no parameter, or as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`.
 
     Example:
-        >>> groups = param_groups(model)
+        >>> groups = param_groups(model, betas=(0.0, 0.99), lr_factor=2)
         >>> print(groups)
-        >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95))
+        >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
     found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
     left_out = resolve(model, exclude, "exclude")
-    return group_members(
+    options = {
+        "lr": lr,
+        "lr_factor": lr_factor,
+        "betas": betas,
+        "eps": eps,
+        "second_moment_scale": second_moment_scale,
+        "row_exponent": row_exponent,
+        "zero_sum": zero_sum,
+    }
+    return _grouped(
         [m for m in classify(model, *found) if m.parameter not in left_out],
-        weight_decay=weight_decay,
-        embedding_weight_decay=embedding_weight_decay,
-        embedding_lr=embedding_lr,
-        head_lr=head_lr,
+        {name: value for name, value in options.items() if value is not None},
+        head_lr,
+        weight_decay,
+        embedding_weight_decay,
     )
 
 
@@ -199,51 +233,92 @@ def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matri
     return members
 
 
-def group_members(
+def _grouped(
     members: list[Member],
-    *,
-    weight_decay: float,
-    embedding_weight_decay: float,
-    embedding_lr: float | None,
+    options: dict[str, Any],
     head_lr: float | None,
+    weight_decay: float | None,
+    embedding_weight_decay: float,
 ) -> ParamGroups:
-    """Build the param groups of these parameters, as :func:`param_groups` documents it."""
+    """Build the param groups of these parameters; ``options`` are those of the coupled ones."""
     for option, value in (
+        ("lr", options.get("lr")),
+        ("head_lr", head_lr),
         ("weight_decay", weight_decay),
         ("embedding_weight_decay", embedding_weight_decay),
-        ("embedding_lr", embedding_lr),
-        ("head_lr", head_lr),
     ):
         if value is not None and not value >= 0:
             raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
-    rates = {"embedding": embedding_lr, "head": head_lr}
-    decays = {"embedding": embedding_weight_decay, "head": embedding_weight_decay}
-
+    if "lr" in options and "lr_factor" in options:
+        raise ValueError(
+            f"lr={options['lr']} and lr_factor={options['lr_factor']} both set the learning rate "
+            "of the coupled matrices: leave one of the two out"
+        )
     is_flat = any(m.shard for m in members)
-    groups: dict[tuple[bool, int, float, float], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for m in members:
-        if m.tied and head_lr not in (None, embedding_lr):
+        if m.tied and head_lr is not None:
             raise ValueError(
                 f"head_lr={head_lr}, but the head is tied to the input embedding {m.name!r}: pass "
-                "embedding_lr= only"
+                "lr= or lr_factor= instead"
             )
-        decay = decays.get(m.role, weight_decay if m.role == "matrix" else 0.0)
-        lr = rates.get(m.role)
-        empty = {"params": [], "param_names": [], "weight_decay": decay, "coupled": m.coupled}
-        if m.coupled and m.vocab_dim:
-            empty["vocab_dim"] = m.vocab_dim
-        if lr is not None:
-            empty["lr"] = lr
+        is_head = m.role == "head" and head_lr is not None
+        decay = {"matrix": weight_decay, "vector": 0.0}.get(m.role, embedding_weight_decay)
+        # Coupled groups first, then the matrices: the same order for every model.
+        key = (not m.coupled, m.coupled and m.vocab_dim, is_head, m.role != "matrix", decay or 0.0)
+        if key not in groups:
+            group = groups[key] = {"params": [], "param_names": [], "coupled": m.coupled}
+            if m.coupled:
+                group.update(options)
+                if "lr_factor" in group:
+                    group["lr"] = _LrFactor()
+            if m.coupled and m.vocab_dim:
+                group["vocab_dim"] = m.vocab_dim
+            if is_head:
+                group.pop("lr_factor", None)
+                group["lr"] = head_lr
+            if decay is not None:
+                group["weight_decay"] = decay
+            if is_flat:
+                group["flat_shards"] = []
+        groups[key]["params"].append(m.parameter)
+        groups[key]["param_names"].append(m.name)
         if is_flat:
-            empty["flat_shards"] = []
-        key = (not m.coupled, m.coupled and m.vocab_dim, -decay, -1.0 if lr is None else lr)
-        group = groups.setdefault(key, empty)
-        group["params"].append(m.parameter)
-        group["param_names"].append(m.name)
-        if is_flat:
-            group["flat_shards"].append(m.shard)
-    # Coupled groups first, then by descending weight decay: the same order for every model.
+            groups[key]["flat_shards"].append(m.shard)
     return ParamGroups(groups[key] for key in sorted(groups))
+
+
+class _LrFactor:
+    """The ``lr`` of a group with ``lr_factor``, until :func:`apply_lr_factor` replaces it.
+
+    Optimizers that do not know ``lr_factor`` would ignore it. This makes them raise an error.
+    """
+
+    def _refuse(self, *_: object) -> Any:
+        raise TypeError(
+            "lr_factor is an option of CoupledAdam, CoupledAdamW and MuonWithCoupledAdam. For "
+            "another optimizer give the embeddings' learning rate itself: param_groups(..., lr=)"
+        )
+
+    __mul__ = __rmul__ = __truediv__ = __neg__ = __float__ = __lt__ = __ge__ = _refuse
+
+
+def apply_lr_factor(group: dict[str, Any], lr: float | Tensor) -> None:
+    """Replace a group's ``lr_factor`` by a learning rate, given the optimizer's.
+
+    Raises:
+        ValueError: if it is not positive and finite, or if the group has a learning rate as well.
+    """
+    if "lr_factor" not in group:
+        return
+    if not 0 < group["lr_factor"] < math.inf:
+        raise ValueError(f"Invalid lr_factor: {group['lr_factor']} (must be positive and finite)")
+    if not isinstance(group.setdefault("lr", _LrFactor()), _LrFactor):
+        raise ValueError(
+            f"a param group has both lr={group['lr']} and lr_factor={group['lr_factor']}: leave "
+            "one of the two out"
+        )
+    group["lr"] = group.pop("lr_factor") * lr
 
 
 def couple_by_size(

@@ -141,10 +141,12 @@ def embedding_parameters(
     Raises:
         TypeError: if ``model`` is not a module.
         ValueError: if token embeddings cannot be told apart from other matrices; if no matrix has
-            the size ``vocab_size``; if an entry of ``embeddings`` matches no parameter, or one that
-            is not a matrix; if ``couple`` is not one of the three values, or not ``"both"``
-            although ``embeddings`` is given; if a wrapper (FSDP1 with ``use_orig_params=False``,
-            ZeRO-3) has flattened the model's matrices; if Megatron's tensor parallelism has split
+            the size ``vocab_size``; if ``couple`` is not ``"both"`` although a matrix is input and
+            output embedding at once; if an entry of ``embeddings`` matches no parameter, or
+            one that is not a matrix; if ``couple`` is not one of the three values, or not
+            ``"both"`` although ``embeddings`` is given; if a wrapper (FSDP1 with
+            ``use_orig_params=False``, ZeRO-3) has flattened the model's matrices; if
+            Megatron's tensor parallelism has split
             a matrix by its rows.
 
     Warns:
@@ -182,6 +184,11 @@ def coupled_matrices(
         for warning in _find(model, matrices, given):
             warnings.warn(warning, stacklevel=3)
         coupled = [m for m in matrices if m.sides and (couple == "both" or couple in m.sides)]
+        if couple != "both" and (both := [m for m in coupled if len(m.sides) > 1]):
+            raise ValueError(
+                f"couple={couple!r}, but {both[0]} is input and output embedding at once: leave "
+                "couple out, or untie the two"
+            )
     coupled = [m for m in coupled if m.parameter.requires_grad]
     for m in coupled:
         check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))

@@ -100,7 +100,12 @@ class RunLog(pl.Callback):
         moment = full_tensor(moment)
         if rank() > 0:
             return
-        correction = 1 - self.run.recipe.training.betas[1] ** trainer.global_step
+        (group,) = (
+            group
+            for group in trainer.optimizers[0].param_groups
+            if any(p is embedding for p in group["params"])
+        )
+        correction = 1 - group["betas"][1] ** trainer.global_step
         values = moment.double().mean(1).cpu().numpy() / correction
         path = self.run.folder / SECOND_MOMENTS / f"{step_name(trainer.global_step)}.npy"
         make_folder(path.parent)

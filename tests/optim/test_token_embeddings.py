@@ -1,0 +1,587 @@
+"""Which matrices of a model are token embeddings."""
+
+import types
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrizations
+from transformers.models.auto import modeling_auto
+
+from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
+from token_models import (
+    Bert,
+    H,
+    HandWritten,
+    Table,
+    Translator,
+    Transposed,
+    V,
+    bert,
+    gpt2,
+    llama,
+    stablelm,
+    t5,
+)
+
+FOUND = {
+    "gpt2": (gpt2, {"transformer.wte.weight"}),
+    "gpt2, untied": (
+        lambda: gpt2(tie_word_embeddings=False),
+        {"transformer.wte.weight", "lm_head.weight"},
+    ),
+    "gpt2 in a wrapper": (
+        lambda: nn.ModuleDict({"inner": gpt2()}),
+        {"inner.transformer.wte.weight"},
+    ),
+    "gpt2 without head": (lambda: gpt2().transformer, {"wte.weight"}),
+    "llama": (llama, {"model.embed_tokens.weight", "lm_head.weight"}),
+    "llama, tied": (lambda: llama(tie_word_embeddings=True), {"model.embed_tokens.weight"}),
+    "stablelm": (stablelm, {"model.embed_tokens.weight", "lm_head.weight"}),
+    "stablelm, tied": (lambda: stablelm(tie_word_embeddings=True), {"model.embed_tokens.weight"}),
+    "bert": (bert, {"bert.embeddings.word_embeddings.weight"}),
+    "t5": (t5, {"shared.weight"}),
+}
+
+
+@pytest.mark.parametrize(("build", "names"), FOUND.values(), ids=FOUND)
+def test_transformers_models(build, names):
+    """Only token embeddings are coupled; each parameter is in one group; a step works."""
+    model = build()
+    assert set(embedding_parameters(model)) == names
+    groups = param_groups(model, weight_decay=0.3)
+    optimizer = CoupledAdamW(groups)
+    grouped = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(grouped) == sorted(dict(model.named_parameters()))
+    (coupled,) = (g for g in optimizer.param_groups if g["coupled"])
+    assert set(coupled["param_names"]) == names
+    for group in optimizer.param_groups:
+        for name, p in zip(group["param_names"], group["params"], strict=True):
+            assert model.get_parameter(name) is p
+            is_matrix = p.dim() >= 2 and "embed" not in name and "shared" not in name
+            is_matrix &= not any(s in name for s in ("wte", "wpe", "lm_head", "attention_bias"))
+            assert group["weight_decay"] == (0.3 if is_matrix else 0.0), name
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_hand_written_untied():
+    model = HandWritten(tied=False, positions=12)
+    assert list(embedding_parameters(model)) == ["tok.weight", "head.weight"]
+
+
+def test_hand_written_with_a_head_of_another_width():
+    model = HandWritten(tied=False, positions=12, head_width=2 * H)
+    assert list(embedding_parameters(model)) == ["tok.weight", "head.weight"]
+
+
+@pytest.mark.parametrize("vocab_size", [None, V])
+def test_as_many_positions_as_tokens(vocab_size):
+    """Getters and ties tell them apart, and a warning names the positions; else only the user."""
+    for model, table, positions in (
+        (gpt2(n_positions=V), "transformer.wte.weight", "transformer.wpe.weight"),
+        (gpt2(n_positions=V).transformer, "wte.weight", "wpe.weight"),
+        (HandWritten(tied=True, positions=V), "tok.weight", "pos.weight"),
+    ):
+        with pytest.warns(UserWarning, match=rf"not coupled.*'{positions}' \[40, 16\]") as caught:
+            assert set(embedding_parameters(model, vocab_size=vocab_size)) == {table}
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+    model = HandWritten(tied=False, positions=V)
+    with pytest.raises(ValueError, match=r"'pos.weight' \[40, 16\], 'tok.*embeddings="):
+        embedding_parameters(model, vocab_size=vocab_size)
+    assert set(param_groups(model, embeddings=model.tok)[0]["param_names"]) == {"tok.weight"}
+
+
+def test_as_many_tokens_as_features():
+    """V = H: every square matrix could be a head."""
+    model = gpt2(vocab_size=H)
+    with pytest.warns(UserWarning, match=r"not coupled.*'transformer.h.0.attn.c_proj.weight'"):
+        assert set(embedding_parameters(model)) == {"transformer.wte.weight"}
+    layers = [nn.Linear(H, H) for _ in range(3)]
+    untied = nn.Sequential(nn.Embedding(H, H), *layers)
+    with pytest.raises(ValueError, match=r"size 16: '1.weight'.*embeddings=\['1.weight'"):
+        embedding_parameters(untied)
+    assert set(embedding_parameters(untied, embeddings=["0.weight", "3.weight"])) == {
+        "0.weight",
+        "3.weight",
+    }
+
+
+def test_hidden_layers_as_wide_as_the_vocabulary():
+    """To V features and from them: a hidden layer, in GPT-2 stored as [H, V] and [V, H]."""
+    with pytest.warns(UserWarning, match=r"not coupled.*c_fc.weight' \[16, 40\].*c_proj.weight'"):
+        assert set(embedding_parameters(gpt2(n_inner=V))) == {"transformer.wte.weight"}
+    with pytest.warns(UserWarning, match=r"not coupled.*c_attn.weight' \[16, 48\]"):
+        assert set(embedding_parameters(gpt2(vocab_size=3 * H))) == {"transformer.wte.weight"}
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_hand_written_bert(heads):
+    """All heads over the vocabulary, however many; neither segments nor the pair task."""
+    expected = ["tok.weight", *(f"mlm.{i}.weight" for i in range(heads))]
+    assert list(embedding_parameters(Bert(heads))) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "positions", "classes"), [(100, 16, 16), (65, 256, 65), (65, 256, 256)]
+)
+def test_a_head_of_the_size_of_the_smaller_table(tokens, positions, classes):
+    """Sixteen classes and positions, or few characters and many positions: only the user knows."""
+    model = nn.ModuleDict(
+        {
+            "tok": nn.Embedding(tokens, 8),
+            "pos": nn.Embedding(positions, 8),
+            "up": nn.Linear(8, 256),  # a hidden layer as wide as there are positions
+            "down": nn.Linear(256, 8),
+            "head": nn.Linear(8, classes),
+        }
+    )
+    with pytest.raises(ValueError, match=r"cannot tell which .*(vocab_size|embeddings)="):
+        embedding_parameters(model)
+    expected = {"tok.weight"} | ({"head.weight"} if classes == tokens else set())
+    assert set(embedding_parameters(model, vocab_size=tokens)) == expected
+
+
+@pytest.mark.parametrize("sizes", [(90, 100), (100, 90)])
+def test_two_vocabularies(sizes):
+    everything = {"src.weight", "tgt.weight", "head.weight"}
+    config = {"src_vocab_size": sizes[0], "tgt_vocab_size": sizes[1]}
+    assert set(embedding_parameters(Translator(*sizes, **config))) == everything
+    assert set(embedding_parameters(Translator(*sizes), vocab_size=sizes)) == everything
+    model = Translator(*sizes)
+    with pytest.raises(ValueError, match=r"'src.weight' \[.*several vocabularies"):
+        embedding_parameters(model)
+    model.head.weight = model.tgt.weight
+    with pytest.warns(UserWarning, match=r"'src.weight' \[.*several vocabularies"):
+        assert set(embedding_parameters(model)) == {"tgt.weight"}
+
+
+def test_the_largest_table_is_a_guess_without_a_head():
+    model = nn.Sequential(nn.Embedding(V, H), nn.Embedding(12, H), nn.Linear(H, 3))
+    with pytest.warns(UserWarning, match=r"may be 40, but the model has .*vocab_size=40"):
+        assert set(embedding_parameters(model)) == {"0.weight"}
+    assert set(embedding_parameters(model, vocab_size=V)) == {"0.weight"}
+    # H positions and a last layer back to the width H is no head.
+    model = nn.Sequential(nn.Embedding(H, H), nn.Embedding(V, H), nn.Linear(4 * H, H))
+    with pytest.raises(ValueError, match=r"cannot tell which .*Embedding"):
+        embedding_parameters(model)
+
+
+def test_a_hidden_layer_as_wide_as_there_are_positions_is_no_head():
+    layers = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 3)
+    model = nn.Sequential(nn.Embedding(100, 8), nn.Embedding(32, 8), *layers)
+    with pytest.warns(UserWarning, match=r"may be 100, but the model has .*vocab_size=100"):
+        assert set(embedding_parameters(model)) == {"0.weight"}
+
+
+def test_padded_tables_and_nested_configurations():
+    """A table with more rows than the configuration says is found by its getter, or as tied."""
+    model = llama()
+    model.resize_token_embeddings(64)
+    model.config.vocab_size = V
+    assert len(embedding_parameters(model)) == 2
+    config = types.SimpleNamespace(model={"vocab_size": V}, block_size=100)
+    table = nn.Sequential(nn.Embedding(V, H), nn.Embedding(100, H), nn.Linear(H, V))
+    table.config = config
+    assert set(embedding_parameters(table)) == {"0.weight", "2.weight"}
+    tied = HandWritten(tied=True)
+    tied.config = types.SimpleNamespace(vocab_size=V - 3)
+    assert set(embedding_parameters(tied)) == {"tok.weight"}
+
+
+class HeadOfItsOwn(transformers.PreTrainedModel):
+    """Its getters return the input table only."""
+
+    config_class = transformers.LlamaConfig
+    _supports_sdpa = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.predict = nn.Linear(H, V)
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self):
+        return None
+
+
+def test_a_head_that_the_getters_do_not_return():
+    config = llama().config
+    assert set(embedding_parameters(HeadOfItsOwn(config))) == {
+        "model.embed_tokens.weight",
+        "predict.weight",
+    }
+
+
+class GettersWithArguments(Bert):
+    def get_input_embeddings(self, ids):
+        return self.tok(ids)
+
+    def get_output_embeddings(self, *, of):
+        raise AssertionError
+
+
+def test_getters_that_take_arguments_are_something_else():
+    assert list(embedding_parameters(GettersWithArguments())) == ["tok.weight", "mlm.0.weight"]
+
+
+def test_an_error_within_a_getter_is_not_hidden():
+    model = Bert()
+    model.get_input_embeddings = lambda: model.tok.wait
+    with pytest.raises(AttributeError, match="wait"):
+        embedding_parameters(model)
+
+
+@pytest.mark.parametrize(
+    "parametrize",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm],
+    ids=["weight_norm", "spectral_norm", "old weight_norm"],
+)
+@pytest.mark.filterwarnings("ignore:.*nn.utils.weight_norm. is deprecated")
+def test_parametrized_tables_and_heads(parametrize):
+    """What takes a weight's place is coupled, magnitudes [V, 1] too, and does not decay."""
+    for build, modules in (
+        (lambda: HandWritten(tied=False), ("tok", "head")),
+        (llama, ("model.embed_tokens", "lm_head")),
+    ):
+        model = build()
+        for name in modules:
+            parametrize(model.get_submodule(name))
+        expected = {
+            name
+            for name, p in model.named_parameters()
+            if name.startswith(modules) and p.dim() == 2 and len(p) == V
+        }
+        assert len(expected) == (2 if parametrize is parametrizations.spectral_norm else 4)
+        groups = param_groups(model)
+        assert set(groups[0]["param_names"]) == expected
+        assert groups[0]["weight_decay"] == 0
+        optimizer = CoupledAdamW(groups)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        module = model.get_submodule(modules[1])
+        named = list(embedding_parameters(model, embeddings=module))
+        assert named == [n for n in groups[0]["param_names"] if n.startswith(modules[1])]
+
+
+def test_hand_written_tables():
+    model = nn.ModuleDict({"tok": Table(), "pos": Table(12), "head": nn.Linear(H, V)})
+    assert embedding_parameters(model) == {}  # nothing says V
+    assert set(embedding_parameters(model, vocab_size=V)) == {"tok.weight", "head.weight"}
+    assert set(embedding_parameters(model, vocab_size=V, couple="input")) == {"tok.weight"}
+    model["head"].weight = model["tok"].weight
+    assert set(embedding_parameters(model, vocab_size=V)) == {"tok.weight"}
+    functionally_tied = nn.ModuleDict({"tok": Table()})
+    assert len(embedding_parameters(functionally_tied, vocab_size=V)) == 1
+    two = nn.ModuleDict({"tok": Table(), "pos": Table()})
+    with pytest.raises(ValueError, match=r"'tok.weight' \[40, 16\], 'pos.weight'.*embeddings="):
+        embedding_parameters(two, vocab_size=V)
+    beside = nn.ModuleDict({"tok": nn.Embedding(V, H), "head": nn.Linear(H, V), "pos": Table()})
+    with pytest.raises(ValueError, match=r"size 40: 'pos.weight' \[40, 16\].*embeddings="):
+        embedding_parameters(beside)
+    beside["head"].weight = beside["tok"].weight
+    with pytest.warns(UserWarning, match=r"not coupled.*'pos.weight' \[40, 16\]"):
+        assert set(embedding_parameters(beside)) == {"tok.weight"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"vocab_size": V},
+        {"embeddings": {"W_E": 0, "*_U": 1}},
+        {"embeddings": ["W_E", "W_U"], "vocab_size": V},
+    ],
+    ids=["rule", "mapping", "names"],
+)
+def test_a_head_stored_by_columns(options):
+    """One moment for each hidden feature, in either layout."""
+    torch.manual_seed(0)
+    model = Transposed()
+    groups = param_groups(model, **options)
+    assert [g["param_names"] for g in groups] == [["W_E"], ["W_U"], ["W_in", "W_out"]]
+    assert [g.get("vocab_dim", 0) for g in groups] == [0, 1, 0]
+    saved = 4 * (V * H - H)
+    assert str(groups).splitlines()[-1].split() == ["total", f"{2 * saved:,}", "B"]
+    rows = nn.Parameter(model.W_U.detach().T.clone())
+    expected = CoupledAdamW([{"params": [rows], "coupled": True, "weight_decay": 0.0}], lr=0.1)
+    optimizer = CoupledAdamW(groups, lr=0.1)
+    for p in (*model.parameters(), rows):
+        p.grad = torch.randn_like(p)
+    model.W_U.grad = rows.grad.T.clone()
+    optimizer.step()
+    expected.step()
+    torch.testing.assert_close(model.W_U.T, rows)
+    assert optimizer.state[model.W_U]["exp_avg_sq"].shape == (H,)
+
+
+class HeadByColumns(Bert):
+    """Its getter returns a hand-written head whose weight is [H, V]."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = {"vocab_size": 100}
+        self.mlm = nn.Identity()
+        self.unembed = Table()
+        self.unembed.weight = nn.Parameter(torch.zeros(8, 100))
+
+    def get_output_embeddings(self):
+        return self.unembed
+
+
+def test_a_head_by_columns_from_a_getter():
+    groups = param_groups(HeadByColumns())
+    dims = {n: g.get("vocab_dim", 0) for g in groups if g["coupled"] for n in g["param_names"]}
+    assert dims == {"tok.weight": 0, "unembed.weight": 1}
+
+
+@pytest.mark.parametrize(("couple", "name"), [("input", "W_E"), ("output", "W_U")])
+def test_couple_of_hand_written_matrices(couple, name):
+    assert set(embedding_parameters(Transposed(), couple=couple, vocab_size=V)) == {name}
+
+
+def test_a_head_by_columns_beside_a_table():
+    model = nn.ModuleDict({"tok": nn.Embedding(V, H), "norm": nn.LayerNorm(H)})
+    model.register_parameter("head", nn.Parameter(torch.zeros(H, V)))
+    groups = param_groups(model)
+    assert [(g["param_names"], g.get("vocab_dim", 0)) for g in groups if g["coupled"]] == [
+        (["tok.weight"], 0),
+        (["head"], 1),
+    ]
+    assert set(embedding_parameters(model, couple="output")) == {"head"}
+
+
+def test_one_hot_tokens():
+    """A projection of one-hot tokens is [H, V]."""
+    model = nn.Sequential(nn.Linear(V, H), nn.Linear(H, 3 * H), nn.Linear(3 * H, V))
+    dims = {
+        name: group.get("vocab_dim", 0)
+        for group in param_groups(model, vocab_size=V)
+        for name in group["param_names"]
+        if group["coupled"]
+    }
+    assert dims == {"0.weight": 1, "2.weight": 0}
+    assert set(embedding_parameters(model, vocab_size=V, couple="input")) == {"0.weight"}
+
+
+def test_tensor_parallel_parameters_of_megatron_are_refused():
+    """The average over this rank's rows would be another one."""
+    model = llama()
+    head = model.lm_head.weight
+    head.tensor_model_parallel, head.partition_dim = True, 0
+    message = r"cannot couple 'lm_head.weight' \[40, 16\].*parallelize_module.*=False"
+    for options in ({}, {"embeddings": "lm_head.weight"}):
+        with pytest.raises(ValueError, match=message):
+            param_groups(model, **options)
+    with pytest.raises(ValueError, match=r"cannot couple parameter 0 \[40, 16\].*=False"):
+        CoupledAdamW([head], coupled=True)
+    assert len(param_groups(model, couple="input")[0]["params"]) == 1
+    head.partition_dim = 1  # all rows are here, of some columns
+    assert len(embedding_parameters(model)) == 2
+    CoupledAdamW([head], coupled=True)
+    head.tensor_model_parallel, head.partition_dim = False, 0
+    assert len(embedding_parameters(model)) == 2
+
+
+@pytest.mark.parametrize(
+    "layers", [[], [nn.Linear(H, 2)], [nn.LSTM(H, V // 4)]], ids=["alone", "classifier", "lstm"]
+)
+@pytest.mark.filterwarnings("ignore:not coupled.*weight_ih_l0")
+def test_a_single_table_embeds_tokens(layers):
+    assert set(embedding_parameters(nn.Sequential(nn.Embedding(V, H), *layers))) == {"0.weight"}
+
+
+FAST = (
+    "AlbertForMaskedLM",
+    "BartForConditionalGeneration",
+    "BertForPreTraining",
+    "BlenderbotForCausalLM",
+    "ElectraForPreTraining",
+    "FSMTForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "Gemma4ForCausalLM",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "LlavaForConditionalGeneration",
+    "MobileBertForPreTraining",
+    "MusicgenForCausalLM",
+    "OPTForCausalLM",
+    "T5ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "XLMRobertaForMaskedLM",
+)
+
+
+LANGUAGE_MODELS = (
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "PRETRAINING",
+    "MULTIMODAL_LM",
+)
+# What is found beside the matrices with as many rows as a vocabulary size in the configuration,
+# or left out: the end of a name.
+
+
+EXCEPTIONS = {
+    "CpmAnt": {"input_embedding.weight"},  # prompts behind the tokens
+    "Gemma3nForCausalLM": {"embed_tokens_per_layer.weight"},  # has a size of its own
+    "Mllama": {"embed_tokens.weight"},  # special tokens behind the others
+    "Molmo2": {"embed_tokens.weight"},  # special tokens behind the others
+    "MobileBert": {"cls.predictions.dense.weight"},  # the head's other columns, [H - E, V]
+    "MoshiFor": {"embed_tokens.weight"},  # padding behind the tokens
+    "Musicgen": {f"embed_tokens.{i}.weight" for i in range(4)},  # padding behind the tokens
+}
+
+
+LEFT_OUT = {
+    "NeoMME": {"value_embeddings.weight"},  # as large as the table that the getter returns: warned
+}
+
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+
+
+def cut(config):
+    """Leave two layers of a configuration, and of those nested in it."""
+    for key, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            cut(value)
+        elif isinstance(value, int) and value > 2 and key.endswith(LAYERS):
+            setattr(config, key, 2)
+
+
+def build(name):
+    """A model of transformers as its configuration has it by default, of few layers if it can."""
+    model_class = getattr(transformers, name)
+    with warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        config = model_class.config_class()
+        try:
+            cut(config)
+            return model_class(config)
+        except (LookupError, TypeError, ValueError):  # other settings count layers, too
+            return model_class(model_class.config_class())
+
+
+def vocabulary_sizes(config):
+    """Of a configuration written as dicts in dicts."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from vocabulary_sizes(value)
+        elif key in ("vocab_size", "src_vocab_size", "tgt_vocab_size"):
+            yield value
+
+
+def check_as_expected(name, model):
+    sizes = set(vocabulary_sizes(model.config.to_dict()))
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2}
+    expected = {n for n, p in trained.items() if p.shape[0] in sizes}
+    for change, exceptions in ((set.union, EXCEPTIONS), (set.difference, LEFT_OUT)):
+        for start, ends in exceptions.items():
+            if name.startswith(start):
+                expected = change(expected, {n for n in trained if n.endswith(tuple(ends))})
+    left = any(name.startswith(start) for start in LEFT_OUT)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore" if left else "error", message="not coupled")
+        groups = param_groups(model)
+    found = {n: g.get("vocab_dim", 0) for g in groups if g["coupled"] for n in g["param_names"]}
+    assert set(found) == expected, name
+    for n, dim in found.items():
+        assert dim == (1 if n == "cls.predictions.dense.weight" else 0), n
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_default_configurations(name):
+    check_as_expected(name, build(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", LANGUAGE_MODELS)
+def test_all_language_models_of_transformers(task):
+    """Nearly all can be built from the default configuration without further packages."""
+    names = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
+    names = {n for entry in names for n in ([entry] if isinstance(entry, str) else entry)}
+    checked = 0
+    for name in sorted(names):
+        try:
+            model = build(name)
+        except Exception:  # the default configuration is not for use, or a package is not there
+            continue
+        check_as_expected(name, model)
+        checked += 1
+    assert checked > 0.75 * len(names)
+
+
+@pytest.mark.parametrize(
+    ("couple", "names"),
+    [
+        ("both", {"model.embed_tokens.weight", "lm_head.weight"}),
+        ("input", {"model.embed_tokens.weight"}),
+        ("output", {"lm_head.weight"}),
+    ],
+)
+def test_couple_of_an_untied_model(couple, names):
+    """The one that is left out does not decay either: arms differ in the coupling alone."""
+    model = llama()
+    assert set(embedding_parameters(model, couple=couple)) == names
+    decay = {
+        name: group["weight_decay"]
+        for group in param_groups(model, couple=couple, weight_decay=0.1)
+        for name in group["param_names"]
+    }
+    assert decay["model.embed_tokens.weight"] == decay["lm_head.weight"] == 0.0
+
+
+@pytest.mark.parametrize("couple", ["input", "output"])
+def test_couple_of_a_tied_model_is_refused(couple):
+    """It would do the same as both, and reports would say something else."""
+    functionally_tied = nn.ModuleDict({"tok": Table()})
+    functionally_tied.config = {"vocab_size": V}
+    for model in (gpt2(), HandWritten(tied=True), t5(), functionally_tied):
+        with pytest.raises(
+            ValueError, match=rf"couple='{couple}', but '.*' \[40, 16\] is input and"
+        ):
+            param_groups(model, couple=couple)
+
+
+def test_embeddings_named_outright():
+    model = llama()
+    head = {"lm_head.weight"}
+    for entry in (model.lm_head, model.lm_head.weight, "lm_head.weight", "lm_*", ["*head*"]):
+        assert set(embedding_parameters(model, embeddings=entry)) == head
+    both = [model.model.embed_tokens, "lm_head.weight"]
+    assert len(embedding_parameters(model, embeddings=both)) == 2
+    # A tied matrix has two names; either one means it.
+    assert set(embedding_parameters(gpt2(), embeddings="lm_head.weight")) == {
+        "transformer.wte.weight"
+    }
+    # A head's bias is not meant by the head.
+    tied = HandWritten(tied=True)
+    assert set(embedding_parameters(tied, embeddings=tied.head)) == {"tok.weight"}
+    # An empty list couples nothing, which the optimizer warns about.
+    assert embedding_parameters(model, embeddings=[]) == {}
+
+
+def test_a_hand_written_matrix_named_outright_needs_its_dimension():
+    with pytest.raises(ValueError, match=r"which dimension of 'W_U' \[16, 40\].*\{'W_U': 0\}"):
+        embedding_parameters(Transposed(), embeddings="W_U")
+
+
+def test_frozen_parameters_are_left_out():
+    model = llama()
+    model.model.embed_tokens.weight.requires_grad_(False)
+    names = {name for group in param_groups(model) for name in group["param_names"]}
+    assert "model.embed_tokens.weight" not in names
+    assert set(embedding_parameters(model)) == {"lm_head.weight"}
+
+
+def test_meta_device():
+    with torch.device("meta"):
+        model = gpt2()
+    assert set(embedding_parameters(model)) == {"transformer.wte.weight"}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 serves, skips = frozenset(OPTIONS), False
+weigh_rows = reference.weigh_rows
 
 
 @dataclass(frozen=True)

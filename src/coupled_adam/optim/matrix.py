@@ -44,6 +44,13 @@ class Kernel(Protocol):
         scaled, weights and updates are computed again; so without ``as_is`` no state may change.
         """
 
+    def weigh_rows(self, matrix: "Matrix", sums: "Sums", scalars: "Scalars") -> None:
+        """Where r is kept, update it, and set ``sums.weights`` and ``sums.rows``.
+
+        :func:`reference.weigh_rows` does this for any kernel, from ``sums.row_squares``. A kernel
+        that reads whole rows for it may also do the work of ``center``.
+        """
+
     def center(self, matrix: "Matrix", sums: "Sums", scalars: "Scalars") -> None:
         """With ``zero_sum``, update ``exp_avg`` and set ``sums.updates``, if they are not set."""
 
@@ -129,11 +136,13 @@ class Sums:
     Attributes:
         squares: sum_i g_ij^2, [columns], in float32 or wider. For a matrix that no other rank
             shares, a kernel may also return sums over parts of the rows, [parts, columns].
-        row_squares: sum_j g_ij^2, [rows]; None if r is not kept.
+        row_squares: sum_j g_ij^2, [rows]; None if r is not kept, or if ``weigh_rows`` of the
+            kernel does not need them.
         weights: the factor of each row's update, r^(-a/2), or 0 where r is 0, [rows]; None if r is
             not kept.
-        rows: the number of rows with r > 0 and the sum of r, [2]; None if r is not kept.
-        updates: sum_i w_i m_i, [columns]; None without ``zero_sum``.
+        rows: the number of rows with r > 0 and the sum of r, [2] or [parts, 2]; None if r is not
+            kept.
+        updates: sum_i w_i m_i, [columns] or [parts, columns]; None without ``zero_sum``.
         moment: m, once it has been updated.
         present: on how many ranks a flattened matrix has a gradient, [1]; None for all others.
         memo: whatever a kernel keeps from ``measure`` for ``apply``.

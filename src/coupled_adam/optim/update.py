@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import reference, sharded
+from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import Matrix, Scalars, Sums, number
 from coupled_adam.optim.rounding import noise_of
 
@@ -55,7 +55,7 @@ def update(
         # What `measure` has computed holds for the gradient as it was.
         if isinstance(scalars.factor, Tensor) or scalars.factor != 1:
             sums.weights = sums.updates = None
-        reference.weigh_rows(matrix, sums, scalars)
+        matrix.kernel.weigh_rows(matrix, sums, scalars)
         if matrix.group["zero_sum"] and sums.updates is None:
             matrix.kernel.center(matrix, sums, scalars)
         vectors.append((sums, "updates", matrix.row_ranks))

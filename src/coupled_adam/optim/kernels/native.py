@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import Matrix, Scalars, Sums
 from coupled_adam.optim.sharded import PLAIN
 
@@ -20,6 +21,7 @@ serves = frozenset(
     | {"stochastic_rounding"}
 )
 skips = False
+weigh_rows = reference.weigh_rows
 PATH = Path(__file__).with_name("libcoupled_adam.so")
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}

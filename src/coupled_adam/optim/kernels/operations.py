@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import Matrix, Scalars, Sums
-from coupled_adam.optim.reference import step_size
 from coupled_adam.optim.rounding import round_
 
 serves = frozenset(
@@ -21,6 +21,7 @@ serves = frozenset(
     | {"stochastic_rounding"}
 )
 skips = False
+weigh_rows = reference.weigh_rows
 
 _BLOCK_BYTES = 2**21  # per tensor and thread: the blocks of three tensors share a core's cache
 _DEVICE_BLOCK_BYTES = 2**26  # on other devices: large, so that launches are few
@@ -61,7 +62,7 @@ def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
 
 def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update nu; then, block by block, m + (1 - beta1) (factor g - m) and decay e - rate m."""
-    rates = step_size(matrix, sums, scalars)
+    rates = reference.step_size(matrix, sums, scalars)
     decay, weights = matrix.decay, sums.weights
     mean = None if sums.updates is None else sums.updates / sums.active
     for rows in _blocks(matrix.param):

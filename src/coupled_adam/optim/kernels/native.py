@@ -21,6 +21,7 @@ serves = frozenset(
     | {"stochastic_rounding"}
 )
 skips = False
+weigh_rows = reference.weigh_rows
 PATH = Path(__file__).with_name("libcoupled_adam.so")
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}

@@ -583,7 +583,7 @@ def _update(  # type: ignore[no-untyped-def]
             center = tl.load(mean + column, mask=inside, other=0.0)
             m -= tl.where((w == 0)[:, None], 0.0, center[None, :])
         if r is not None:  # by the programs of the first columns
-            own = (row < rows) & (block % across == 0)
+            own = row < tl.where(block % across == 0, rows, 0)
             tl.store(r + row, tl.load(new_r + row, mask=own, other=0.0), mask=own)
     p = _number(decay).to(tl.float32) * p - rate * m
     if t is not None:  # round stochastically, as coupled_adam.optim.rounding does
@@ -641,7 +641,7 @@ def _place(row, row_stride, column, column_stride):  # type: ignore[no-untyped-d
 @triton.jit
 def _number(value):  # type: ignore[no-untyped-def]
     """A number that is passed, or read where it lies on the device."""
-    value = tl.core.to_tensor(value)
+    value = tl.to_tensor(value)
     return tl.load(value) if value.dtype.is_ptr() else value
 
 

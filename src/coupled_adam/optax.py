@@ -60,8 +60,8 @@ def scale_by_coupled_adam(
     moment. Every parameter must be an embedding matrix; :func:`coupled_adamw` is for a whole model.
 
     Args:
-        b1: decay rate of the first moment. If it is the number 0, there is none, and the state has no
-            matrix.
+        b1: decay rate of the first moment. If it is the number 0, there is none, and the state has
+            no matrix.
         b2: decay rate of the second moments.
         eps: term added to the denominator.
         eps_root: term added inside the square root, for gradients through the update.

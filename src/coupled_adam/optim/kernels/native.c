@@ -50,9 +50,9 @@ typedef struct {
     int32_t update_moment; /* measure updates the first moment, otherwise center or apply does */
     double beta2;
     /* The following fields are not for measure. nu becomes beta2 nu + share sums. The step size is
-     * lr / (sqrt(scale nu) + eps) times the mean of r to the power of exponent, where lr is already
-     * divided by 1 - beta1^t and scale by 1 - beta2^t. factor multiplies the gradient, decay the
-     * parameter. */
+     * lr / (sqrt(scale nu) + eps), where lr is already divided by 1 - beta1^t and scale by 1 - beta2^t;
+     * apply multiplies lr by the mean of r to the power of exponent if exp_avg_sq_row is not NULL, and
+     * otherwise that has been done. factor multiplies the gradient, decay the parameter. */
     int32_t stochastic;
     double share, scale, eps, lr, factor, decay, vocab_size;
     uint32_t noise_key, noise_row, noise_column; /* see rounding.py */
@@ -236,16 +236,18 @@ int coupled_adam_center(Update *u) {
     return sum(PASSES[coupled_adam_instructions][u->dtype].center, u, NULL, u->moment_sums);
 }
 
-/* r' for all rows, as measure has computed it for the weights. */
-static void update_rows(const Update *u) {
+/* Make r' the new r, as measure has computed it for the weights; return the sum over all rows. */
+static double update_rows(const Update *u) {
+    double total = 0;
     for (int64_t i = 0; i < u->rows; i++)
         if (u->dtype == FLOAT64) {
             double *r = (double *)u->exp_avg_sq_row + i;
-            *r = u->beta2 * *r + u->row_share * ((const double *)u->row_sums)[i];
+            total += *r = u->beta2 * *r + u->row_share * ((const double *)u->row_sums)[i];
         } else {
             float *r = (float *)u->exp_avg_sq_row + i;
-            *r = (float)(u->beta2 * *r + u->row_share * ((const float *)u->row_sums)[i]);
+            total += *r = (float)(u->beta2 * *r + u->row_share * ((const float *)u->row_sums)[i]);
         }
+    return total;
 }
 
 /* Update r, nu and its maximum, the first moment unless measure has done so, and the parameter. Returns
@@ -255,7 +257,7 @@ int coupled_adam_apply(Update *u) {
     double *step_size = zeros((int64_t)(size * sizeof(double))), *mean = zeros((int64_t)(size * sizeof(double)));
     int failed = step_size == NULL || mean == NULL;
     if (!failed) {
-        if (u->exp_avg_sq_row != NULL) update_rows(u);
+        if (u->exp_avg_sq_row != NULL) u->lr *= pow(update_rows(u) / u->active, u->exponent);
         STEP_SIZES[u->dtype](u, step_size, mean);
         Share shares[MAX_THREADS];
         const int count = split(u, shares);

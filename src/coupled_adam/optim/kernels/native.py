@@ -21,7 +21,6 @@ serves = frozenset(
     | {"stochastic_rounding"}
 )
 skips = False
-weigh_rows = reference.weigh_rows
 PATH = Path(__file__).with_name("libcoupled_adam.so")
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
@@ -160,7 +159,6 @@ def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
         count, total = sums.rows.tolist()
         record.active = max(count, 1)
         record.lr *= (total / record.active) ** (group["row_exponent"] / 2)
-        record.exponent = 0.0
     record.active = max(record.active, 1)  # no row has had a gradient
     record.scale *= matrix.vocab_size / record.active
     record.factor = factor

@@ -422,7 +422,6 @@ static void NAME(apply)(Share *share) {
  * is 0 without zero_sum. */
 __attribute__((unused)) static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
     WIDE *step_size = step_sizes, *mean = means, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
-    double total = 0;
     for (int64_t i = 0; i < u->columns; i++) {
         const int64_t place = NAME(place)(i);
         /* A gradient clipped to zero contributes zero, even where its sum has overflowed to inf. */
@@ -433,17 +432,8 @@ __attribute__((unused)) static void NAME(step_sizes)(const Update *u, void *step
             if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
             maximum[i] = highest;
         }
-        total += nu[i];
         step_size[place] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
         mean[place] = u->moment_sums == NULL ? 0 : (WIDE)(u->moment_sums[i] / u->active);
-    }
-    if (u->exponent != 0) {
-        const double r = total / (double)u->columns * (u->vocab_size / u->active); /* mean over rows */
-        const double scale = pow(r, u->exponent);
-        for (int64_t i = 0; i < u->columns; i++) {
-            const int64_t place = NAME(place)(i);
-            step_size[place] = (WIDE)(step_size[place] * scale);
-        }
     }
 }
 

@@ -131,7 +131,7 @@ def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
 
 def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update ``exp_avg``, and sum it over this rank's rows, each with its weight."""
-    rows, columns = matrix.grad.shape
+    columns = matrix.grad.shape[1]
     across, parts, block = _grid(matrix.grad)
     updates = _empty(matrix.grad, parts, columns)
     if columns:
@@ -609,7 +609,7 @@ def _updated(g, exp_avg, mask, weight):  # type: ignore[no-untyped-def]
     return m.to(tl.float32)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _total(sums, parts, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Add up sums over parts of the rows, [parts, columns]."""
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)

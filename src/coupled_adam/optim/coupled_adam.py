@@ -253,6 +253,8 @@ class CoupledAdam(torch.optim.Adam):
                 continue
             state = self.state[p]
             coupled_state.check_state(group, index, state)
+            if not state and not is_flat:
+                coupled_state.warn_of_rows_without_gradient(group, index)
             coupled_state.fit_state(group, p, state)
             params_with_grad.append(p)
             # Without a piece's gradient, too, this rank takes part in the sums over all ranks.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import (
     _device_dtype_check_for_fused,
     _get_capturable_supported_devices,
@@ -214,6 +215,31 @@ def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
                 f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out "
                 f"differently: {name} is a {_kind(value)}. {_HOW_TO_LOAD}"
             )
+
+
+def warn_of_rows_without_gradient(group: Group, index: int) -> None:
+    """Warn if most rows have no gradient, and the shared second moment averages over them.
+
+    The other rows then move too far: by Adam's steps times the root of V over their number.
+    """
+    p = group["params"][index]
+    grad = p.grad
+    if grad is None or ROW_MOMENT in _moments(group) or type(grad) is not Tensor:
+        return
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a captured step must not wait for the device
+    rows = p.shape[group["vocab_dim"]]
+    active = grad.count_nonzero(1 - group["vocab_dim"]).count_nonzero()
+    if isinstance(active, FakeTensor) or active == 0 or active > rows / 10:
+        return
+    warnings.warn(
+        f"in the first step only {active} of the {rows} rows of {_describe(group, index)} have a "
+        "gradient. The shared second moment averages over all rows, so these move up to "
+        f"{math.sqrt(rows / int(active)):.0f} times as far as with Adam, until more rows have had "
+        "one. With zero_sum=True or row_exponent=0.5 the average leaves out rows that never had a "
+        "gradient; or warm the learning rate up",
+        stacklevel=2,
+    )
 
 
 def _averaged_dim(group: Group, name: str) -> int | None:

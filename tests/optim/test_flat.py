@@ -26,6 +26,8 @@ OPTIONS = (
     {"row_exponent": 0.75},
     {"row_exponent": 0.5, "zero_sum": True, "fused": False},
     {"row_exponent": 0.5, "zero_sum": True, "max_grad_norm": 0.5},
+    {"row_exponent": 0.5, "zero_sum": True, "betas": (0.0, 0.99)},
+    {"betas": (0.0, 0.99), "max_grad_norm": 0.5},
     {"decoupled_weight_decay": False, "weight_decay": 0.1, "max_grad_norm": 0.5},
 )
 

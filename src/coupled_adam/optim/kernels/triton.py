@@ -33,7 +33,8 @@ skips = True
 _SUMS_BLOCK = (16, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
 _FINISH_BLOCK = (128, 16)
 _UPDATE_BLOCK = (8, 256)
-_CENTER_ELEMENTS = 2048  # of whole rows; 16 for each thread, of up to three matrices
+_CENTER_ELEMENTS = 2048  # of whole rows; 8 for each thread
+_AHEAD_BYTES = 48 * 1024
 _WIDEST = 8192  # features of whole rows, for which there are enough registers
 _PROGRAMS = 4  # of the kernels that add up, for each unit of the GPU: it runs them all at once
 # Multiplications and additions are rounded one by one: from the same step size every GPU computes
@@ -268,8 +269,10 @@ def _launch_center(
     computed: _Rows | None = None,
     squares: Tensor | None = None,
 ) -> None:
-    grad = matrix.grad
+    grad, size = matrix.grad, block[0] * block[1]
     exp_avg = None if updates is None else matrix.exp_avg
+    # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
+    bytes_ahead = size * grad.itemsize * (1 if exp_avg is None else 2)
     with _device_of(grad):
         _center[grid](
             grad,
@@ -290,8 +293,9 @@ def _launch_center(
             matrix.group["row_exponent"] / 2,
             scalars.skip,
             computed is not None and computed.computed,
+            min(3, 1 + _AHEAD_BYTES // bytes_ahead),
             *block,
-            **{**_OPTIONS, "num_warps": max(4, min(16, block[0] * block[1] // 512))},
+            **{**_OPTIONS, "num_warps": min(16, size // 256)},
         )
 
 
@@ -300,7 +304,8 @@ def _center_grid(matrix: Tensor) -> tuple[int, tuple[int, int]]:
     rows, columns = matrix.shape
     wide = max(16, triton.next_power_of_2(columns))
     tall = max(1, _CENTER_ELEMENTS // wide)
-    return max(1, min(_PROGRAMS * _units(matrix.device), _cdiv(rows, tall))), (tall, wide)
+    most = _PROGRAMS * _units(matrix.device) * _CENTER_ELEMENTS // (tall * wide)
+    return max(1, min(most, _cdiv(rows, tall))), (tall, wide)
 
 
 def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
@@ -414,6 +419,7 @@ def _center(  # type: ignore[no-untyped-def]
     exponent,
     skip,
     COMPUTED: tl.constexpr,
+    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -432,7 +438,7 @@ def _center(  # type: ignore[no-untyped-def]
     update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     count = tl.zeros((ROWS,), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
-    for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=3):
+    for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
         place = _place(row, grad_row_stride, column, grad_column_stride)
@@ -603,8 +609,8 @@ def _updated(g, exp_avg, mask, weight):  # type: ignore[no-untyped-def]
     large weight loses nothing of a small gradient after a large one.
     """
     m = tl.load(exp_avg, mask=mask, other=0.0).to(tl.float32)
-    m = tl.where(weight < 0.5, m + weight * (g - m), g - (1 - weight) * (g - m))
-    m = m.to(exp_avg.dtype.element_ty)
+    share = tl.where(weight < 0.5, weight, weight - 1)
+    m = (tl.where(weight < 0.5, m, g) + share * (g - m)).to(exp_avg.dtype.element_ty)
     tl.store(exp_avg, m, mask=mask)
     return m.to(tl.float32)
 

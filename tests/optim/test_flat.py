@@ -194,8 +194,9 @@ def assert_same(whole, cut_up, steps):
     for p, q in zip(whole.ps, cut_up.joined([p.detach() for p in cut_up.ps])):
         torch.testing.assert_close(q, p.detach(), **options)
     states = [whole.optimizer.state[p] for p in whole.ps]
-    for state, exp_avg in zip(states, cut_up.saved("exp_avg")):
-        torch.testing.assert_close(exp_avg, state["exp_avg"], **options)
+    if "exp_avg" in states[0]:
+        for state, exp_avg in zip(states, cut_up.saved("exp_avg")):
+            torch.testing.assert_close(exp_avg, state["exp_avg"], **options)
     for name in set(states[0]) - {"exp_avg", "step"}:
         expected = torch.cat([state[name] for state in states])
         for optimizer, p in zip(cut_up.optimizers, cut_up.ps):
@@ -247,7 +248,7 @@ def test_a_checkpoint_moves_to_other_cuts_and_to_the_whole(case, data):
     def load(rank):
         state = {name: values[rank] for name, values in pieces.items()}
         # Wrappers have no state for an empty piece.
-        state = {0: {**state, "step": torch.tensor(2.0)}} if len(state["exp_avg"]) else {}
+        state = {0: {**state, "step": torch.tensor(2.0)}} if len(state["exp_avg_sq"]) else {}
         loaded.optimizers[rank].load_state_dict({"state": state, "param_groups": groups})
 
     loaded.ranks.run(load)

@@ -383,6 +383,8 @@ def without_shards(param_groups: list[Group], state_dict: dict[str, Any]) -> dic
             if not group["coupled"] or p not in shards or not state.get(key):
                 continue
             adam = {name: value for name, value in state[key].items() if name != ROW_MOMENT}
+            # FSDP1 gathers a state of all parameters that it has flattened into one, or of none.
+            adam.setdefault("exp_avg", torch.zeros_like(p))
             relative: Tensor | float = 1.0
             if ROW_MOMENT in state[key]:
                 tokens = [shard.shape[group["vocab_dim"]] for shard in shards[p]]
@@ -401,14 +403,11 @@ def _spread(state: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
     adam = {name: value for name, value in state.items() if name != ROW_MOMENT}
     vocab_dim, rows, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
-    # State dicts of flattened matrices have Adam's layout, in which there is no row moment.
-    is_spread = rows is None and bool(group["row_exponent"] or group["zero_sum"])
-    if exp_avg is not None:
-        is_spread = state["exp_avg_sq"].shape == exp_avg.shape
-    elif rows is None and not is_spread:
+    if exp_avg is None and rows is None:
         return {}
     for name in SECOND_MOMENTS:
-        if name in state and not is_spread:
+        # State dicts of flattened matrices have Adam's layout already.
+        if name in state and (exp_avg is None or state[name].shape != exp_avg.shape):
             moment = state[name].unsqueeze(vocab_dim)
             if rows is not None:
                 moment = moment * _relative(rows).unsqueeze(1 - vocab_dim)

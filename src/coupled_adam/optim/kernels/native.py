@@ -129,7 +129,6 @@ def measure(matrix: Matrix, as_is: bool) -> Sums:
 def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Leave r to ``apply`` if ``measure`` has weighed the rows and no rank has others."""
     if sums.weights is None or matrix.row_ranks or matrix.shard is not None:
-        sums.memo.exp_avg_sq_row = None
         reference.weigh_rows(matrix, sums, scalars)
 
 
@@ -156,6 +155,7 @@ def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     record.eps = group["eps"]
     record.lr = matrix.lr / (1 - beta1**t)
     if sums.rows is not None:
+        record.exp_avg_sq_row = None  # r has been updated
         count, total = sums.rows.tolist()
         record.active = max(count, 1)
         record.lr *= (total / record.active) ** (group["row_exponent"] / 2)

@@ -44,6 +44,26 @@ def write_half(content, file, save=torch.save):
     kill()
 
 
+def interrupted(content, file, save=torch.save):
+    """Ctrl-C while torch writes the bytes of a checkpoint."""
+
+    class Interrupted:
+        def write(self, data):
+            signal.raise_signal(signal.SIGINT)
+            return file.write(data)
+
+        def flush(self):
+            file.flush()
+
+    save(content, Interrupted())
+
+
+def terminated(*arguments, write=files.write_atomically):
+    """SIGTERM from a cluster's scheduler."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    write(*arguments)
+
+
 def not_finite(*arguments, loss=LanguageModel.loss):
     return loss(*arguments) * float("nan")
 
@@ -75,6 +95,8 @@ def build_in(fault, number):
     places = {
         "checkpoint": (torch, "save", write_half),
         "rename": (Path, "rename", kill, of_a_checkpoint),
+        "interrupt": (torch, "save", interrupted),
+        "term": (evaluation, "write_atomically", terminated),
         "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
         "exchange": (files, "_exchange", kill),

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from rich.text import Text
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -24,7 +23,7 @@ from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import install
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.rendering.tables import terminal_table
+from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
 
@@ -116,6 +115,8 @@ def errors(small_recipe, text_file, tmp_path):
     empty, short, taken = (tmp_path / name for name in ("empty.txt", "short.txt", "taken"))
     empty.write_text("")
     short.write_text("Too short.")
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"text": text_file.read_text()}))
     taken.mkdir()
     (taken / "precious").write_text("data")
     loop = tmp_path / "loop.txt"
@@ -133,6 +134,10 @@ def errors(small_recipe, text_file, tmp_path):
             f"error: data.text={empty}: there is no text in it",
         ),
         "short text": (("--text", short, *recipe), f"--text {short} is too short"),
+        "one long document": (
+            ("--text", long, *recipe),
+            f"--text {long} has too few documents: its valid split has 0 tokens in 0 of its 1",
+        ),
         "text that is a link to itself": (("--text", loop, *recipe), str(loop)),
         "long name": (("--text", "x" * 300, *recipe), "File name too long"),
         "name that is no UTF-8": (("--out", "a\udcff", *recipe), "is not UTF-8"),
@@ -280,11 +285,7 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
     """Of names of files, models and tokens: no escape sequence comes through."""
     evil = "a\x1b[2J\x1b]0;title\x07\x9bK\rb"
     print_path(evil, Path(evil))
-    table = terminal_table(evil, evil)
-    table.add_column(evil)
-    table.add_column(Text(evil))
-    table.add_row(evil, Text(evil, "bold"))
-    print_table(table)
+    print_table(Table([evil, evil], [[evil, Cell(evil, bold=True)], evil], evil, [evil]))
     assert main(["analyze", str(tmp_path / evil)]) == 2
     out, err = capsys.readouterr()
     said = out.replace("\n", "") + err.replace("\n", "")
@@ -296,7 +297,6 @@ def outputs(model, comparison):
     """Commands that write a file or a folder, and what they write to."""
     return {
         "analyze": (model, ("--csv", "--html")),
-        "theory": (model, ("--html",)),
         "evaluate": (model, ("--out",)),
         "bench": ("--shapes=10x4", ("--picture",)),
         "report": (comparison, ("--out",)),
@@ -309,7 +309,6 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     """Nothing is read, trained or measured for a path that cannot be written."""
     for work in (
         "coupled_adam.embeddings.analysis.analyze_model",
-        "coupled_adam.lab.evaluation.theory.measure_folder",
         "coupled_adam.lab.evaluation.evaluate.evaluate_model",
         "coupled_adam.bench.bench",
         "coupled_adam.lab.reporting.report.read_runs",
@@ -328,8 +327,6 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     assert "--csv: there is no folder" in capsys.readouterr().err
     assert main(["analyze", "m.npy", "--csv", "-"]) == 2
     assert "name a file, or use --json" in capsys.readouterr().err
-    assert main(["theory", str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
     assert main(["analyze", "m.npy", "--html", str(tmp_path)]) == 2
     assert "exists and is not a file" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir() if path != text_file] == ["file"]
@@ -388,7 +385,7 @@ def test_a_terminal_without_unicode(tmp_path):
 def test_a_comparison_is_no_model(tmp_path, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "config.yaml").write_text("")
-    for name in ("analyze", "evaluate", "theory"):
+    for name in ("analyze", "evaluate"):
         assert main([name, str(tmp_path / "runs")]) == 2
         assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coupled_adam import cli
 from processes import Process, start_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -128,3 +130,36 @@ def test_notebook(tmp_path):
             for cell in (before, after)
         ]
         assert kinds[0] == kinds[1]
+
+
+SBATCH = {"nodes": "2", "ntasks-per-node": "8", "gpus-per-node": "8", "signal": "TERM@300"}
+
+
+def test_slurm(tmp_path):
+    """A process for each GPU, continued where there is something; queued again after code 75."""
+    script = (EXAMPLES / "slurm.sh").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script, flags=re.M))
+    assert options.items() >= SBATCH.items()
+    assert "#SBATCH --requeue" in script
+    for name in ("srun", "scontrol"):
+        said = tmp_path / f"{name}.txt"
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "$@" > {said}\nexit $CODE\n')
+        (tmp_path / name).chmod(0o755)
+    out = tmp_path / "runs"
+    out.mkdir()
+    for code, resumed in ((0, False), (75, True)):
+        if resumed:
+            (out / "comparison.yaml").touch()
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / "slurm.sh"), "124M-5B", str(out)],
+            env={**env, "SLURM_JOB_ID": "17"},
+        )
+        assert done.returncode == code
+        program, command, *arguments = (tmp_path / "srun.txt").read_text().split()
+        assert (program, command) == ("coupled-adam", "compare")
+        given = vars(cli._command_parser(command).parse_args(arguments))
+        assert (given["recipe"], given["out"]) == ("124M-5B", str(out))
+        assert given["resume"] == resumed
+        assert (tmp_path / "scontrol.txt").exists() == resumed
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from coupled_adam import embeddings as measures
 from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.report import PASSES
 
 
@@ -299,11 +301,13 @@ def test_report_prints_and_round_trips():
     assert f"{report.isotropy:.2f}" in text
     assert f"{report.all_but_the_top.participation_ratio:.1f}" in text
     assert "50 x 6" in text
-    assert len({len(line) for line in text.splitlines()}) == 1  # aligned
+    starts = {
+        line.index(" ", 60) for line in text.splitlines() if line.startswith(("isotropy", "mean "))
+    }
+    assert len(starts) == 1  # aligned
     without = measures.analyze(cloud())
     assert without.norm_frequency_correlation is None
     assert "frequency" not in str(without)
-    assert len({len(line) for line in str(without).splitlines()}) == 1
     constant = measures.analyze(np.ones((4, 2)), np.arange(4))
     assert json.loads(constant.to_json())["norm_frequency_correlation"] is None
 
@@ -550,11 +554,13 @@ def test_a_report_in_a_notebook():
     """All numbers of the printed table, the healthy ranges, and a picture; nothing unescaped."""
     report = measures.analyze(torch.randn(30, 4, generator=torch.Generator().manual_seed(0)) + 1)
     shown = report._repr_html_()
-    numbers = re.findall(r" -?\d+\.\d+", str(report))
+    numbers = re.findall(r" -?\d+\.\d+(?= )", str(report.table()))
     assert len(numbers) > 20
     assert all(f">{number.strip()}" in shown for number in numbers)
-    assert "<td>≥ 0.8</td>" in shown
-    assert "(!)" in shown  # the mean is far from the origin
+    assert ">≥ 0.8</td>" in shown
+    assert f"<em>{report.mean_norm_ratio:.3f}</em>" in shown  # the mean is far from the origin
+    assert report.diagnosis.startswith("The embeddings are not healthy: isotropy ")
+    assert report.diagnosis.split()[0] in shown
     assert 'src="data:image/png;base64,' in shown
 
 
@@ -563,3 +569,45 @@ def test_rows_are_counted_in_each_pass():
     keep = np.arange(30) < 20
     measures.analyze(torch.randn(30, 4), keep=keep, on_rows=counted.append)
     assert sum(counted) == PASSES * 20
+
+
+def test_a_model_by_its_path(tmp_path):
+    """Without the rows that are zero or not finite, which would make everything NaN."""
+    matrix = cloud(60, 6)
+    broken = np.concatenate([matrix, np.full((1, 6), np.nan), np.zeros((1, 6))])
+    np.save(tmp_path / "matrix.npy", broken)
+    report = measures.analyze(tmp_path / "matrix.npy")
+    assert (report.excluded_rows, report.vocab_size) == (2, 62)
+    expected = measures.analyze(matrix)
+    assert report.isotropy == pytest.approx(expected.isotropy, rel=1e-12)
+    frame = report.to_frame()
+    assert [*frame.columns] == ["as_is", "centered", "all_but_the_top"]
+    assert frame.loc["isotropy", "as_is"] == report.isotropy
+    assert frame.loc["effective_rank", "centered"] == report.centered.effective_rank
+    assert np.isnan(frame.loc["norm_frequency_correlation", "as_is"])
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        measures.analyze(str(tmp_path / "missing.npy"))
+
+
+@pytest.mark.parametrize(
+    ("shift", "scale", "said"),
+    [
+        (0.0, 0.05, "The embeddings are healthy: isotropy 1.00"),
+        (0.5, 0.05, "Only the mean is off: without it, isotropy is 1.00"),
+        (0.0, 5.0, "Isotropy falls with the length of the rows, and that is all"),
+    ],
+)
+def test_diagnosis(shift, scale, said):
+    """It tells a healthy cloud from one that is shifted, and from one that is merely large."""
+    rows = np.random.default_rng(0).normal(size=(4000, 16)) * scale
+    report = measures.analyze(rows - rows.mean(0) + shift)
+    assert said in report.diagnosis
+    assert ("not healthy" in report.diagnosis) == (said.split()[0] != "The")
+
+
+def test_each_measure_is_documented():
+    """With its key, in the table of the page; and the class says what it is."""
+    page = (Path(__file__).parents[2] / "docs" / "analyze.md").read_text(encoding="utf-8")
+    for key in MEASURES:
+        assert f"`{key}`" in page
+        assert key in measures.Measures.__doc__

@@ -1,6 +1,11 @@
 """Each framework's own code builds the optimizer, which updates as one made of ``param_groups``."""
 
 import copy
+import dataclasses
+import importlib
+import sys
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +143,80 @@ def test_axolotl(tmp_path):
     manager.post_trainer_create(None, trainer)
     factory, options = trainer.optimizer_cls_and_kwargs
     assert_as_param_groups(model, factory()(model, trainer.args, **options), 0.3)
+
+
+def test_pytorch_optimizer():
+    """By its name, and inside of another optimizer."""
+    package = pytest.importorskip("pytorch_optimizer")
+    from pytorch_optimizer.optimizer import OPTIMIZERS, create_optimizer
+
+    model = Decoder()
+    OPTIMIZERS["coupledadamw"] = CoupledAdamW
+    optimizer = create_optimizer(model, "coupledadamw", **OPTIONS, vocab_size=V)
+    lookahead = package.Lookahead(optimizer, k=2, alpha=0.5)
+    for _ in range(2):
+        model(torch.arange(V)[None]).sum().backward()
+        lookahead.step()
+    coupled = [p for g in optimizer.param_groups if g["coupled"] for p in g["params"]]
+    assert {p.shape for p in coupled} == {(V, H)}
+    assert all(optimizer.state[p]["exp_avg_sq"].shape == (H,) for p in coupled)
+
+
+@dataclasses.dataclass
+class Entry:
+    """The fields of Megatron-LM's ``EmergingOptimizerEntry`` at 000a717."""
+
+    optimizer_cls: Any
+    init_state_fn: Any
+    config_to_kwargs: Any
+    default_param_overrides: Any
+
+
+def stand_in(monkeypatch, name, **content):
+    """A module of a framework that is not here, with the parents of its name."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
+    vars(sys.modules[name]).update(content)
+
+
+def test_megatrons_registry(monkeypatch):
+    """As its ``_create_emerging_optimizer`` uses an entry; Megatron itself is not here."""
+    registry = {}
+    module = "megatron.core.optimizer.emerging_optimizers"
+    stand_in(monkeypatch, module, _EMERGING_OPTIMIZERS=registry, EmergingOptimizerEntry=Entry)
+    importlib.import_module("megatron_optimizer")
+    entry = registry["coupled_adam"]
+    model = Decoder()
+    for layer in (model.tok_embeddings, model.lm_head):
+        layer.weight.is_embedding_or_output_parameter = True
+    config = types.SimpleNamespace(
+        lr=1e-2, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.0
+    )
+    groups = [{"params": [*model.parameters()], "wd_mult": 1.0}]
+    optimizer = entry.optimizer_cls(groups, **entry.config_to_kwargs(config, [model], None))
+    entry.init_state_fn(optimizer, config)
+    for p in model.parameters():
+        shape = (H,) if hasattr(p, "is_embedding_or_output_parameter") else p.shape
+        assert optimizer.state[p]["exp_avg_sq"].shape == shape
+    assert {group["wd_mult"] for group in optimizer.param_groups} == {1.0}
+
+
+def test_ms_swift(monkeypatch, tmp_path):
+    """As its trainer calls the callback; ms-swift itself is not here."""
+    from transformers import TrainingArguments
+
+    class OptimizerCallback:
+        def __init__(self, args, trainer):
+            self.args, self.trainer = args, trainer
+
+    names = {}
+    stand_in(
+        monkeypatch, "swift.optimizers", OptimizerCallback=OptimizerCallback, optimizers_map=names
+    )
+    importlib.import_module("ms_swift_plugin")
+    model = Decoder()
+    options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
+    args = TrainingArguments(str(tmp_path), **options)
+    callback = names["coupled_adamw"](args, types.SimpleNamespace(model=model))
+    assert_as_param_groups(model, callback.create_optimizer(), 0.3)

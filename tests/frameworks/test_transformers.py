@@ -5,6 +5,10 @@ import torch
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -143,6 +147,41 @@ def test_a_class_and_the_size_of_the_vocabulary(tmp_path):
         trainer.train()
     for p, q in zip(*(trainer.model.parameters() for trainer in trainers), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_t5(tied, tmp_path):
+    """A trainer without the argument takes the attribute; encoder and decoder share the matrix."""
+    size = {"vocab_size": V, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(
+        T5Config(**size, decoder_start_token_id=0, tie_word_embeddings=tied)
+    )
+    options = arguments(tmp_path, max_steps=2, save_strategy="no").to_dict()
+    args = Seq2SeqTrainingArguments(
+        **{name: options[name] for name in ("output_dir", "max_steps", "learning_rate", "use_cpu")},
+        report_to="none",
+        save_strategy="no",
+    )
+    ids = torch.arange(3, 9)
+    trainer = Seq2SeqTrainer(model, args, train_dataset=[{"input_ids": ids, "labels": ids}] * 8)
+    trainer.optimizer_cls_and_kwargs = (CoupledAdamWFactory, {"args": args})
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    (coupled,) = (group for group in optimizer.param_groups if group["coupled"])
+    assert coupled["param_names"][0] == "shared.weight"
+    assert all(optimizer.state[p]["exp_avg_sq"].shape == (8,) for p in coupled["params"])
+
+
+def test_the_rate_that_is_logged_is_that_of_the_input_embeddings(tmp_path):
+    """The trainer logs that of the first group."""
+    args = arguments(tmp_path, learning_rate=3e-3, save_strategy="no", max_steps=2)
+    trainer = Trainer(gpt2(tie_word_embeddings=False), args, train_dataset=Texts())
+    rates = {"lr": 9e-3, "head_lr": 1e-3}
+    trainer.optimizer_cls_and_kwargs = (CoupledAdamWFactory, {"args": args, "groups": rates})
+    trainer.train()
+    logged = {line["learning_rate"] for line in trainer.state.log_history if "loss" in line}
+    assert logged == {9e-3}
+    assert {g["lr"] for g in trainer.optimizer.param_groups} == {9e-3, 1e-3, 3e-3}
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")

@@ -1,5 +1,7 @@
 """TRL and sentence-transformers, whose trainers are subclasses of Hugging Face's."""
 
+import copy
+
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -12,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.transformers import EmbeddingMeasures
 from coupled_adam.transformers import CoupledAdamWFactory, GradNorm
@@ -89,6 +92,82 @@ def test_reward(tmp_path):
         optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args, "max_grad_norm": 1.0}),
     )
     trained(trainer, {"model.embed_tokens.weight"})
+
+
+def saved(folder):
+    """A model that was loaded from a folder, where DPO looks for its reference."""
+    llama(LlamaForCausalLM).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "GRPO"])
+def test_the_line_for_every_trainer(name, tmp_path):
+    """Those without the argument take the attribute."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    options = {**TRAINING, "bf16": False, "max_grad_norm": 0.0}
+    data, more = {"prompt": ["a b"] * 8}, {}
+    if name == "DPO":
+        data |= {"chosen": TEXTS, "rejected": TEXTS[::-1]}
+    elif name == "KTO":
+        data |= {"completion": TEXTS, "label": [True, False] * 4}
+    else:
+        more["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
+        options |= {"per_device_train_batch_size": 4, "num_generations": 4}
+        options["max_completion_length"] = 4
+    args = getattr(trl, f"{name}Config")(str(tmp_path / "run"), **options)
+    trainer = getattr(trl, f"{name}Trainer")(
+        saved(tmp_path / "model"),
+        args=args,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer(),
+        **more,
+    )
+    trainer.optimizer_cls_and_kwargs = (CoupledAdamWFactory, {"args": args, "max_grad_norm": 1.0})
+    trained(trainer, {"model.embed_tokens.weight", "lm_head.weight"})
+
+
+EMBEDDING = "base_model.model.model.embed_tokens.modules_to_save.default.weight"
+HEAD = "base_model.model.lm_head.modules_to_save.default.weight"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("options", "coupled"),
+    [
+        ({}, set()),
+        ({"modules_to_save": ["embed_tokens"]}, {EMBEDDING}),
+        ({"modules_to_save": ["lm_head"]}, {HEAD}),
+        ({"modules_to_save": ["embed_tokens", "lm_head"]}, {EMBEDDING, HEAD}),
+        (
+            {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+            {EMBEDDING, HEAD},
+        ),
+        ({"trainable_token_indices": [3, 4]}, set()),
+        ({"trainable_token_indices": {"embed_tokens": [3], "lm_head": [3]}}, set()),
+    ],
+)
+def test_peft(options, coupled, tied):
+    """What is trained of whole matrices is coupled, once where it stays tied; and nothing else."""
+    peft = pytest.importorskip("peft")
+    model = llama(LlamaForCausalLM, tie_word_embeddings=tied)
+    chosen = copy.deepcopy(options)  # which PEFT changes
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **chosen)
+    adapted = peft.get_peft_model(model, config)
+    if tied and "ensure_weight_tying" in options:
+        coupled = {EMBEDDING}
+    optimizer = CoupledAdamW(param_groups(adapted), lr=1e-2)
+    groups = [group for group in optimizer.param_groups if group["coupled"]]
+    assert {name for group in groups for name in group["param_names"]} == coupled
+    ids = torch.arange(8)[None]
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    changed = {n for n, p in adapted.named_parameters() if not torch.equal(p, before[n])}
+    assert coupled <= changed
+    assert not any("original_module" in name for name in changed)
 
 
 def test_sentence_transformers(tmp_path):

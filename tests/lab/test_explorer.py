@@ -94,7 +94,7 @@ def test_a_sample_has_no_dead_rows(tmp_path, monkeypatch):
     matrix = np.random.default_rng(0).normal(size=(300, 8))
     matrix[5], matrix[7] = 0, np.nan
     np.save(tmp_path / "matrix.npy", matrix)
-    arguments = ["--exclude", "dead", "--device", "cpu", "--explore", str(tmp_path / "page.html")]
+    arguments = ["--device", "cpu", "--explore", str(tmp_path / "page.html")]
     assert main(["analyze", str(tmp_path / "matrix.npy"), *arguments]) == 0
     text = (tmp_path / "page.html").read_text()
     (part,) = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["maps"]

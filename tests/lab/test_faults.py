@@ -110,6 +110,10 @@ DAMAGES = {
         for end in ("", ".json")
     ],
     "without digests": lambda path, _: path.with_name("step-40.json").unlink(),
+    "digests of no end": lambda path, _: path.with_name("step-40.json").write_text("[" * 10**5),
+    "digests that are numbers": lambda path, _: path.with_name("step-40.json").write_text(
+        '{"config": "0", "files": {"step-40": 1}}'
+    ),
     "digests that are none": lambda path, _: path.with_name("step-40.json").write_text("{}"),
 }
 
@@ -133,6 +137,58 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_used(
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
     assert path.with_name("step-40.damaged").read_bytes() == damaged
     assert not (tmp_path / "executed").exists()
+
+
+def first_state(content):
+    return content["optimizer_states"][0]["state"][0]
+
+
+CONTENTS = {
+    "no weights": lambda content: content.pop("state_dict"),
+    "no loops": lambda content: content.pop("loops"),
+    "no optimizer": lambda content: content.pop("optimizer_states"),
+    "no schedule": lambda content: content.pop("lr_schedulers"),
+    "no state": lambda content: content["optimizer_states"][0].update(state={}),
+    "state of one missing": lambda content: content["optimizer_states"][0]["state"].pop(2),
+    "no groups": lambda content: content["optimizer_states"][0].update(param_groups=[]),
+    "weights of another shape": lambda content: content["state_dict"].update(
+        {"model.transformer.wte.weight": torch.zeros(300, 9)}
+    ),
+    "moment of another shape": lambda content: first_state(content).update(
+        exp_avg=torch.zeros(7, 8)
+    ),
+    "moment that is text": lambda content: first_state(content).update(exp_avg="x"),
+    "text for a learning rate": lambda content: content["optimizer_states"][0]["param_groups"][
+        0
+    ].update(lr="x"),
+    "text for a step": lambda content: first_state(content).update(step="x"),
+    "negative step": lambda content: first_state(content).update(step=torch.tensor(-3.0)),
+    "of another step": lambda content: content["loops"]["fit_loop"][
+        "epoch_loop.automatic_optimization.optim_progress"
+    ]["optimizer"]["step"]["total"].update(completed=20),
+    "a list": lambda content: content.update(optimizer_states=[1, 2]),
+    "a schedule that is a number": lambda content: content.update(lr_schedulers=[3]),
+}
+
+
+@pytest.mark.parametrize("change", CONTENTS)
+def test_a_checkpoint_that_was_not_written_by_us(unfinished, change):
+    """Its digests are right, so that only its content shows it."""
+    run, go_on = unfinished
+    path = run / "checkpoints" / "step-30"  # so that there are steps to make
+    for name in ("step-40", "step-40.json"):
+        (run / "checkpoints" / name).unlink()
+    content = torch.load(path, weights_only=True)
+    CONTENTS[change](content)
+    torch.save(content, path)
+    manifest = {
+        "config": file_digest(run / "config.yaml"),
+        "files": {"step-30": file_digest(path)},
+    }
+    path.with_name("step-30.json").write_text(json.dumps(manifest))
+    with pytest.raises(UsageError, match=r"step-30 cannot be used \(.*: remove it to continue"):
+        go_on()
+    assert path.exists()
 
 
 def test_no_whole_checkpoint(unfinished):
@@ -225,7 +281,20 @@ def test_a_pipe_for_a_file_is_refused(unfinished, name):
         go_on()
 
 
-@pytest.mark.parametrize("content", ["", "null", "[]", '{"corpus": null}', "[" * 10**5])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "null",
+        "[]",
+        '{"corpus": null}',
+        "[" * 10**5,
+        '{"corpus": {}, "resumed": [null]}',
+        '{"corpus": {}, "packages": ["a"]}',
+        '{"corpus": {}, "time": 5}',
+    ],
+    ids=lambda content: content[:40],
+)
 def test_a_damaged_environment_is_refused(unfinished, content):
     run, go_on = unfinished
     (run / "environment.json").write_text(content)
@@ -489,6 +558,24 @@ def test_signals_that_come_again_and_again(lab, number, code, said):
     assert "Traceback" not in re.sub(ignored, "", stderr)
     lab.run("cut", *ARM, *LONG, "--resume")
     lab.assert_equal("cut", *ARM, *LONG)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said", "checkpoints"),
+    [
+        ("interrupt 2", 130, "interrupted; add --resume", ["step-10"]),  # in a checkpoint
+        ("term 1", 75, "stopped by SIGTERM; continue with --resume", ["step-30", "step-40"]),
+    ],
+)
+def test_signals_beside_the_training(lab, fault, code, said, checkpoints):
+    """Ctrl-C while a checkpoint is written, SIGTERM while the model is tested: one line."""
+    stderr = lab.run("cut", *ARM, *SHORT, fault=fault, code=code)
+    assert said in error(stderr)
+    assert "Traceback" not in stderr
+    assert lab.checkpoints("cut") == checkpoints
+    assert not [*(lab.folder / "cut").rglob(".coupled-adam-*")]
+    lab.run("cut", *ARM, *SHORT, "--resume")
+    lab.assert_equal("cut", *ARM, *SHORT)
 
 
 def test_a_rank_that_dies(lab):

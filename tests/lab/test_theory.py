@@ -2,14 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from study.theory import main, measure_theory, picture
+from study.toy_example import TOY_EMBEDDINGS, toy_updates
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from coupled_adam.cli import main
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.loading import load_model
-from coupled_adam.lab.evaluation.theory import measure_theory
 from coupled_adam.lab.training.loss import next_token_loss
 
 
@@ -86,16 +87,16 @@ def test_soft_capping_breaks_the_argument():
 def test_an_untied_run_through_the_command(trained, gpt2, text_file, tmp_path, monkeypatch, capsys):
     folder, _ = trained
     monkeypatch.setenv("COUPLED_ADAM_CACHE", str(tmp_path / "cache"))
-    page = tmp_path / "page.html"
-    assert main(["theory", str(folder), "--json", "--batches", "9", "--html", str(page)]) == 0
+    image = tmp_path / "updates.png"
+    main([str(folder), "--json", "--batches", "9", "--picture", str(image)])
     found = json.loads(capsys.readouterr().out)
     assert (found["tied"], found["batches"], list(found["sums"])) == (False, 9, ["output", "input"])
     assert found["sums"]["output"]["gradient"] < 1e-6  # in float32
     assert found["sums"]["output"]["updates"]["Coupled Adam"] < 1e-6
     assert found["sums"]["output"]["updates"]["AdamW"] > 0.01
-    assert page.read_text().count('src="data:image/png;base64,') == 1
+    assert image.read_bytes().startswith(b"\x89PNG")
 
-    assert main(["theory", str(gpt2), "--text", str(text_file), "--batches", "2"]) == 0
+    main([str(gpt2), "--text", str(text_file), "--batches", "2"])
     assert "of both, tied" in capsys.readouterr().out
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
@@ -105,10 +106,16 @@ def test_an_untied_run_through_the_command(trained, gpt2, text_file, tmp_path, m
         (folder, "--text", text_file): "--text is for models",
         (gpt2, "--text", short): "the text is shorter than one batch",
         (tmp_path / "empty", "--text", short): "is neither a run",
-        (gpt2, "--text", text_file, "--html", tmp_path / "no" / "page"): "there is no folder",
     }.items():
-        assert main(["theory", *map(str, arguments)]) == 2
-        assert message in capsys.readouterr().err
+        with pytest.raises(UsageError, match=message):
+            main([*map(str, arguments)])
+
+
+def test_clouds_of_updates(gpt2):
+    """One for each optimizer, whose title is its sum."""
+    theory = measure_theory(load_model(gpt2, "cpu"), batches(2))
+    titles = [ax.get_title() for ax in picture(theory).axes]
+    assert [title.partition(":")[0] for title in titles] == ["SGD", "AdamW", "Coupled Adam"]
 
 
 def test_gradients_that_are_not_finite(gpt2):
@@ -116,3 +123,13 @@ def test_gradients_that_are_not_finite(gpt2):
     model.transformer.ln_f.weight.data[0] = torch.inf
     with pytest.raises(UsageError, match="a gradient is not finite"):
         measure_theory(model, batches(1))
+
+
+def test_toy_example():
+    """With the real optimizers: all but AdamW's updates sum to zero."""
+    updates = toy_updates()
+    for name, update in updates.items():
+        assert update.shape == (len(TOY_EMBEDDINGS), 2)
+        assert (np.abs(update.sum(0)).max() < 1e-6) == (name != "AdamW"), name
+    # Gradient descent moves along h, as -(delta - p) h does.
+    np.testing.assert_allclose(updates["SGD"][:, 1], updates["SGD"][:, 0] / 2)

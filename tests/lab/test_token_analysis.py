@@ -101,11 +101,12 @@ def test_rows_that_are_dead(gpt2, tmp_path, capsys):
     tensors = load_file(gpt2 / "model.safetensors")
     tensors["transformer.wte.weight"][[7, 9]] = torch.tensor([[0.0], [torch.inf]]).expand(2, 16)
     save_file(tensors, gpt2 / "model.safetensors", {"format": "pt"})
-    assert main(["analyze", str(gpt2)]) == 2
-    assert "row 9 is not finite" in (error := capsys.readouterr().err)
-    assert "--exclude dead, or see coupled-adam repair" in error
-    found = json.loads(run(capsys, gpt2, "--exclude", "dead", "--undertrained", "--json"))
+    found = json.loads(run(capsys, gpt2, "--undertrained", "--json"))
     assert found["excluded_rows"] == 2
+    assert found["dead_rows"] == [7, 9]
+    said = found["diagnosis"][0]
+    assert said.startswith("2 rows are zero or not finite, and left out of all measures (")
+    assert f"coupled-adam repair {gpt2} --out NEW gives them healthy values" in said
     assert found["undertrained"]["dead_rows"] == [7, 9]
     code = main(["repair", str(gpt2), "--out", str(tmp_path / "new"), "--json", "--device", "cpu"])
     assert code == 0

@@ -8,24 +8,21 @@ of a recipe; it is the only module that needs the laboratory.
 """
 
 from coupled_adam.bench.cases import (
-    GROWING,
-    GROWTH,
     SHAPES,
     Case,
     check_memory,
     parse_case,
 )
 from coupled_adam.bench.machine import Machine, describe_machine
-from coupled_adam.bench.optimizers import BASELINE, Candidate, optimizers_here
-from coupled_adam.bench.pictures import bench_picture, check_format, growth_picture, save_figure
+from coupled_adam.bench.optimizers import BASELINE, OPTIMIZERS, Candidate
+from coupled_adam.bench.pictures import bench_picture, check_format, save_figure
 from coupled_adam.bench.results import Timed
 from coupled_adam.bench.steps import bench
 from coupled_adam.bench.tables import bench_table
 
 __all__ = [
     "BASELINE",
-    "GROWING",
-    "GROWTH",
+    "OPTIMIZERS",
     "SHAPES",
     "Candidate",
     "Case",
@@ -37,8 +34,6 @@ __all__ = [
     "check_format",
     "check_memory",
     "describe_machine",
-    "growth_picture",
-    "optimizers_here",
     "parse_case",
     "save_figure",
 ]

@@ -66,16 +66,6 @@ SHAPES = {
 }
 """The default cases by device: small vocabularies, GPT-2's, and those of current models."""
 
-GROWTH: dict[str, list[Case]] = {
-    "rows": [Case(2**n * 1024, 768) for n in range(10)],
-    "columns": [Case(32768, 2**n * 64) for n in range(8)],
-    "others": [Case(8192, 256, others=n) for n in (1, 4, 16, 64, 256, 1024)],
-}
-"""Cases by the one attribute that varies: V from 1k to 512k, H from 64 to 8192, and ``others``."""
-
-GROWING = ("CoupledAdamW fused", "AdamW foreach")
-"""The optimizers that are timed in the cases of :data:`GROWTH` by default."""
-
 
 def parse_case(shape: str, dtype: str, clip: bool) -> Case:
     """Create a case from a shape written as "VxH".

@@ -1,7 +1,6 @@
-"""The optimizers that are timed: this package's, torch's, and those of other packages."""
+"""The optimizers that are timed: this package's and torch's."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -64,61 +63,6 @@ def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Ca
     )
 
 
-def optimizers_here() -> dict[str, Candidate]:
-    """The optimizers by name, without those of packages that are not installed.
-
-    To time another variant of Coupled Adam, add an entry ``coupled(option=value)``.
-    """
-    found = {
-        "CoupledAdamW": coupled(),
-        "CoupledAdamW fused": coupled(fused=True),
-        "CoupledAdamW a=0.5, zero-sum": coupled(row_exponent=0.5, zero_sum=True),
-        "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
-        "AdamW foreach": uncoupled(torch.optim.AdamW, foreach=True),
-        "AdamW averaged": uncoupled(AveragedAdamW),
-    }
-    if importlib.util.find_spec("optimi"):
-        import optimi
-
-        found["optimi AdamW"] = uncoupled(optimi.AdamW)
-    if importlib.util.find_spec("pytorch_optimizer"):
-        import pytorch_optimizer
-
-        found["pytorch_optimizer StableAdamW"] = uncoupled(pytorch_optimizer.StableAdamW)
-    if importlib.util.find_spec("torchao"):
-        from torchao.optim import AdamW8bit
-
-        found["torchao AdamW8bit"] = uncoupled(AdamW8bit)
-    if importlib.util.find_spec("bitsandbytes"):
-        import bitsandbytes
-
-        found["bitsandbytes AdamW"] = uncoupled(bitsandbytes.optim.AdamW)
-        found["bitsandbytes AdamW8bit"] = uncoupled(bitsandbytes.optim.AdamW8bit)
-    return found
-
-
-def candidate(name: str) -> Candidate:
-    """The optimizer of that name from :func:`optimizers_here`, or the baseline."""
-    if name == BASELINE:
-        return uncoupled(torch.optim.AdamW, matrices_moved=7, fused=True)
-    return optimizers_here()[name]
-
-
-def make_step(
-    name: str, embedding: nn.Parameter, others: list[nn.Parameter], clip: bool
-) -> tuple[Optimizer, Callable[[], object]]:
-    """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
-    optimizer = candidate(name).make(embedding, others, 1.0 if clip else None)
-    if not clip or isinstance(optimizer, CoupledAdamW):
-        return optimizer, optimizer.step
-
-    def clip_and_step() -> None:
-        nn.utils.clip_grad_norm_([embedding, *others], 1.0)
-        optimizer.step()
-
-    return optimizer, clip_and_step
-
-
 class AveragedAdamW(Optimizer):
     """A literal Coupled Adam, which stores all V × H second moments and averages them each step."""
 
@@ -143,3 +87,36 @@ class AveragedAdamW(Optimizer):
                 denominator = (mean / (1 - 0.999**step)).sqrt_().add_(1e-8)
                 p.mul_(1 - group["lr"] * 1e-2)
                 p.addcdiv_(exp_avg / (1 - 0.9**step), denominator, value=-group["lr"])
+
+
+OPTIMIZERS = {
+    "CoupledAdamW": coupled(),
+    "CoupledAdamW fused": coupled(fused=True),
+    "CoupledAdamW a=0.5, zero-sum": coupled(row_exponent=0.5, zero_sum=True),
+    "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
+    "AdamW foreach": uncoupled(torch.optim.AdamW, foreach=True),
+    "AdamW averaged": uncoupled(AveragedAdamW),
+}
+"""The optimizers by name. To time another one, add an entry ``coupled(option=value)``."""
+
+
+def candidate(name: str) -> Candidate:
+    """The optimizer of that name in :data:`OPTIMIZERS`, or the baseline."""
+    if name == BASELINE:
+        return uncoupled(torch.optim.AdamW, matrices_moved=7, fused=True)
+    return OPTIMIZERS[name]
+
+
+def make_step(
+    name: str, embedding: nn.Parameter, others: list[nn.Parameter], clip: bool
+) -> tuple[Optimizer, Callable[[], object]]:
+    """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
+    optimizer = candidate(name).make(embedding, others, 1.0 if clip else None)
+    if not clip or isinstance(optimizer, CoupledAdamW):
+        return optimizer, optimizer.step
+
+    def clip_and_step() -> None:
+        nn.utils.clip_grad_norm_([embedding, *others], 1.0)
+        optimizer.step()
+
+    return optimizer, clip_and_step

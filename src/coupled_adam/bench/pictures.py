@@ -1,11 +1,10 @@
-"""Figures of step times, and of how these grow with the size of the parameters."""
+"""Figures of step times."""
 
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.bench.cases import GROWTH
 from coupled_adam.bench.optimizers import BASELINE
 from coupled_adam.bench.results import Timed
 from coupled_adam.errors import UsageError
@@ -48,44 +47,6 @@ def bench_picture(results: Sequence[Timed]) -> "Figure":
 def _within(tick: float, results: Sequence[Timed]) -> bool:
     ratios = [quantile for result in results for quantile in result.ratio]
     return min(ratios) / 1.5 < tick < max(ratios) * 1.5
-
-
-_AXES = {
-    "rows": "tokens V (H = 768)",
-    "columns": "H (V = 32,768)",
-    "others": "matrices [64, 64] in addition to [8192, 256]",
-}
-
-
-def growth_picture(results: Sequence[Timed]) -> "Figure":
-    """Draw the time of a step, and its ratio to the baseline's, for the cases in GROWTH."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter, NullFormatter
-
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    axes = figure.subplots(2, len(GROWTH), sharex="col", squeeze=False)
-    for column, (key, cases) in enumerate(GROWTH.items()):
-        above, below = axes[:, column]
-        for number, name in enumerate(dict.fromkeys(result.optimizer for result in results)):
-            mine = [r for r in results if r.optimizer == name and r.case in cases]
-            x = [getattr(result.case, key) for result in mine]
-            style = {"marker": "o", "markersize": 3, "color": f"C{number}", "label": name}
-            above.plot(x, [result.seconds for result in mine], **style)
-            low, median, high = zip(*(result.ratio for result in mine))
-            below.plot(x, median, **style)
-            below.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
-            if not number:
-                above.plot(x, [r.baseline_seconds for r in mine], color="gray", label=BASELINE)
-        below.axhline(1, color="gray", linewidth=1)
-        above.set(xscale="log", yscale="log")
-        below.set(xscale="log", xlabel=_AXES[key], ylim=(0, None))
-        above.yaxis.set_major_formatter(EngFormatter("s"))
-        above.yaxis.set_minor_formatter(NullFormatter())
-        below.xaxis.set_major_formatter(EngFormatter())
-    axes[0, 0].set_ylabel("time of a step")
-    axes[1, 0].set_ylabel(f"as a multiple of {BASELINE}")
-    axes[0, 0].legend(frameon=False)
-    return figure
 
 
 def check_format(path: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from coupled_adam.bench.cases import Case
-from coupled_adam.bench.memory import memory_meter
-from coupled_adam.bench.optimizers import BASELINE, candidate, make_step, optimizers_here
+from coupled_adam.bench.memory import measure_memory
+from coupled_adam.bench.optimizers import BASELINE, OPTIMIZERS, candidate, make_step
 from coupled_adam.bench.results import Timed
 from coupled_adam.bench.timing import sample_in_turn, step_sampler
 
@@ -25,21 +25,20 @@ def bench(
 
     Args:
         cases: the parameters that they update.
-        optimizers: names of :func:`~coupled_adam.bench.optimizers_here` (default: all).
+        optimizers: names of :data:`~coupled_adam.bench.OPTIMIZERS` (default: all).
         device: the device of parameters, gradients and states.
         seconds: approximate duration of each measurement; at least six pairs are timed.
     """
-    with memory_meter(device) as measure_memory:
-        for case, name in itertools.product(cases, optimizers or optimizers_here()):
-            memory = measure_memory(case, name)
-            yield Timed(
-                case,
-                name,
-                _sample(case, name, device, seconds),
-                memory.state_bytes,
-                memory.extra_bytes,
-                candidate(name).moved_bytes(case),
-            )
+    for case, name in itertools.product(cases, optimizers or OPTIMIZERS):
+        memory = measure_memory(case, name, device)
+        yield Timed(
+            case,
+            name,
+            _sample(case, name, device, seconds),
+            memory.state_bytes,
+            memory.extra_bytes,
+            candidate(name).moved_bytes(case),
+        )
 
 
 def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[float, float, float]]:

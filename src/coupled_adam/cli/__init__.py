@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from coupled_adam.cli import (
@@ -25,7 +26,6 @@ from coupled_adam.cli import (
     report,
     sample,
     sweep,
-    theory,
     train,
 )
 from coupled_adam.cli.options import RecipeValues, add_arguments
@@ -46,7 +46,6 @@ _COMMANDS = {
     "report": report,
     "analyze": analyze,
     "repair": repair,
-    "theory": theory,
     "bench": bench,
     "recipes": recipes,
 }
@@ -56,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code.
 
     0: done. 1: a run failed (a loss that is not finite, a full disk). 2: unusable input.
-    75: stopped by SIGTERM, with a checkpoint. 130: interrupted by the user. After 1, 75 and 130 the
-    same command with ``--resume`` continues. Of several processes each says what went wrong in it,
-    and the first one what all of them know.
+    75: stopped by SIGTERM; training leaves a checkpoint. 130: interrupted by the user. After 1, 75
+    and 130 the same command with ``--resume`` continues. Of several processes each says what went
+    wrong in it, and the first one what all of them know.
     """
     arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
     for name in ("stdout", "stderr"):  # closed, as by 2>&-; libraries write to them all the same
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = _command_name(arguments)
         given = vars(_command_parser(name).parse_args(arguments[1:]))
         options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if given.get(name)}
-        with arguments_named(options):
+        with arguments_named(options), _sigterm_raises():
             _COMMANDS[name].run(_COMMANDS[name].Options(**given))
         sys.stdout.flush()
     except UsageError as error:
@@ -108,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(1, f"out of memory: {what}{kept}", error)
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
-        _say(f"{one_line(error, longest=None)}; continue with --resume")
+        more = "continue with --resume" if "resume" in given else "run the command again"
+        _say(f"{one_line(error, longest=None)}; {more}")
         return PREEMPTED
     except KeyboardInterrupt:
         try:
@@ -120,6 +120,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"interrupted{more}")
         return 130
     return 0
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM end the command as it ends training: in order, and with its own exit code."""
+
+    def stop(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it may come again, and again
+        raise PreemptedError("stopped by SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

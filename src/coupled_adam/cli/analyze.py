@@ -23,8 +23,8 @@ from coupled_adam.cli.options import (
     optional_path,
     write_file,
 )
-from coupled_adam.cli.terminal import print_table, progress_bar, quiet_libraries
-from coupled_adam.errors import UsageError
+from coupled_adam.cli.terminal import console, print_table, progress_bar, quiet_libraries
+from coupled_adam.errors import UsageError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,17 @@ class Options(JsonOption, DeviceOption):
         "a folder with word-similarity sets as published; 'download' downloads and keeps them",
         metavar="DIR",
     )
-    exclude: list[Literal["padding", "unseen", "dead"]] = option(
-        "leave out padding (rows that belong to no token of the tokenizer), unseen tokens (with a "
-        "count of zero), or dead rows (zero or not finite)",
+    exclude: list[Literal["padding", "unseen"]] = option(
+        "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
+        "a count of zero)",
         [],
     )
     top: WholeNumber | None = option(
         "how many top principal directions to remove (default: H / 100, rounded up)", metavar="N"
+    )
+    all: bool = option(
+        "show all measures, also with the mean removed, and without the top directions",
+        default=False,
     )
     undertrained: bool = option("name the tokens that were hardly trained", default=False)
     neighbours: list[str] | None = option(
@@ -78,6 +82,8 @@ class Options(JsonOption, DeviceOption):
 
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
+    from rich.text import Text
+
     from coupled_adam.embeddings import analysis, tables, tokens
 
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
@@ -167,7 +173,10 @@ def run(options: Options) -> None:
         if options.json:
             print(tables.analyses_json(analyses, listed, neighbours, comparisons))
         else:
-            shown = [tables.analyses_table(analyses)]
+            for entry in analyses:
+                said = f"{entry.label}: {' '.join(entry.diagnosis)}"
+                console().print(Text(printable(said), "bold"))
+            shown = [tables.analyses_table(analyses, options.all)]
             shown += [named.table(options.show) for named in listed]
             shown += [table for near in neighbours for table in near.tables()]
             shown += [t for changes in comparisons for t in changes.tables(options.show)]

@@ -1,12 +1,11 @@
 """Measure the time and memory of an optimizer step.
 
-Compares Coupled Adam, torch's AdamW and other installed optimizers; each is timed in alternation
-with torch's fused AdamW. With --recipe, whole training steps are timed instead.
+Compares Coupled Adam and torch's AdamW; each is timed in alternation with torch's fused AdamW.
+With --recipe, whole training steps are timed instead.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,11 +38,6 @@ class Options(RecipeValues, JsonOption, DeviceOption):
         "the dtype of parameters and gradients (default: float32)"
     )
     clip: bool = option("also clip the norm of the gradients", default=False)
-    growth: bool = option(
-        "show how the cost grows instead: with V from 1k to 512k, with H from 64 to 8192, and with "
-        "the number of other parameters",
-        default=False,
-    )
     recipe: str | None = option("time whole training steps of this recipe instead")
     steps: Count | None = option("training steps of each optimizer, with --recipe (default: 20)")
     optimizers: list[str] | None = option("time only these optimizers of the table", metavar="NAME")
@@ -72,29 +66,20 @@ def run(options: Options) -> None:
         raise UsageError("--steps are those of a recipe: name it with --recipe")
     if options.overrides:
         raise UsageError(f"{options.overrides[0]} changes a recipe: name the recipe with --recipe")
-    if options.growth:
-        if options.shapes or options.clip or options.dtype:
-            raise UsageError("--growth has its own shapes; leave out --shapes, --clip and --dtype")
-        cases = list(itertools.chain(*bench.GROWTH.values()))
-    else:
-        shapes = options.shapes or bench.SHAPES["cuda" if target == "cuda" else "cpu"]
-        cases = [
-            bench.parse_case(shape, options.dtype or "float32", options.clip) for shape in shapes
-        ]
+    shapes = options.shapes or bench.SHAPES["cuda" if target == "cuda" else "cpu"]
+    cases = [bench.parse_case(shape, options.dtype or "float32", options.clip) for shape in shapes]
     bench.check_memory(cases, target)
-    here = bench.optimizers_here()
-    names = options.optimizers or (bench.GROWING if options.growth else list(here))
+    names = options.optimizers or list(bench.OPTIMIZERS)
     for name in names:
-        if name not in here:
-            raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(here)}")
+        if name not in bench.OPTIMIZERS:
+            raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(bench.OPTIMIZERS)}")
     if not options.json:
         print("\n".join(machine.notes))
     timed = bench.bench(cases, names, device=target, seconds=options.seconds or 4.0)
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
     try:
         if options.picture is not None:
-            draw = bench.growth_picture if options.growth else bench.bench_picture
-            bench.save_figure(draw(results), Path(options.picture))
+            bench.save_figure(bench.bench_picture(results), Path(options.picture))
     finally:
         if options.json:
             print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
@@ -115,7 +100,6 @@ def _time_training(
         "dtype": options.dtype,
         "seconds": options.seconds,
         "clip": options.clip,
-        "growth": options.growth,
         "optimizers": options.optimizers,
         "picture": options.picture,
     }

@@ -18,24 +18,24 @@ class Options:
 def run(options: Options) -> None:
     """Print the list of recipes, or one recipe."""
     from coupled_adam.lab.recipe import explained, load_recipe, recipe_names
-    from coupled_adam.rendering.tables import terminal_table
+    from coupled_adam.rendering.tables import Table
 
     if options.name is not None:
         print(explained(load_recipe(options.name)), end="")
         return
-    table = terminal_table()
-    for name in ("recipe", "parameters", "tokens", "text", "arms", "seeds"):
-        number = name in ("parameters", "tokens", "arms", "seeds")
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    rows = []
     recipes = [load_recipe(name) for name in recipe_names()]
     for recipe in sorted(recipes, key=lambda recipe: (recipe.parameters, recipe.tokens)):
         data = recipe.data
-        table.add_row(
-            recipe.name,
-            f"{recipe.parameters / 1e6:,.1f}M",
-            f"{recipe.tokens / 1e6:,.0f}M",
-            data.text or data.hub or data.tokens or "Python's documentation",
-            str(len(recipe.arms)),
-            str(len(recipe.seeds)),
+        rows.append(
+            [
+                recipe.name,
+                f"{recipe.parameters / 1e6:,.1f}M",
+                f"{recipe.tokens / 1e6:,.0f}M",
+                str(data.text or data.hub or data.tokens or "Python's documentation"),
+                str(len(recipe.arms)),
+                str(len(recipe.seeds)),
+            ]
         )
-    print_table(table)
+    columns = ("recipe", "parameters", "tokens", "text", "arms", "seeds")
+    print_table(Table(columns, rows, left=(0, 3)))

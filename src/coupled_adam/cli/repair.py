@@ -110,20 +110,17 @@ def run(options: Options) -> None:
 
 def _print(report: RepairedMatrix, number: int) -> None:
     """Print what was changed in a matrix, and the first of its rows."""
-    from rich.text import Text
-
-    from coupled_adam.rendering.tables import terminal_table
+    from coupled_adam.rendering.tables import Table
 
     reasons = collections.Counter(row.reason for row in report.rows)
     said = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     if report.mean_removed is not None:
         said += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
-    table = terminal_table(f"{report.role}: {', '.join(report.tensors)}", f"rows changed: {said}")
-    for column in ("id", "token", "reason", "new value", "norm before", "after"):
-        left = column in ("token", "reason", "new value")
-        table.add_column(column, justify="left" if left else "right")
+    columns = ("id", "token", "reason", "new value", "norm before", "after")
+    rows = []
     for row in report.rows[:number]:
         before = "–" if row.norm_before is None else f"{row.norm_before:.4g}"
-        cells = (str(row.row), row.token, row.reason, row.method, before, f"{row.norm_after:.4g}")
-        table.add_row(*map(Text, cells))
-    print_table(table)
+        after = f"{row.norm_after:.4g}"
+        rows.append([str(row.row), row.token, row.reason, row.method, before, after])
+    title = f"{report.role}: {', '.join(report.tensors)}"
+    print_table(Table(columns, rows, title, [f"rows changed: {said}"], left=(1, 2, 3)))

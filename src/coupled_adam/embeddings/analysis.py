@@ -24,8 +24,9 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.report import PASSES
-from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line, printable
@@ -36,7 +37,7 @@ from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Excluded = Literal["padding", "unseen", "dead"]
+Excluded = Literal["padding", "unseen"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Analysis:
             tokenizer.
         counts: unigram counts [V], or None.
         keep: which rows were measured, [V] booleans; None if all were.
+        dead: the rows that are zero or not finite, which are never measured.
         tokenizer: the model's tokenizer; None if it has none.
     """
 
@@ -81,6 +83,7 @@ class Analysis:
     padding_rows: int | None
     counts: NDArray[Any] | None
     keep: NDArray[np.bool_] | None
+    dead: list[int]
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
@@ -94,14 +97,22 @@ class Analysis:
         name = Path(self.model).name or self.model
         return name if self.embeddings.role == "embeddings" else f"{name}, {self.embeddings.role}"
 
+    @property
+    def diagnosis(self) -> list[str]:
+        """Whether the embeddings are healthy, and what to do next, in sentences."""
+        names = [self.vocabulary.name(row) for row in self.dead]
+        return diagnose(self.report, self.model, self.embeddings.role, names)
+
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON: a description of the matrix, and the report's attributes."""
         return {
+            "diagnosis": self.diagnosis,
             "model": self.model,
             "role": self.embeddings.role,
             "tensor": self.embeddings.tensor,
             "dtype": str(self.embeddings.matrix.dtype).removeprefix("torch."),
             "padding_rows": self.padding_rows,
+            "dead_rows": self.dead,
             **self.report.to_dict(),
         }
 
@@ -123,8 +134,8 @@ def analyze_model(
         source: where to find the tokenizer, the counts and the like.
         sets: word-similarity sets, by name.
         exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
-            tokenizer, ``"unseen"`` for tokens whose count is zero, ``"dead"`` for rows that are
-            zero or not finite.
+            tokenizer, ``"unseen"`` for tokens whose count is zero. Rows that are zero or not finite
+            are always left out.
         directions: the number of top principal directions to remove; see :func:`analyze`.
         tokens: what the model must have, as :meth:`Vocabulary.row` takes it; checked before the
             measures are computed.
@@ -163,7 +174,9 @@ def analyze_model(
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
             counts = _counts(model, source, tokenizer, rows, is_token)
-            keep = _kept_rows(exclude, entry, is_token, counts)
+            alive = alive_rows(entry.matrix)
+            keep = _kept_rows(exclude, alive, is_token, counts)
+            dead = np.flatnonzero(~alive).tolist()
             measured = rows if keep is None else int(keep.sum())
             with tqdm(
                 total=PASSES * measured,
@@ -183,12 +196,9 @@ def analyze_model(
                     on_rows=bar.update,
                 )
         except ValueError as error:
-            hint = ""
-            if "is not finite" in str(error):
-                hint = ": leave such rows out with --exclude dead, or see coupled-adam repair"
-            raise UsageError(f"{model}: {error}{hint}") from None
+            raise UsageError(f"{model}: {error}") from None
         padding = None if is_token is None else int((~is_token).sum())
-        analyses.append(Analysis(model, entry, report, padding, counts, keep, tokenizer))
+        analyses.append(Analysis(model, entry, report, padding, counts, keep, dead, tokenizer))
     return analyses
 
 
@@ -219,22 +229,20 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
 
 def _kept_rows(
     exclude: Collection[Excluded],
-    entry: EmbeddingMatrix,
+    alive: NDArray[np.bool_],
     is_token: NDArray[np.bool_] | None,
     counts: NDArray[Any] | None,
 ) -> NDArray[np.bool_] | None:
     """Which rows to measure, [rows] booleans; None if all."""
-    keep = np.ones(len(entry.matrix), dtype=np.bool_)
-    if "dead" in exclude:
-        finite, norms = finite_rows(entry.matrix)
-        keep &= finite & (norms > 0)
+    # Without any row to measure, analyze says what is wrong with the matrix.
+    keep = alive.copy() if alive.any() else np.ones_like(alive)
     if "padding" in exclude and is_token is not None:
         keep &= is_token
     if "unseen" in exclude:
         if counts is None:
             raise UsageError("--exclude unseen needs --counts, --text or --tokens")
         keep &= counts > 0
-    if exclude and not keep.any():
+    if not keep.any():
         raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
     return None if keep.all() else keep
 

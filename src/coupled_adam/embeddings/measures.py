@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from coupled_adam.embeddings import geometry
@@ -406,6 +406,12 @@ _CENTRED = {
 }
 LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | _CENTRED
 """The measures that are logged in training and recorded by the study, by key."""
+
+
+def meanings(measures: Iterable[Measure]) -> str:
+    """What the measures mean, for the small print below a table."""
+    said = {(m.header or m.symbol or m.label): m.meaning for m in measures if m.meaning}
+    return "; ".join(f"{name}: {meaning}" for name, meaning in said.items())
 
 
 def logged(report: object) -> dict[str, float]:

@@ -14,6 +14,7 @@ from coupled_adam.embeddings.geometry import Array, Embeddings, Progress
 from coupled_adam.embeddings.undertrained import finite_rows
 
 _QUERIES = 4096  # rows compared with all others in one pass
+_ALL = 2**16  # rows of a matrix in which hubs are counted exactly
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,14 @@ class Hubness:
             direction.
         k: the number of neighbours.
         asked: the number of rows whose neighbours were searched.
+        exact: whether these were all rows, so that nothing is estimated.
     """
 
     skewness: float | None
     occurrences: Array
     k: int
     asked: int
+    exact: bool
 
     def largest(self, number: int) -> NDArray[np.int64]:
         """The rows with the largest N_k, the largest first."""
@@ -117,7 +120,7 @@ def hubness(
     k: int = 10,
     *,
     centered: bool = False,
-    sample: int | None = _QUERIES,
+    sample: int | None = None,
     progress: Progress | None = None,
 ) -> Hubness:
     """Measure hubness: the skewness of N_k (Radovanovic et al. 2010, JMLR 11).
@@ -126,21 +129,26 @@ def hubness(
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
         k: the number of neighbours.
         centered: whether to remove the mean first.
-        sample: from how many rows, drawn at random with a fixed seed, N_k is estimated; None asks
-            all. The moments of N_k are estimated without bias: a row that is a neighbour of N of V
-            rows is found by n of Q of these, and the mean of n (n - 1) ... (n - r + 1) is
-            N (N - 1) ... (N - r + 1) times the same fraction of Q and V.
+        sample: from how many rows, drawn at random with a fixed seed, N_k is estimated. By default
+            all of 65,536 rows or fewer are asked, and 4,096 of more. The moments of N_k are
+            estimated without bias: a row that is a neighbour of N of V rows is found by n of Q of
+            these, and the mean of n (n - 1) ... (n - r + 1) is N (N - 1) ... (N - r + 1) times the
+            same fraction of Q and V.
         progress: as for :func:`nearest`.
     """
     finite, norms = finite_rows(embeddings)
     rows = np.flatnonzero(finite & (norms > 0))
     asked = rows
-    if sample is not None and sample < len(rows):
+    if sample is None:
+        sample = len(rows) if len(rows) <= _ALL else _QUERIES
+    if sample < len(rows):
         asked = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
     found = nearest(embeddings, asked, k, centered=centered, progress=progress)
     counts = np.bincount(found.neighbours.reshape(-1), minlength=len(norms)).astype(np.float64)
     skewness = _skewness(counts[rows], len(asked), len(rows))
-    return Hubness(skewness, counts * (len(rows) / len(asked)), k, len(asked))
+    return Hubness(
+        skewness, counts * (len(rows) / len(asked)), k, len(asked), len(asked) == len(rows)
+    )
 
 
 def _skewness(counts: Array, asked: int, total: int) -> float | None:

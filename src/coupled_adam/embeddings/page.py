@@ -4,46 +4,29 @@ from collections.abc import Callable, Sequence
 
 import matplotlib
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.tables import sources, table_rows
-from coupled_adam.rendering.page import render_table
+from coupled_adam.embeddings.measures import MEASURES, meanings
+from coupled_adam.embeddings.tables import analyses_table
+from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import Picture, single
-
-EXPLANATION = (
-    "Iso: isotropy, 0 to 1, for both signs of every eigenvector; ‖μ‖: norm of the mean embedding; "
-    "‖μ‖ʳ: that norm relative to the mean norm; κ: 100 × smallest / largest singular value; cos: "
-    "mean cosine over all pairs of rows; ρ: correlation of norm and log frequency; r: 100 × "
-    "correlation of similarity with human ratings, with its 95 % confidence interval and usable / "
-    "all pairs; r̄: the mean over the sets. A dash: not measured, or not defined. Definitions: "
-    "arXiv 2502.08441."
-)
-
-_OUTSIDE = Markup("<em>{}</em>")
 
 
 def analyses_page(analyses: Sequence[Analysis]) -> str:
-    """The table and the pictures as one page of HTML."""
+    """The diagnosis, the first measures, the pictures, and all measures as one page of HTML."""
     labels = [analysis.label for analysis in analyses]
-    title = f"Embeddings: {', '.join(labels)}"
-    sections = table_rows(analyses)
-    rows = [
-        (
-            title,
-            [
-                (row.label, row.symbol, [*row.marked(_OUTSIDE.format, str), row.healthy])
-                for row in part
-            ],
-        )
-        for title, part in sections
-    ]
-    notes = [EXPLANATION, "Healthy ranges; values outside of them are marked:", *sources(sections)]
+    values = {
+        "title": f"Embeddings: {', '.join(labels)}",
+        "diagnoses": [(analysis.label, analysis.diagnosis) for analysis in analyses],
+        "table": analyses_table(analyses),
+        "all_measures": analyses_table(analyses, every=True),
+        "explanation": meanings(MEASURES.values()),
+    }
     drawn = analyses_pictures(analyses)
-    return render_table(title, [*labels, "healthy"], rows, drawn, notes)
+    return render("analysis.html", values, drawn, package="coupled_adam.embeddings")
 
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:

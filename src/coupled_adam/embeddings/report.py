@@ -8,7 +8,8 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,10 +18,19 @@ from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
+from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, as_array
+from coupled_adam.embeddings.loading import load_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
 from coupled_adam.embeddings.similarity import WordSimilaritySet, similarity_of, word_vectors
+from coupled_adam.embeddings.undertrained import alive_rows
+from coupled_adam.embeddings.weights import read_array
+from coupled_adam.rendering.tables import Cell, Table
+from coupled_adam.runs import COUNTS
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,48 +59,63 @@ class EmbeddingReport(Measures):
     top_directions: int
 
     def __str__(self) -> str:
-        variants = (self, self.centered, self.all_but_the_top)
-        header = f"{self.vocab_size} x {self.hidden_size}"
-        lines = [("embeddings", "E", header, "- mean", f"- top {self.top_directions}")]
-        for measure in MEASURES.values():
-            values = [measure.of(variant) for variant in variants]
-            if values[0] is not None:
-                first, second, third = map(measure.text, values)
-                lines.append((measure.label, measure.symbol, first, second, third))
-        if self.unseen_tokens is not None:
-            lines.append(("  tokens never seen, left out", "", str(self.unseen_tokens), "", ""))
-        if self.excluded_rows:
-            lines.append(("rows left out of all measures", "", str(self.excluded_rows), "", ""))
-        return "\n".join(f"{a:<38}{b:<6}{c:>16}{d:>10}{e:>10}" for a, b, c, d, e in lines)
+        return f"{self.diagnosis}\n{self.table()}"
 
     def _repr_html_(self) -> str:
-        """The table with the healthy ranges, and the spectra if matplotlib is installed."""
-        variants = (self, self.centered, self.all_but_the_top)
-        header = (
-            f"{self.vocab_size} x {self.hidden_size}",
-            "as is",
-            "- mean",
-            f"- top {self.top_directions}",
-            "healthy, as is",
-        )
-        lines = []
+        """The diagnosis, the table, and the spectra if matplotlib is installed."""
+        spectra = _spectra([variant for _, variant in self._variants()])
+        return f"<p>{html.escape(self.diagnosis)}</p>{self.table().__html__()}{spectra}"
+
+    @property
+    def diagnosis(self) -> str:
+        """Whether the embeddings are healthy, which measures say so, and what to do next."""
+        return " ".join(diagnose(self))
+
+    def table(self) -> Table:
+        """All measures of the three variants, and the healthy ranges of the first."""
+        variants = self._variants()
+        rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
-            values = [measure.of(variant) for variant in variants]
-            if values[0] is None:
+            value, *others = (measure.of(variant) for _, variant in variants)
+            if value is None:
                 continue
-            texts = [measure.text(value) for value in values]
-            cells = [f"{measure.label} {measure.symbol}", *texts]
-            note = ""
-            if measure.healthy is not None:
-                cells.append(str(measure.healthy))
-                note = f' title="{html.escape(measure.healthy.source)}"'
-                if values[0] not in measure.healthy:
-                    cells[1] += " (!)"
-            row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-            lines.append(f"<tr{note}>{row}</tr>")
-        head = "".join(f"<th>{html.escape(text)}</th>" for text in header)
-        table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-        return table + _spectra(variants)
+            healthy = measure.healthy
+            cell = Cell(measure.text(value), outside=healthy is not None and value not in healthy)
+            texts = map(measure.text, others)
+            rows.append([measure.label, measure.symbol, cell, *texts, str(healthy or "")])
+        for label, number in (
+            ("tokens never seen, left out of correlations", self.unseen_tokens),
+            ("rows left out of all measures", self.excluded_rows or None),
+        ):
+            if number is not None:
+                rows.append([label, "", str(number), "", "", ""])
+        size = f"{self.vocab_size} x {self.hidden_size}"
+        columns = ["", "", *(name for name, _ in variants), "healthy"]
+        return Table(columns, rows, f"Embeddings, {size}", left=(0, 1, 5))
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """The measures as a data frame: a row for each, by key, and a column for each variant.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        import pandas
+
+        variants = {
+            "as_is": self,
+            "centered": self.centered,
+            "all_but_the_top": self.all_but_the_top,
+        }
+        numbers = {
+            name: [measure.of(variant) for measure in MEASURES.values()]
+            for name, variant in variants.items()
+        }
+        return pandas.DataFrame(numbers, index=[*MEASURES], dtype=float)
+
+    def _variants(self) -> list[tuple[str, Measures]]:
+        """The matrix as it is and changed, each with its title."""
+        top = f"- top {self.top_directions}"
+        return [("as it is", self), ("- mean", self.centered), (top, self.all_but_the_top)]
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
@@ -124,7 +149,7 @@ PASSES = 4
 
 
 def analyze(
-    embeddings: geometry.Embeddings | nn.Module,
+    embeddings: geometry.Embeddings | nn.Module | str | Path,
     counts: torch.Tensor | NDArray[Any] | None = None,
     *,
     sets: Mapping[str, WordSimilaritySet] | None = None,
@@ -143,8 +168,11 @@ def analyze(
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
             such matrix, such as ``nn.Embedding``, or a model of transformers, whose output
-            embeddings are measured if it has any, and otherwise its input embeddings.
-        counts: unigram counts or probabilities [V], for the correlations with frequency.
+            embeddings are measured if it has any, and otherwise its input embeddings. Or a path, or
+            the name of a model on the hub, as :func:`load_embeddings` takes it: the same matrix of
+            that model, without rows that are zero or not finite.
+        counts: unigram counts or probabilities [V], for the correlations with frequency; those of a
+            run's folder are found in it.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
         token_ids: a function from a word to its token id, needed with ``sets``; see
             :func:`single_tokens`.
@@ -157,8 +185,17 @@ def analyze(
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
             its rows are zero; if ``counts``, token ids or ``keep`` do not fit the matrix; if
-            ``directions`` is not between 0 and H.
+            ``directions`` is not between 0 and H; if a file cannot be read.
+        OSError: if there is no such file or model.
     """
+    if isinstance(embeddings, str | Path):
+        own_counts = Path(embeddings) / COUNTS
+        if counts is None and own_counts.is_file():
+            counts = read_array(own_counts)
+        embeddings = load_embeddings(embeddings)[-1].matrix  # the output's, if there are two
+        alive = alive_rows(embeddings)
+        if keep is None and alive.any():
+            keep = alive
     if isinstance(embeddings, nn.Module):
         embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)

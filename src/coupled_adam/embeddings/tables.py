@@ -1,124 +1,110 @@
-"""Reports on the embeddings of several models as a table for the terminal, as CSV and as JSON."""
+"""Reports on the embeddings of several models: the table of their measures, CSV and JSON."""
 
-import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-from rich.table import Table
-from rich.text import Text
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.measures import MEASURES, Measures
 from coupled_adam.embeddings.tokens import Comparison, Neighbourhood, Undertrainedness
-from coupled_adam.rendering.tables import csv_text, terminal_table
+from coupled_adam.rendering.tables import Cell, Table, csv_text
 
-T = TypeVar("T")
-
+Row = list[str | Cell]
+"""A label, a symbol, a value for each matrix, and the healthy range."""
 _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A row of the table.
+def analyses_table(analyses: Sequence[Analysis], every: bool = False) -> Table:
+    """A table with a column for each matrix, and a row for each measure.
 
-    Attributes:
-        label, symbol: what is measured.
-        values: a value for each matrix.
-        healthy: the healthy range with the number of its source, such as ``"≥ 0.8 [1]"``, or empty.
-        outside: for each matrix whether its value is outside the healthy range; empty if there is
-            no range.
+    Args:
+        analyses: the matrices.
+        every: whether to show all measures, also with the mean removed, and with the mean and the
+            top principal directions removed, and the sources of the healthy ranges. Otherwise the
+            measures are the few that come first, of the matrices as they are.
     """
-
-    label: str
-    symbol: str
-    values: list[str]
-    healthy: str = ""
-    outside: list[bool] = dataclasses.field(default_factory=list)
-
-    def marked(self, wrap: Callable[[str], T], plain: Callable[[str], T]) -> list[T]:
-        """The values; those outside of the healthy range go through ``wrap``, others ``plain``."""
-        outside = self.outside or [False] * len(self.values)
-        return [(wrap if out else plain)(text) for text, out in zip(self.values, outside)]
-
-
-def table_rows(analyses: Sequence[Analysis]) -> list[tuple[str, list[Row]]]:
-    """The sections of the table, each with its title."""
-    tops = sorted({analysis.report.top_directions for analysis in analyses})
-    removed = f"top {' or '.join(map(str, tops))} principal directions"
-    if tops == [1]:
-        removed = "top principal direction"
-    sections: list[tuple[str, list[Row]]] = [("", _facts(analyses))]
-    for title, field in (
-        ("", None),
-        ("with the mean removed", "centered"),
-        (f"with the mean and the {removed} removed", "all_but_the_top"),
-    ):
-        parts = [a.report if field is None else getattr(a.report, field) for a in analyses]
-        rows = measure_rows(parts, as_is=field is None)
-        rows += _word_similarity_rows(parts)
-        sections.append((title, rows))
-    return sections
+    rows: list[Row | str] = [*_facts(analyses)]
+    rows += measure_rows([analysis.report for analysis in analyses], every=every)
+    if every:
+        tops = sorted({analysis.report.top_directions for analysis in analyses})
+        removed = f"top {' or '.join(map(str, tops))} principal directions"
+        if tops == [1]:
+            removed = "top principal direction"
+        rows += _word_similarity_rows([analysis.report for analysis in analyses])
+        for title, variants in (
+            ("with the mean removed", [a.report.centered for a in analyses]),
+            (
+                f"with the mean and the {removed} removed",
+                [a.report.all_but_the_top for a in analyses],
+            ),
+        ):
+            rows += [title, *measure_rows(variants, every=True, as_is=False)]
+            rows += _word_similarity_rows(variants)
+    labels = [analysis.label for analysis in analyses]
+    notes = ["Healthy ranges:", *sources(rows)] if every else []
+    return Table(["", "", *labels, "healthy"], rows, "", notes, left=(0, 1, len(labels) + 2))
 
 
-def measure_rows(parts: Sequence[Measures | Mapping[str, Any]], *, as_is: bool = True) -> list[Row]:
+def measure_rows(
+    reports: Sequence[Measures | Mapping[str, Any]], *, every: bool = False, as_is: bool = True
+) -> list[Row]:
     """A row for each measure that one of some reports, or of their dicts, has.
 
     Args:
-        parts: the reports, or one variant of each.
+        reports: the reports, or one variant of each.
+        every: whether to show all measures, and not only those that come first.
         as_is: whether they are of the embeddings as they are. Otherwise there are no measures of
             the mean itself, which say nothing once it is removed, and no healthy ranges.
     """
-    rows = []
+    rows: list[Row] = []
     for measure in MEASURES.values():
-        values = [measure.of(part) for part in parts]
-        if not any(values) or (measure.of_the_mean and not as_is):
+        values = [measure.of(report) for report in reports]
+        shown = (every or measure.first) and (as_is or not measure.of_the_mean)
+        # Without its mean or top directions a matrix has zeros that mean nothing.
+        has_values = any(value is not None if as_is else value for value in values)
+        if not shown or not has_values:
             continue
-        row = Row(measure.label, measure.symbol, [*map(measure.text, values)])
-        if measure.healthy is not None and as_is:
-            source = _SOURCES.index(measure.healthy.source) + 1
-            row = dataclasses.replace(
-                row,
-                healthy=f"{measure.healthy} [{source}]",
-                outside=[value is not None and value not in measure.healthy for value in values],
-            )
-        rows.append(row)
+        row: Row = [measure.label, measure.symbol]
+        healthy = measure.healthy if as_is else None
+        for value in values:
+            is_outside = healthy is not None and value is not None and value not in healthy
+            row.append(Cell(measure.text(value), outside=is_outside))
+        tag = "" if healthy is None else f"{healthy}"
+        if healthy is not None and every:
+            tag += f" [{_SOURCES.index(healthy.source) + 1}]"
+        rows.append([*row, tag])
     return rows
 
 
-def sources(sections: Sequence[tuple[str, Sequence[Row]]]) -> list[str]:
-    """The sources of the healthy ranges that a table shows, each after its number."""
-    shown_ranges = [row.healthy for _, rows in sections for row in rows if row.healthy]
+def sources(rows: Sequence[Row | str]) -> list[str]:
+    """The sources of the healthy ranges that rows show, each after its number."""
+    ranges = [str(row[-1]) for row in rows if not isinstance(row, str)]
     numbered = [(f"[{number}]", source) for number, source in enumerate(_SOURCES, 1)]
-    return [
-        f"{tag} {source}."
-        for tag, source in numbered
-        if any(text.endswith(tag) for text in shown_ranges)
-    ]
+    return [f"{tag} {source}." for tag, source in numbered if any(r.endswith(tag) for r in ranges)]
 
 
 def _facts(analyses: Sequence[Analysis]) -> list[Row]:
     """What was measured, and what was left out."""
     sizes = [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]
-    rows = [
-        Row("tensor", "", [a.embeddings.tensor or "–" for a in analyses]),
-        Row("embeddings", "E", sizes),
-    ]
+    rows: list[Row] = [["embeddings", "E", *sizes, ""]]
+    if any(a.embeddings.tensor for a in analyses):
+        rows.insert(0, ["tensor", "", *(a.embeddings.tensor or "–" for a in analyses), ""])
     for label, numbers in (
         ("rows that are no token", [a.padding_rows for a in analyses]),
         ("tokens never seen", [a.report.unseen_tokens for a in analyses]),
+        ("rows that are zero or not finite", [len(a.dead) or None for a in analyses]),
         ("rows left out of all measures", [a.report.excluded_rows or None for a in analyses]),
     ):
         if any(value is not None for value in numbers):
             texts = ["–" if value is None else str(value) for value in numbers]
-            rows.append(Row(label, "", texts))
+            rows.append([label, "", *texts, ""])
     return rows
 
 
-def _word_similarity_rows(parts: Sequence[Measures]) -> list[Row]:
+def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
     """A row for each set: r, its confidence interval, and how many pairs were usable."""
-    reports = [part.word_similarity for part in parts]
-    rows = []
+    reports = [variant.word_similarity for variant in variants]
+    rows: list[Row] = []
     for name in dict.fromkeys(name for report in reports if report for name in report.sets):
         texts = []
         for report in reports:
@@ -132,34 +118,8 @@ def _word_similarity_rows(parts: Sequence[Measures]) -> list[Row]:
             elif score is not None:
                 text = f"– {score.pairs}/{score.total}"
             texts.append(text)
-        rows.append(Row(f"  {name}", "r", texts))
+        rows.append([f"word similarity, {name}", "r", *texts, ""])
     return rows
-
-
-def analyses_table(analyses: Sequence[Analysis]) -> Table:
-    """The table for the terminal: a column for each matrix, and a row for each measure.
-
-    Its three sections show the embeddings as they are, with their mean removed, and with their mean
-    and their top principal directions removed. Values outside of the healthy range are yellow.
-    """
-    sections = table_rows(analyses)
-    table = terminal_table(caption="\n".join(["Healthy ranges:", *sources(sections)]))
-    table.caption_justify = "left"
-    # Only the titles of sections are longer than the labels; they wrap.
-    longest = max(len(row.label) for _, rows in sections for row in rows)
-    table.add_column("", max_width=longest)
-    table.add_column("", no_wrap=True)
-    for analysis in analyses:
-        table.add_column(Text(analysis.label), justify="right", no_wrap=True)
-    table.add_column("healthy", no_wrap=True)
-    for title, rows in sections:
-        if title:
-            table.add_row()
-            table.add_row(Text(title, "bold"))
-        for row in rows:
-            values = row.marked(lambda text: Text(text, "yellow"), Text)
-            table.add_row(Text(row.label), Text(row.symbol), *values, Text(row.healthy))
-    return table
 
 
 def analyses_csv(analyses: Sequence[Analysis]) -> str:
@@ -201,11 +161,11 @@ def analyses_json(
     object of ``models``, the list, and ``changes``.
     """
     entries = [analysis.to_dict() for analysis in analyses]
-    for entry, found in zip(entries, undertrained):
-        entry["undertrained"] = found.to_dict()
+    for entry, named in zip(entries, undertrained):
+        entry["undertrained"] = named.to_dict()
     for entry, near in zip(entries, neighbours):
         entry |= near.to_dict()
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
-        content = {"models": entries, "changes": [found.to_dict() for found in comparisons]}
+        content = {"models": entries, "changes": [changes.to_dict() for changes in comparisons]}
     return json.dumps(content, indent=2, allow_nan=False)

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
@@ -25,7 +23,7 @@ from coupled_adam.embeddings.undertrained import (
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.rendering.tables import terminal_table
+from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import SECOND_MOMENTS, by_step
 
 NEIGHBOURS = 10
@@ -90,22 +88,21 @@ class Undertrainedness:
                 f"{len(found.alike)} tokens cannot be told from the {int(found.unused.sum())} rows "
                 "that are known to be unused (marked with *)"
             )
-        title = f"Under-trained tokens: {self.analysis.label}"
-        table = terminal_table(title, "; ".join(parts))
-        for column in ("id", "token", "category"):
-            table.add_column(column, justify="right" if column == "id" else "left")
-        for name in found.indicators:
-            table.add_column(INDICATORS[name].replace("principal component", "PC"), justify="right")
-        if counts is not None:
-            table.add_column("count", justify="right")
+        columns = ["id", "token", "category"]
+        columns += [
+            INDICATORS[key].replace("principal component", "PC") for key in found.indicators
+        ]
+        columns += [] if counts is None else ["count"]
         alike = {*found.alike.tolist()}
+        rows = []
         for row in self.rows[:number]:
             cells = [f"{'*' if row in alike else ''}{row}", self.analysis.vocabulary.name(row)]
             cells.append(str(self.analysis.vocabulary.categories[row]))
             cells += [f"{found.indicators[name][row]:.4f}" for name in found.indicators]
             cells += [] if counts is None else [f"{counts[row]:g}"]
-            table.add_row(*map(Text, cells))
-        return table
+            rows.append(cells)
+        title = f"Under-trained tokens: {self.analysis.label}"
+        return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2))
 
     def _values(self, row: int) -> dict[str, float]:
         return {name: float(values[row]) for name, values in self.found.indicators.items()}
@@ -186,25 +183,34 @@ class Neighbourhood:
     def tables(self) -> list[Table]:
         """For the terminal: the neighbours, and the hubs."""
         name = self.analysis.vocabulary.name
-        near = terminal_table(f"Nearest by cosine: {self.analysis.label}")
-        for column in ("token", "", "neighbours and their cosines"):
-            near.add_column(column)
+        near = []
         for index, row in enumerate(self.found["raw"].rows):
-            for (variant, part), shown in zip(self.found.items(), ("as it is", "mean removed")):
-                others = zip(part.neighbours[index], part.cosines[index])
-                listed = ", ".join(f"{name(other)} {cosine:.2f}" for other, cosine in others)
-                near.add_row(*map(Text, (name(row) if variant == "raw" else "", shown, listed)))
-        hubs = terminal_table(f"Hubs: {self.analysis.label}")
-        hubs.add_column("")
-        hubs.add_column("skewness of N_k", justify="right")
-        hubs.add_column(f"largest hubs and their N_k (k = {NEIGHBOURS})")
-        for title, hub in zip(("as it is", "mean removed"), self.hubs.values()):
+            for (variant, found), shown in zip(self.found.items(), ("as it is", "mean removed")):
+                pairs = zip(found.neighbours[index], found.cosines[index])
+                listed = ", ".join(f"{name(other)} {cosine:.2f}" for other, cosine in pairs)
+                near.append([name(row) if variant == "raw" else "", shown, listed])
+        hubs = []
+        for shown, hub in zip(("as it is", "mean removed"), self.hubs.values()):
             skewness = "–" if hub.skewness is None else f"{hub.skewness:.2f}"
             largest = ", ".join(
                 f"{name(row)} {hub.occurrences[row]:.0f}" for row in hub.largest(NEIGHBOURS)
             )
-            hubs.add_row(*map(Text, (title, skewness, largest)))
-        return [near, hubs]
+            hubs.append([shown, skewness, largest])
+        estimated = "skewness" if self.hubs["raw"].exact else "skewness, estimated"
+        return [
+            Table(
+                ["token", "", "neighbours and their cosines"],
+                near,
+                f"Nearest by cosine: {self.analysis.label}",
+                left=(0, 1, 2),
+            ),
+            Table(
+                ["", f"{estimated} of N_k", f"largest hubs and their N_k (k = {NEIGHBOURS})"],
+                hubs,
+                f"Hubs: {self.analysis.label}",
+                left=(0, 2),
+            ),
+        ]
 
 
 def find_neighbours(
@@ -303,54 +309,44 @@ class Comparison:
 
     def tables(self, number: int) -> list[Table]:
         """For the terminal: the numbers, the groups of rows, and the first of the movers."""
-        found, pairs = self.changes, self.changes.pairs
-        whole = terminal_table(f"From {self.before.label} to {self.after.label}")
-        whole.add_column("")
-        whole.add_column("", justify="right")
-        for label, value in (
-            (f"tokens of both, matched by {pairs.by}", f"{len(pairs.first)}"),
-            ("rows of the second only", f"{len(pairs.new)}"),
-            ("rows of the first only", f"{len(pairs.gone)}"),
-            ("linear CKA", f"{found.cka:.4f}"),
-            ("shift of the mean / mean norm", _shown(found.mean_shift)),
-            ("‖μ‖ʳ before, after", ", ".join(map(_shown, found.mean_norm_ratio))),
-            ("ρ before, after", ", ".join(map(_shown, found.norm_frequency or (None, None)))),
-            ("slope of log norm / log count", ", ".join(map(_shown, self.norm_slopes))),
-            ("slope of log ν / log count", ", ".join(map(_shown, self.moment_slopes))),
-        ):
-            whole.add_row(Text(label), Text(value))
-        groups = terminal_table("Rows")
-        for column in (
-            "",
-            "rows",
-            "median cos",
-            "lowest cos",
-            "norm after / before",
-            "norm / mean",
-        ):
-            groups.add_column(column, justify="right" if column else "left")
-        for name, group in found.groups.items():
-            cells = [name, str(group.rows)]
-            cells += [
-                _shown(value)
-                for value in (
-                    group.cosine_median,
-                    group.cosine_min,
-                    group.norm_ratio_median,
-                    group.norm_relative,
-                )
+        changes, pairs = self.changes, self.changes.pairs
+        whole = [
+            [f"tokens of both, matched by {pairs.by}", f"{len(pairs.first)}"],
+            ["rows of the second only", f"{len(pairs.new)}"],
+            ["rows of the first only", f"{len(pairs.gone)}"],
+            ["linear CKA", f"{changes.cka:.4f}"],
+            ["shift of the mean / mean norm", _shown(changes.mean_shift)],
+            ["‖μ‖ʳ before, after", ", ".join(map(_shown, changes.mean_norm_ratio))],
+            ["ρ before, after", ", ".join(map(_shown, changes.norm_frequency or (None, None)))],
+            ["slope of log norm / log count", ", ".join(map(_shown, self.norm_slopes))],
+            ["slope of log ν / log count", ", ".join(map(_shown, self.moment_slopes))],
+        ]
+        groups = [
+            [
+                name,
+                str(group.rows),
+                _shown(group.cosine_median),
+                _shown(group.cosine_min),
+                _shown(group.norm_ratio_median),
+                _shown(group.norm_relative),
             ]
-            groups.add_row(*map(Text, cells))
-        movers = terminal_table("Tokens that moved most")
-        for column in ("id", "token", "cos", "norm after / before"):
-            movers.add_column(column, justify="left" if column == "token" else "right")
-        for index in found.movers(number):
+            for name, group in changes.groups.items()
+        ]
+        movers = []
+        for index in changes.movers(number):
             row = int(pairs.second[index])
-            cosine = None if found.cosines is None else found.cosines[index]
-            cells = [str(row), self.after.vocabulary.name(row)]
-            cells += [_shown(cosine), _shown(found.norm_ratios[index])]
-            movers.add_row(*map(Text, cells))
-        return [whole, groups, movers]
+            cosine = None if changes.cosines is None else changes.cosines[index]
+            ratio = changes.norm_ratios[index]
+            movers.append(
+                [str(row), self.after.vocabulary.name(row), _shown(cosine), _shown(ratio)]
+            )
+        rows = ["", "rows", "median cos", "lowest cos", "norm after / before", "norm / mean"]
+        moved = ["id", "token", "cos", "norm after / before"]
+        return [
+            Table(["", ""], whole, f"From {self.before.label} to {self.after.label}"),
+            Table(rows, groups, "Rows"),
+            Table(moved, movers, "Tokens that moved most", left=(1,)),
+        ]
 
 
 def compare_analyses(

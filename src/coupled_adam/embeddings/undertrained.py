@@ -161,6 +161,13 @@ def finite_rows(
     return finite, norms
 
 
+def alive_rows(embeddings: Embeddings) -> NDArray[np.bool_]:
+    """Which rows are finite and different from zero, [V] booleans."""
+    finite, norms = finite_rows(embeddings)
+    alive: NDArray[np.bool_] = finite & (norms > 0)
+    return alive
+
+
 class _Frame:
     """The mean, the first principal component, and the mean of the unused rows, as a reference."""
 

@@ -8,9 +8,6 @@ import jinja2
 
 from coupled_adam.rendering.pictures import Picture
 
-Section = tuple[str, Sequence[tuple[str, str, Sequence[str]]]]
-"""A title, and rows: label, symbol, and a value for each column."""
-
 
 def render(
     template: str,
@@ -36,18 +33,6 @@ def render(
     )
     embedded = [_embedded(picture) for picture in pictures]
     return environment.get_template(template).render(values, pictures=embedded)
-
-
-def render_table(
-    title: str,
-    columns: Sequence[str],
-    sections: Sequence[Section],
-    pictures: Sequence[Picture],
-    notes: Sequence[str],
-) -> str:
-    """Render a page with one table, notes below it, and pictures."""
-    values = {"title": title, "columns": columns, "sections": sections, "notes": notes}
-    return render("table.html", values, pictures)
 
 
 def _embedded(picture: Picture) -> dict[str, Any]:

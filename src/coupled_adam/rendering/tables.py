@@ -1,47 +1,294 @@
-"""Tables for the terminal, and as CSV."""
+"""A table, and the one writer of all tables: as text, Markdown, LaTeX, CSV and HTML."""
+
+from __future__ import annotations
 
 import csv
+import dataclasses
+import html
 import io
-from collections.abc import Sequence
-from typing import Any
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
+import re
+import textwrap
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from coupled_adam.errors import printable
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.measure import Measurement
+
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_GAP = "  "
+_LONGEST_NOTE = 100
+
+Line = list[tuple[str, str]]
+"""A line of text: its pieces, each with its style."""
 
 
-class _Table(Table):
-    """A table whose texts, such as names of files and tokens, do not control the terminal."""
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A text in a table that stands out.
 
-    def add_column(self, header: Any = "", *args: Any, **options: Any) -> None:
-        super().add_column(_without_controls(header), *args, **options)
+    Attributes:
+        text: what is shown.
+        bold: whether it is better than others, by a test.
+        outside: whether it is outside of its healthy range.
+        note: small print below it; on pages only.
+        link: where it leads to; on pages only.
+    """
 
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*map(_without_controls, cells), **options)
+    text: str
+    bold: bool = False
+    outside: bool = False
+    note: str = ""
+    link: str = ""
+
+    @property
+    def style(self) -> str:
+        """Its style in a terminal."""
+        return "bold" if self.bold else "yellow" if self.outside else ""
 
 
-def _without_controls(cell: Any) -> Any:
-    if isinstance(cell, str):
-        return "\n".join(map(printable, cell.split("\n")))
-    if isinstance(cell, Text):
-        cell = cell.copy()
-        cell.plain = "\n".join(map(printable, cell.plain.split("\n")))
-    return cell
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table for the terminal (where it prints), for pages and for papers.
+
+    Attributes:
+        columns: the headers.
+        rows: a text or a :class:`Cell` for each column. A text in place of a row is the title of
+            the rows below it; an empty one only sets them apart.
+        title: what is above the table.
+        notes: what is below it, a paragraph each.
+        left: the columns that are aligned to the left.
+        lead: how many columns each piece begins with, if the table is too wide for the terminal and
+            falls into pieces; 0 if it never does.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str | Cell] | str]
+    title: str = ""
+    notes: Sequence[str] = ()
+    left: Collection[int] = (0,)
+    lead: int = 0
+
+    def cells(self) -> Iterator[list[Cell] | str]:
+        """The rows, in which each text is a cell; titles stay texts."""
+        for row in self.rows:
+            if isinstance(row, str):
+                yield row
+            else:
+                yield [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+
+    # Text
+
+    def __str__(self) -> str:
+        return "\n".join(_plain(line) for line in self.lines(_LONGEST_NOTE))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        for line in self.lines(options.max_width):
+            yield Text.assemble(*line, no_wrap=True, overflow="ignore")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement
+
+        widest = max(_width(_plain(line)) for line in self.lines(console.width))
+        return Measurement(widest, widest)
+
+    def lines(self, width: int) -> Iterator[Line]:
+        """The table as text, in pieces if it is wider than ``width`` and may fall into pieces.
+
+        No text in it can control a terminal.
+        """
+        for piece in self._pieces(width):
+            yield from piece._text()
+        widest = min(max(width, 40), _LONGEST_NOTE)
+        for note in self.notes:
+            yield from ([(line, "dim")] for line in textwrap.wrap(printable(note), widest))
+        yield [("", "")]
+
+    def _pieces(self, width: int) -> Iterator[Table]:
+        """Tables of as many columns as fit, each of which begins with the leading ones."""
+        widths = self._widths()
+        lead, title = [*range(self.lead)], self.title
+        chosen = [*lead]
+        for index in range(self.lead, len(widths)):
+            total = sum(widths[i] + len(_GAP) for i in [*chosen, index]) - len(_GAP)
+            if self.lead and total > width and len(chosen) > len(lead):
+                yield self._of_columns(chosen, title)
+                chosen, title = [*lead], ""
+            chosen.append(index)
+        yield self._of_columns(chosen, title)
+
+    def _of_columns(self, chosen: Sequence[int], title: str) -> Table:
+        rows = [row if isinstance(row, str) else [row[i] for i in chosen] for row in self.rows]
+        left = [new for new, old in enumerate(chosen) if old in self.left]
+        return Table([self.columns[i] for i in chosen], rows, title, left=left)
+
+    def _widths(self) -> list[int]:
+        rows = [row for row in self.cells() if not isinstance(row, str)]
+        return [
+            max(_width(header), *(_width(row[index].text) for row in rows), 0)
+            for index, header in enumerate(self.columns)
+        ]
+
+    def _text(self) -> Iterator[Line]:
+        widths = self._widths()
+
+        def line(cells: Sequence[Cell], style: str = "") -> Line:
+            pieces: Line = []
+            for index, (cell, width) in enumerate(zip(cells, widths)):
+                text = printable(cell.text)
+                space = " " * (width - _width(text))
+                before, after = ("", space) if index in self.left else (space, "")
+                last = index == len(widths) - 1
+                pieces += [(before, ""), (text, style or cell.style)]
+                pieces += [] if last else [(after + _GAP, "")]
+            return pieces
+
+        yield [("", "")]
+        if self.title:
+            yield [(printable(self.title), "bold")]
+        if any(self.columns):
+            yield line([Cell(header) for header in self.columns], "bold")
+        yield [("─" * (sum(widths) + len(_GAP) * (len(widths) - 1)), "dim")]
+        for number, row in enumerate(self.cells()):
+            if not isinstance(row, str):
+                yield line(row)
+                continue
+            if number:
+                yield [("", "")]
+            if row:
+                yield [(printable(row), "bold")]
+
+    # Other formats
+
+    def markdown(self) -> str:
+        """The table in Markdown, with its notes below."""
+        sides = ["---" if index in self.left else "---:" for index in range(len(self.columns))]
+        lines = [[*map(_markdown_text, self.columns)], sides]
+        for row in self.cells():
+            if not isinstance(row, str):
+                texts = [_markdown_text(cell.text) for cell in row]
+                lines.append([f"**{t}**" if cell.bold else t for cell, t in zip(row, texts)])
+            elif row:
+                lines.append([f"*{_markdown_text(row)}*", *[""] * (len(self.columns) - 1)])
+        table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
+        return table + "".join(f"\n{_markdown_text(note)}\n" for note in self.notes)
+
+    def latex(self) -> str:
+        """The table in LaTeX, for the package booktabs; symbols in headers become formulas."""
+        sides = ["l" if index in self.left else "r" for index in range(len(self.columns))]
+        lines = [
+            f"\\begin{{tabular}}{{{''.join(sides)}}}",
+            "\\toprule",
+            " & ".join(map(_latex_header, self.columns)) + r" \\",
+        ]
+        if self.rows and not isinstance(self.rows[0], str):
+            lines.append("\\midrule")
+        for row in self.cells():
+            if isinstance(row, str):
+                lines.append("\\midrule")
+                if row:
+                    title = _latex_text(row)
+                    lines.append(f"\\multicolumn{{{len(sides)}}}{{l}}{{{title}}} \\\\")
+                continue
+            texts = [_latex_text(cell.text) for cell in row]
+            texts = [f"\\textbf{{{t}}}" if cell.bold else t for cell, t in zip(row, texts)]
+            lines.append(" & ".join(texts) + r" \\")
+        return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+    def __html__(self) -> str:
+        """The table and its notes as a part of a page; all text is escaped. Jinja calls this."""
+
+        def side(index: int) -> str:
+            return ' class="left"' if index in self.left else ""
+
+        heads = (f"<th{side(i)}>{html.escape(head)}</th>" for i, head in enumerate(self.columns))
+        lines = [f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
+        apart = ""
+        for row in self.cells():
+            if isinstance(row, str):
+                apart = ' class="first"'
+                if row:
+                    head = f'<th colspan="{len(self.columns)}" class="left">{html.escape(row)}</th>'
+                    lines.append(f"<tr{apart}>{head}</tr>")
+                    apart = ""
+                continue
+            cells = (
+                f'<td{side(i)} data-name="{html.escape(self.columns[i])}">{_html_cell(cell)}</td>'
+                for i, cell in enumerate(row)
+            )
+            lines.append(f"<tr{apart}>{''.join(cells)}</tr>")
+            apart = ""
+        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
+        notes = "".join(f'<p class="note">{html.escape(note)}</p>\n' for note in self.notes)
+        table = "\n".join([*lines, "</tbody>"])
+        return f'<div class="wide"><table>{caption}{table}</table></div>\n{notes}'
+
+    _repr_html_ = __html__
 
 
-def terminal_table(title: str = "", caption: str = "") -> Table:
-    """An empty table in the style of this package; brackets in texts are not read as markup."""
-    return _Table(
-        title=Text(printable(title)) if title else None,
-        caption=Text(printable(caption)) if caption else None,
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+def _plain(line: Line) -> str:
+    return "".join(text for text, _ in line).rstrip()
+
+
+def _width(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+        for c in printable(text)
     )
+
+
+def _html_cell(cell: Cell) -> str:
+    text = html.escape(cell.text)
+    if cell.link:
+        text = f'<a href="{html.escape(cell.link)}">{text}</a>'
+    tag = "b" if cell.bold else "em" if cell.outside else ""
+    text = f"<{tag}>{text}</{tag}>" if tag else text
+    return text + (f"<small>{html.escape(cell.note)}</small>" if cell.note else "")
+
+
+def _markdown_text(text: str) -> str:
+    """Text without a meaning in Markdown."""
+    return re.sub(r"([\\`*\[\]|]|<(?=[A-Za-z!/?]))", r"\\\1", text)
+
+
+_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "–": "--",
+}
+_SYMBOLS = {
+    "‖": r"\|",
+    "μ": r"\mu",
+    "ʳ": "^r",
+    "ρ": r"\rho",
+    "κ": r"\kappa",
+    "r̄": r"\bar{r}",
+    "↑": r"\uparrow",
+    "↓": r"\downarrow",
+}
+
+
+def _latex_text(text: str) -> str:
+    escaped = "".join(_LATEX.get(c, c) for c in text)
+    return re.sub(r"(?<!\w)-(?=\d)", "$-$", escaped)  # a minus, not a hyphen
+
+
+def _latex_header(text: str) -> str:
+    """Escape a header, with its symbols as formulas."""
+    symbol = "|".join(_SYMBOLS)
+    parts = re.split(f"((?:{symbol})+)", text)
+    formulas = [
+        "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], part) + "$" for part in parts[1::2]
+    ]
+    words = [_latex_text(part) for part in parts[::2]]
+    return "".join(word + formula for word, formula in zip(words, [*formulas, ""]))
 
 
 def csv_text(lines: Sequence[Sequence[Any]]) -> str:

@@ -476,11 +476,22 @@ def _progress(what: str, size: int) -> "tqdm[Any]":
 def _check_length(corpus: Corpus, recipe: Recipe) -> None:
     # A block is a sequence and the token that follows its last one.
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
-    for split, blocks in (("train", batch), ("valid", 1), ("test", 1)):
-        tokens = corpus.facts["tokens"][split]
-        if tokens < blocks * length + 1:
-            raise UsageError(
-                f"{corpus.facts['source']} is too short: its {split} split has {tokens} tokens, "
-                f"and the recipe needs {blocks * length + 1} ({blocks} x {length} and one). Give "
-                "more text, or lower training.batch_size or training.sequence_length"
+    needed = {"train": batch * length + 1, "valid": length + 1, "test": length + 1}
+    tokens, documents = corpus.facts["tokens"], corpus.facts["documents"]
+    for split in SPLITS:
+        if tokens[split] >= needed[split]:
+            continue
+        said = f"its {split} split has {tokens[split]} tokens"
+        what, fix = "is too short", "Give more text"
+        # Long enough, but as documents are not cut, they cannot be shared out.
+        if documents["train"] is not None and sum(tokens.values()) >= sum(needed.values()):
+            what = "has too few documents"
+            said += f" in {documents[split]} of its {sum(documents.values())} documents"
+            fix = (
+                "Give more documents (data.separator is what separates those of a text file), or "
+                "raise data.held_out"
             )
+        raise UsageError(
+            f"{corpus.facts['source']} {what}: {said}, and the recipe needs {needed[split]}. "
+            f"{fix}, or lower training.batch_size or training.sequence_length"
+        )

@@ -1,1 +1,1 @@
-"""Evaluation of runs and of other models: loss, measures of the embeddings, accuracy, theory."""
+"""Evaluation of runs and of other models: loss, measures of the embeddings, accuracy."""

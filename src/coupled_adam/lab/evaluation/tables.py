@@ -1,38 +1,28 @@
-"""An evaluation as a table for the terminal."""
+"""An evaluation as a table."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from coupled_adam.embeddings.tables import measure_rows, sources
+from coupled_adam.embeddings.tables import measure_rows
 from coupled_adam.lab.evaluation.downstream import with_error
-from coupled_adam.rendering.tables import terminal_table
+from coupled_adam.rendering.tables import Cell, Table
 
 
 def evaluation_table(result: Mapping[str, Any], name: str) -> Table:
-    """The content of an ``evaluation.json``; values outside of the healthy range are yellow."""
-    sides = {"output" if result.get("input_embeddings") else "": result.get("embeddings")}
-    if result.get("input_embeddings"):
-        sides["input"] = result["input_embeddings"]
-    measured = measure_rows([side or {} for side in sides.values()])
-    notes = sources([("", measured)])
-    table = terminal_table(name, "\n".join(["Healthy ranges:", *notes]) if notes else "")
-    table.caption_justify = "left"
-    table.add_column("")
-    table.add_column("", no_wrap=True)
-    for header in sides:
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("healthy", no_wrap=True)
-    for label, symbol, text in _facts(result):
-        table.add_row(label, symbol, text)
-    for row in measured:
-        values = row.marked(lambda text: Text(text, "yellow"), Text)
-        table.add_row(row.label, row.symbol, *values, row.healthy)
-    for label, symbol, text in _scores(result):
-        table.add_row(Text(label), symbol, text)
-    return table
+    """The content of an ``evaluation.json``: test loss, measures and scores."""
+    inputs = result.get("input_embeddings")
+    sides = {"output" if inputs else "": result.get("embeddings") or {}}
+    if inputs:
+        sides["input"] = inputs
+
+    def alone(label: str, symbol: str, text: str) -> list[str | Cell]:
+        """A row about the model, not about one of its matrices."""
+        return [label, symbol, text, *[""] * len(sides)]
+
+    rows = [alone(*fact) for fact in _facts(result)]
+    rows += measure_rows([*sides.values()])
+    rows += [alone(*score) for score in _scores(result)]
+    return Table(["", "", *sides, "healthy"], rows, name, left=(0, 1, len(sides) + 2))
 
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -42,7 +32,7 @@ def _facts(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         loss, tokens = result["test_loss"], result.get("test_tokens")
         rows.append(("test loss, nats per token", "L", f"{loss:.4f}"))
         if tokens is not None:
-            rows.append(("  over tokens", "", f"{tokens:,}"))
+            rows.append(("tokens of the test loss", "", f"{tokens:,}"))
     return rows
 
 
@@ -54,12 +44,12 @@ def _scores(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         rows.append(("word similarity, mean of the sets", "r̄", _score(similarity["mean"])))
         for name, score in similarity["sets"].items():
             pairs = f"{score['pairs']}/{score['total']}"
-            rows.append((f"  {name}", "r", f"{_score(score['r'])}, {pairs}"))
+            rows.append((f"word similarity, {name}", "r", f"{_score(score['r'])}, {pairs}"))
     if tasks is not None:
         rows.append(("accuracy, mean of the tasks", "Acc", with_error(tasks)))
-        rows += [(f"  {name}", "", with_error(score)) for name, score in tasks["tasks"].items()]
+        rows += [(f"accuracy, {name}", "", with_error(s)) for name, s in tasks["tasks"].items()]
         if tasks.get("limit") is not None:
-            rows.append(("  examples of each task, at most", "", str(tasks["limit"])))
+            rows.append(("examples of each task, at most", "", str(tasks["limit"])))
     return rows
 
 

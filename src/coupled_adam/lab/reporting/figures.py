@@ -23,7 +23,6 @@ from coupled_adam.lab.reporting.plots import (
     plot_sweep_measures,
 )
 from coupled_adam.lab.reporting.runs import ACCURACY, TEST_LOSS, Run
-from coupled_adam.lab.reporting.toy_example import draw_toy_example
 from coupled_adam.rendering.pictures import Picture, single
 
 Draw = tuple[Callable[[Axes], None], str]
@@ -130,7 +129,7 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
 
 
 def _across(runs: Sequence[Run]) -> list[Picture]:
-    """The pictures that compare experiments, and the toy example."""
+    """The pictures that compare experiments."""
     drawn = []
     pairs = [run for run in runs if run.arm in ("adamw", "coupled_adam")]
     if len({run.recipe.tokens for run in pairs}) > 1:
@@ -167,7 +166,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
                 "figures/map.png",
             )
         )
-    return [*drawn, draw_toy_example()]
+    return drawn
 
 
 def _sweep(

@@ -1,7 +1,6 @@
 """A report as a single, self-contained HTML page."""
 
 import base64
-import dataclasses
 import json
 import math
 import os
@@ -13,30 +12,20 @@ from typing import Any
 
 import yaml
 
-from coupled_adam.embeddings.measures import Measure
+from coupled_adam.embeddings.measures import meanings
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
-from coupled_adam.lab.reporting.runs import Run, short
-from coupled_adam.lab.reporting.statistics import shown_p
-from coupled_adam.lab.reporting.tables import Row
+from coupled_adam.lab.reporting.runs import COLUMNS, MORE_COLUMNS, Run
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
+from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import ENVIRONMENT
 
 
-@dataclasses.dataclass(frozen=True)
-class ShownTable:
-    """A table to show: its rows, columns, and the notes below it."""
-
-    rows: Sequence[Row]
-    columns: Sequence[Measure]
-    footnotes: Sequence[str]
-
-
-def render(
+def report_page(
     runs: Sequence[Run],
     left_out: Mapping[Path, str],
-    table: ShownTable,
+    table: Table,
     pictures: Sequence[Picture],
     out: Path,
 ) -> str:
@@ -48,7 +37,9 @@ def render(
     values = {
         "conclusion": conclusion(runs, left_out),
         "arms": _arms(runs, out),
-        **_shown(table),
+        "table": table,
+        "measures": meanings((COLUMNS | MORE_COLUMNS).values()),
+        "names": ", ".join(dict.fromkeys(run.experiment.partition(" ")[0] for run in runs)),
         "experiments": [
             {
                 "name": name,
@@ -63,25 +54,14 @@ def render(
     return page.render("report.html", values, pictures, package="coupled_adam.lab.reporting")
 
 
-def results_table(conclusion: Sequence[str], table: ShownTable, overview: bytes) -> str:
+def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> str:
     """A conclusion, a table and a picture as a part of another page, such as a notebook."""
     values = {
         "conclusion": conclusion,
-        **_shown(table),
+        "table": table,
         "overview": base64.b64encode(overview).decode(),
     }
     return page.render("notebook.html", values, [], package="coupled_adam.lab.reporting")
-
-
-def _shown(table: ShownTable) -> dict[str, Any]:
-    """What the template of a table needs."""
-    return {
-        "rows": table.rows,
-        "columns": table.columns,
-        "footnotes": table.footnotes,
-        "short": short,
-        "shown_p": shown_p,
-    }
 
 
 def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:

@@ -15,20 +15,20 @@ from coupled_adam.errors import UsageError
 from coupled_adam.files import clear_leftovers, make_folder, new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import ShownTable, render, results_table
+from coupled_adam.lab.reporting.page import notebook_part, report_page
 from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.lab.reporting.tables import (
     Bold,
+    arm_results,
     footnotes,
-    latex,
-    markdown,
     more_columns,
+    results_table,
     runs_csv,
     shown_columns,
     summary_csv,
-    table_rows,
-    terminal,
+    terminal_table,
 )
+from coupled_adam.rendering.tables import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,23 +44,18 @@ class Report:
 
     page: Path
     conclusion: Sequence[str]
-    table: ShownTable
+    table: Table
     overview: bytes = dataclasses.field(repr=False)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from terminal(self.table.rows, self.table.columns, options.max_width)
-        yield Text("\n".join([*self.table.footnotes, ""]), style="dim")
+        yield self.table
         yield Text("\n".join([*self.conclusion, ""]))
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        widest = max(
-            console.measure(part, options=options).maximum
-            for part in terminal(self.table.rows, self.table.columns, console.width)
-        )
-        return Measurement(widest, widest)
+        return console.measure(self.table, options=options)
 
     def _repr_html_(self) -> str:
-        return results_table(self.conclusion, self.table, self.overview)
+        return notebook_part(self.conclusion, self.table, self.overview)
 
 
 def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
@@ -71,7 +66,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
     missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete
     and on the disk (:func:`coupled_adam.files.new_folder`); anything else is never replaced.
-    ``bold`` is explained at :func:`table_rows`.
+    ``bold`` is explained at :func:`arm_results`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
@@ -90,14 +85,15 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         raise UsageError(
             f"{places}: there is no finished run in it; coupled-adam compare makes some"
         )
-    rows = table_rows(runs, bold)
+    rows = arm_results(runs, bold)
     columns = shown_columns(rows)
     notes = footnotes(rows, bold)
     all_columns = [*columns, *more_columns(rows)]
     make_folder(out.parent)
     with new_folder(out, _is_own) as folder:
-        _write(folder / "table.md", markdown(rows, columns, bold))
-        _write(folder / "table.tex", latex(rows, columns))
+        paper = results_table(rows, columns, notes=notes)
+        _write(folder / "table.md", paper.markdown())
+        _write(folder / "table.tex", paper.latex())
         _write(folder / "summary.csv", summary_csv(rows, all_columns))
         _write(folder / "runs.csv", runs_csv(runs))
         results = [
@@ -116,13 +112,12 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
             path = folder / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        table = ShownTable(rows, all_columns, notes)
-        page = render(runs, left_out, table, pictures, out)
-        _write(folder / "index.html", page)
+        table = results_table(rows, all_columns, seeds=True, notes=notes)
+        _write(folder / "index.html", report_page(runs, left_out, table, pictures, out))
     return Report(
         shown / "index.html",
         conclusion(runs, left_out),
-        ShownTable(rows, columns, notes),
+        terminal_table(rows, columns, bold),
         pictures[0].png,
     )
 

@@ -9,8 +9,6 @@ from urllib.parse import quote
 import numpy as np
 import yaml
 from matplotlib.axes import Axes
-from rich.table import Table
-from rich.text import Text
 
 from coupled_adam.lab.grid import Setting, as_text, is_number
 from coupled_adam.lab.recipe import Recipe
@@ -19,7 +17,7 @@ from coupled_adam.lab.reporting.runs import short
 from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture, legend, single
-from coupled_adam.rendering.tables import csv_text, terminal_table
+from coupled_adam.rendering.tables import Cell, Table, csv_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,18 +139,23 @@ class SweepReport:
         """The table for the terminal; the chosen settings are bold."""
         recipe = self.recipe
         size = f"D = {short(recipe.tokens)} tokens, N = {short(recipe.parameters)} parameters"
-        shown = terminal_table(f"{recipe.name}: {size}", "\n".join(self.notes()))
-        shown.caption_justify = "left"
-        for header in ("Optimizer", "setting"):
-            shown.add_column(header)
-        for header in ("L (validation) ↓", "L (test) ↓"):
-            shown.add_column(header, justify="right", no_wrap=True)
-        best = self.best
-        for one in self.tried:
-            style = "bold" if one in best else ""
-            cells = (self.label(one.arm), one.title, one.text, self.test_text(one))
-            shown.add_row(*(Text(cell, style) for cell in cells))
-        return shown
+        return self.table(self.tried, title=f"{recipe.name}: {size}", notes=self.notes())
+
+    def table(self, tried: Sequence[Tried], *, title: str = "", notes: Sequence[str] = ()) -> Table:
+        """A table of settings, with links to their folders."""
+        rows: list[list[str | Cell]] = []
+        for entry in tried:
+            is_best = entry in self.best
+            rows.append(
+                [
+                    self.label(entry.arm),
+                    Cell(entry.title, link=quote(entry.setting.name) + "/"),
+                    Cell(entry.text, bold=is_best),
+                    self.test_text(entry),
+                ]
+            )
+        columns = ("Optimizer", "setting", "L (validation) ↓", "L (test) ↓")
+        return Table(columns, rows, title, notes, left=(0, 1))
 
     @staticmethod
     def test_text(one: Tried) -> str:
@@ -189,7 +192,6 @@ class SweepReport:
         values = {
             "report": self,
             "config": yaml.safe_dump(self.recipe.to_dict(), sort_keys=False),
-            "quote": quote,
         }
         package = "coupled_adam.lab.reporting"
         return page.render("sweep.html", values, self._pictures(), package=package)

@@ -1,14 +1,10 @@
-"""The table of results for the terminal and in Markdown, LaTeX and CSV."""
+"""The table of results, and its CSV files."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from coupled_adam.embeddings.measures import Measure
 from coupled_adam.lab.reporting.runs import (
@@ -25,15 +21,16 @@ from coupled_adam.lab.reporting.statistics import (
     paired_t_test,
     sample_deviation,
     shorthand,
+    shown_p,
 )
-from coupled_adam.rendering.tables import csv_text, terminal_table
+from coupled_adam.rendering.tables import Cell, Table, csv_text
 
 Bold = Literal["adamw", "all"]
 """Which arms a value must be significantly better than to be bold."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class Metric:
     """A metric of an arm over its seeds.
 
     ``p`` and ``p_paired`` are those of the tests against the baseline, if any; the second is of the
@@ -48,8 +45,8 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A row of the table, which shows one arm of an experiment.
+class ArmResult:
+    """The results of one arm of an experiment: a row of the table.
 
     ``settings`` are the values by which the experiment differs from the others, by short keys.
     """
@@ -63,10 +60,10 @@ class Row:
     label: str
     is_baseline: bool
     seeds: list[int]
-    cells: dict[str, Cell]
+    metrics: dict[str, Metric]
 
 
-def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
+def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
     """Create a row for each arm of each experiment, with significantly better values in bold.
 
     Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
@@ -93,13 +90,13 @@ def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
                 rivals = others if len(others) == 1 else []
             # Without a p in the baseline's row, which readers would take for that of another row.
             against = None if arm is baseline else baseline
-            cells = {
-                key: _cell(column, arm, against, rivals)
+            metrics = {
+                key: _metric(column, arm, against, rivals)
                 for key, column in (COLUMNS | MORE_COLUMNS).items()
             }
             first = arm[0]
             rows.append(
-                Row(
+                ArmResult(
                     experiment=experiment,
                     name=experiment.partition(" ")[0],
                     settings={
@@ -112,16 +109,16 @@ def table_rows(runs: Sequence[Run], bold: Bold = "adamw") -> list[Row]:
                     label=first.label,
                     is_baseline=first.is_baseline,
                     seeds=[run.seed for run in arm],
-                    cells=cells,
+                    metrics=metrics,
                 )
             )
     return rows
 
 
-def _cell(
+def _metric(
     column: Measure, arm: list[Run], against: list[Run] | None, rivals: Sequence[list[Run]]
-) -> Cell:
-    """A cell with its tests against one arm, bold if it is better than each of the rivals."""
+) -> Metric:
+    """A metric with its tests against one arm, bold if it is better than each of the rivals."""
     assert column.better is not None
     better = column.better
     by_seed = _values(column, arm)
@@ -132,7 +129,7 @@ def _cell(
 
     against_rivals = [p(rival) for rival in rivals]
     paired = None if against is None else paired_t_test(by_seed, _values(column, against))
-    return Cell(
+    return Metric(
         values,
         shorthand(values, column.digits),
         None if against is None else p(against),
@@ -147,22 +144,22 @@ def _values(column: Measure, runs: list[Run]) -> dict[int, float]:
     return {seed: value for seed, value in values.items() if value is not None}
 
 
-def shown_columns(rows: Sequence[Row]) -> list[Measure]:
+def shown_columns(rows: Sequence[ArmResult]) -> list[Measure]:
     """The columns to show: all except accuracy and word similarity if no run has these."""
     optional = ("accuracy", "word_similarity")
     return [
         column
         for column in COLUMNS.values()
-        if column.key not in optional or any(row.cells[column.key].values for row in rows)
+        if column.key not in optional or any(row.metrics[column.key].values for row in rows)
     ]
 
 
-def more_columns(rows: Sequence[Row]) -> list[Measure]:
+def more_columns(rows: Sequence[ArmResult]) -> list[Measure]:
     """The :data:`MORE_COLUMNS` that any run has."""
     return [
         column
         for column in MORE_COLUMNS.values()
-        if any(row.cells[column.key].values for row in rows)
+        if any(row.metrics[column.key].values for row in rows)
     ]
 
 
@@ -172,7 +169,7 @@ _BOLD = {
 }
 
 
-def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
+def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
     counts = {len(row.seeds) for row in rows}
     notes = []
@@ -194,90 +191,66 @@ def footnotes(rows: Sequence[Row], bold: Bold = "adamw") -> list[str]:
     return notes
 
 
-def markdown(rows: Sequence[Row], columns: Sequence[Measure], bold: Bold = "adamw") -> str:
-    """Format the table in Markdown."""
-    keys = [*rows[0].settings]
-    header = ["D", "N", *map(_escaped, keys), "Optimizer", *(column.title for column in columns)]
-    lines = [header, ["---:", "---:", *("---" for _ in keys), "---", *("---:" for _ in columns)]]
-    for row in rows:
-        cells = [row.cells[column.key] for column in columns]
-        texts = [f"**{cell.text}**" if cell.bold else cell.text for cell in cells]
-        label = row.label.replace("|", "\\|")
-        settings = map(_escaped, row.settings.values())
-        lines.append([short(row.tokens), short(row.parameters), *settings, label, *texts])
-    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return table + "".join(f"\n{_escaped(note)}\n" for note in footnotes(rows, bold))
+def results_table(
+    rows: Sequence[ArmResult],
+    columns: Sequence[Measure],
+    *,
+    title: str = "",
+    sizes: bool = True,
+    seeds: bool = False,
+    notes: Sequence[str] = (),
+) -> Table:
+    """The table of results, with a row for each arm.
+
+    Args:
+        rows: the results; an experiment after the other.
+        columns: the metrics to show.
+        title, notes: what is above and below it.
+        sizes: whether to show D and N.
+        seeds: whether to show the number of seeds.
+    """
+    settings = [*rows[0].settings]
+    lead = [*(["D", "N"] if sizes else []), *settings, "Optimizer"]
+    lines: list[list[str | Cell] | str] = []
+    for number, row in enumerate(rows):
+        if number and row.experiment != rows[number - 1].experiment:
+            lines.append("")
+        lines.append(
+            [
+                *([short(row.tokens), short(row.parameters)] if sizes else []),
+                *row.settings.values(),
+                row.label,
+                *(_cell(row.metrics[column.key]) for column in columns),
+                *([str(len(row.seeds))] if seeds else []),
+            ]
+        )
+    return Table(
+        [*lead, *(column.title for column in columns), *(["seeds"] if seeds else [])],
+        lines,
+        title,
+        notes,
+        left=range(2 * sizes, len(lead)),
+        lead=len(lead),
+    )
 
 
-def _escaped(text: str) -> str:
-    """Text without a meaning in Markdown."""
-    return re.sub(r"([\\`*\[\]<>|])", r"\\\1", text)
+def _cell(metric: Metric) -> Cell:
+    note = "" if metric.p is None else shown_p(metric.p)
+    return Cell(metric.text, bold=metric.bold, note=note)
 
 
-def latex(rows: Sequence[Row], columns: Sequence[Measure]) -> str:
-    """Format the table in LaTeX, for the package booktabs."""
-    keys = [*rows[0].settings]
-    header = ["$D$", "$N$", *map(_latex_text, keys), "Optimizer"]
-    header += [_latex_symbols(column.title) for column in columns]
-    lines = [
-        "\\begin{tabular}{rrl" + "l" * len(keys) + "r" * len(columns) + "}",
-        "\\toprule",
-        " & ".join(header) + r" \\",
-    ]
-    group = None
-    for row in rows:
-        if row.experiment != group:
-            lines.append("\\midrule")
-            group = row.experiment
-        cells = [row.cells[column.key] for column in columns]
-        texts = [_latex_cell(cell) for cell in cells]
-        settings = [*row.settings.values(), row.label]
-        lead = [short(row.tokens), short(row.parameters), *map(_latex_text, settings)]
-        lines.append(" & ".join([*lead, *texts]) + r" \\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+def terminal_table(rows: Sequence[ArmResult], columns: Sequence[Measure], bold: Bold) -> Table:
+    """The table for the terminal; if all rows have the same D and N, its title shows them."""
+    first = rows[0]
+    same = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
+    title = ", ".join(dict.fromkeys(row.name for row in rows))
+    if same:
+        title += f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
+    notes = footnotes(rows, bold)
+    return results_table(rows, columns, title=title, sizes=not same, notes=notes)
 
 
-_LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "\\": r"\textbackslash{}",
-    "–": "--",
-}
-
-
-def _latex_text(text: str) -> str:
-    return "".join(_LATEX.get(c, c) for c in text)
-
-
-_SYMBOLS = {
-    "‖": r"\|",
-    "μ": r"\mu",
-    "ʳ": "^r",
-    "ρ": r"\rho",
-    "κ": r"\kappa",
-    "r̄": r"\bar{r}",
-    "↑": r"\uparrow",
-    "↓": r"\downarrow",
-}
-
-
-def _latex_symbols(text: str) -> str:
-    """Escape a header, with its symbols as formulas."""
-    symbol = "|".join(_SYMBOLS)
-    parts = re.split(f"((?:{symbol})+)", text)
-    formulas = [
-        "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], part) + "$" for part in parts[1::2]
-    ]
-    words = [_latex_text(part) for part in parts[::2]]
-    return "".join(word + formula for word, formula in zip(words, [*formulas, ""]))
-
-
-def _latex_cell(cell: Cell) -> str:
-    text = "--" if cell.text == "–" else cell.text.replace("-", "$-$")
-    return f"\\textbf{{{text}}}" if cell.bold else text
-
-
-def summary_csv(rows: Sequence[Row], columns: Sequence[Measure]) -> str:
+def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
     """Write a line for each arm: mean, deviation, number of seeds and both p of each metric."""
     statistics = ("mean", "std", "n", "p", "p_paired")
     header = ["experiment", "tokens", "parameters", *rows[0].settings, "arm"]
@@ -287,9 +260,10 @@ def summary_csv(rows: Sequence[Row], columns: Sequence[Measure]) -> str:
         line: list[Any] = [row.experiment, row.tokens, row.parameters]
         line += [*row.settings.values(), row.arm]
         for column in columns:
-            cell = row.cells[column.key]
-            mean = float(np.mean(cell.values)) if cell.values else None
-            line += [mean, sample_deviation(cell.values), len(cell.values), cell.p, cell.p_paired]
+            metric = row.metrics[column.key]
+            values = metric.values
+            mean = float(np.mean(values)) if values else None
+            line += [mean, sample_deviation(values), len(values), metric.p, metric.p_paired]
         lines.append(line)
     return csv_text([header, *lines])
 
@@ -315,44 +289,3 @@ def runs_csv(runs: Sequence[Run]) -> str:
         for run in runs
     ]
     return csv_text([header, *lines])
-
-
-def terminal(rows: Sequence[Row], columns: Sequence[Measure], width: int) -> list[Table]:
-    """Create the table for the terminal: in several parts if it is wider than ``width``."""
-    # If all rows have the same D and N, the title shows them, so that more columns fit.
-    first = rows[0]
-    one = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
-    names = ", ".join(dict.fromkeys(row.name for row in rows))
-    size = f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
-    title = names + (size if one else "")
-    ruler = Console(width=1000)
-    parts: list[Table] = []
-    left = list(columns)
-    while left:
-        number = len(left)
-        part = _terminal_part(rows, left, title, not one)
-        while number > 1 and ruler.measure(part).maximum > width:
-            number -= 1
-            part = _terminal_part(rows, left[:number], title, not one)
-        parts.append(part)
-        left, title = left[number:], ""
-    return parts
-
-
-def _terminal_part(
-    rows: Sequence[Row], columns: Sequence[Measure], title: str, with_sizes: bool
-) -> Table:
-    shown = terminal_table(title)
-    sizes = ["D", "N"] if with_sizes else []
-    keys = [*rows[0].settings]
-    header = [*sizes, *keys, "Optimizer", *(column.title for column in columns)]
-    for name in header:
-        left = name in ("Optimizer", *keys)
-        shown.add_column(Text(name), justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        cells = [row.cells[column.key] for column in columns]
-        texts = [Text(cell.text, "bold" if cell.bold else "") for cell in cells]
-        sizes = [short(row.tokens), short(row.parameters)] if with_sizes else []
-        settings = map(Text, row.settings.values())
-        shown.add_row(*sizes, *settings, Text(row.label), *texts)
-    return shown

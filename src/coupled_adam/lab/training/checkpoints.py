@@ -27,7 +27,6 @@ from coupled_adam.errors import UsageError, on_all_ranks, one_line
 from coupled_adam.files import (
     file_digest,
     make_folder,
-    read_text,
     remove,
     remove_empty,
     sync,
@@ -43,6 +42,7 @@ from coupled_adam.lab.training.distributed import (
     world_size,
 )
 from coupled_adam.lab.training.errors import PreemptedError, TrainingError
+from coupled_adam.lab.training.schemas import Manifest, read_json
 from coupled_adam.runs import CHECKPOINTS, CONFIG, METRICS, by_step, step_name
 
 _KEPT = 2  # so that a run can continue from the one before if the last one is damaged
@@ -58,6 +58,7 @@ class Checkpoints(pl.Callback):
         self.evaluate_every = evaluate_every
         self.io = CheckpointIO()
         self._asked_to_stop = False
+        self._resumed: Path | None = None
 
     def last(self, skip_damaged: bool) -> Path | None:
         """The newest checkpoint, or None if there is none. Every rank must call this.
@@ -73,6 +74,7 @@ class Checkpoints(pl.Callback):
             newest, before = on_rank_zero(self._newest)
             reason = None if newest is None else self._damage(newest)
             if newest is None or reason is None:
+                self._resumed = newest
                 return newest
             if before is None:
                 way = f"remove {self.folder} to start from the beginning"
@@ -97,15 +99,49 @@ class Checkpoints(pl.Callback):
             if not self._asked_to_stop:
                 signal.signal(signal.SIGTERM, before)
 
+    @contextmanager
+    def explaining_content(self) -> Iterator[None]:
+        """Until the first step is made, take an error for that of the content of the checkpoint.
+
+        Its digests show that it is as it was written, but not that this program wrote it.
+
+        Raises:
+            UsageError: if it cannot be continued from.
+        """
+        try:
+            yield
+        except (UsageError, TrainingError, OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except (Exception, CheckpointException) as error:
+            if self._resumed is None:
+                raise
+            raise on_all_ranks(
+                UsageError(
+                    f"{self._resumed} cannot be used ({type(error).__name__}: {one_line(error)}): "
+                    "remove it to continue from the one before it, or from the beginning"
+                )
+            ) from error
+
     def on_train_start(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        """Replace Lightning's signal handler, which communicates with other processes."""
+        """Check what was restored; replace Lightning's signal handler, which communicates."""
         signal.signal(signal.SIGTERM, self._stop)
+        if self._resumed is None:
+            return
+        if trainer.global_step != self.step(self._resumed):
+            raise ValueError(f"it is of step {trainer.global_step}")
+        optimizer = trainer.optimizers[0]
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                state = optimizer.state.get(p, {})
+                if not state or not 1 <= state.get("step", 1) <= trainer.global_step:
+                    raise ValueError("a parameter has no optimizer state, or one of another step")
 
     def _stop(self, _: int, __: FrameType | None) -> None:
         self._asked_to_stop = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Stop after this step if asked to, unless it is followed by an evaluation anyway."""
+        self._resumed = None
         due = trainer.global_step % self.evaluate_every == 0
         if not due and trainer.global_step < trainer.max_steps and self.any_asked_to_stop():
             self._save(trainer)
@@ -156,7 +192,7 @@ class Checkpoints(pl.Callback):
                 sync_folder(temporary)
             sync(self.metrics)
             sync_folder(self.metrics.parent)
-            content = {"config": self._config(), "files": digests}
+            content: Manifest = {"config": self._config(), "files": digests}
             write_atomically(_manifest(path), json.dumps(content, indent=2))
             temporary.rename(path)
             sync_folder(self.folder)
@@ -183,21 +219,22 @@ class Checkpoints(pl.Callback):
     def _own_files(self, path: Path) -> dict[str, str]:
         """The digests of a checkpoint's files by name; none if it is not known to be this run's."""
         try:
-            config, files = _read_manifest(path)
-        except (OSError, ValueError, KeyError, TypeError):
+            manifest = read_json(_manifest(path), Manifest)
+        except (OSError, ValueError):
             return {}
-        return files if config == self._config() else {}
+        return manifest["files"] if manifest["config"] == self._config() else {}
 
     def _damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, as the end of a sentence; None if it is intact."""
         found = _digests(path, path.name)
         try:
-            config, files = _read_manifest(path)
+            manifest = read_json(_manifest(path), Manifest)
         except OSError:
             return f"is not of this run (there is no {_manifest(path).name})"
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             return f"cannot be checked ({_manifest(path).name} is damaged)"
-        if config != self._config():
+        files = manifest["files"]
+        if manifest["config"] != self._config():
             return "is not of this run (it was made with another config.yaml)"
         damaged = sorted(name for name in {**files, **found} if files.get(name) != found.get(name))
         if damaged:
@@ -252,8 +289,11 @@ class CheckpointIO(TorchCheckpointIO):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The error of a full disk, for which torch raises another one as it closes its archive."""
-    return error.__context__ if isinstance(error.__context__, OSError) else error
+    """A full disk's error, or Ctrl-C, after which torch raises another one at its archive's end."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
+        cause = cause.__context__
+    return cause or error
 
 
 def _of_any_rank(error: CheckpointException, path: Path) -> TrainingError:
@@ -271,11 +311,6 @@ def _of_any_rank(error: CheckpointException, path: Path) -> TrainingError:
 
 def _manifest(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
-
-
-def _read_manifest(path: Path) -> tuple[str, dict[str, str]]:
-    content = json.loads(read_text(_manifest(path)))
-    return content["config"], dict(content["files"])
 
 
 def _set_aside(path: Path) -> None:

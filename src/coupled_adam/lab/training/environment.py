@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two environments that may affect results, or a clock set back."""
     flat = [{**facts, **facts.get("packages", {})} for facts in (before, now)]
     names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")

@@ -16,5 +16,8 @@ class DivergedError(TrainingError):
         return str(self.args[0])
 
 
-class PreemptedError(Exception):
-    """Raised after SIGTERM, once a checkpoint to continue from has been written."""
+class PreemptedError(BaseException):
+    """Raised after SIGTERM; in training, once a checkpoint to continue from has been written.
+
+    Like KeyboardInterrupt it may come anywhere, and is not for ``except Exception``.
+    """

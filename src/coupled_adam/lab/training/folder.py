@@ -31,6 +31,7 @@ from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.lab.training.errors import TrainingError
+from coupled_adam.lab.training.schemas import Recorded, read_json
 from coupled_adam.runs import CHECKPOINTS, CONFIG, COUNTS, ENVIRONMENT, SECOND_MOMENTS
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -109,11 +110,11 @@ def _check_text(folder: Path, corpus: Corpus) -> None:
 def record_resumption(folder: Path, step: int) -> None:
     """Record in ``environment.json`` where the run resumes; warn if its environment has changed."""
     recorded = _recorded(folder)
-    before = [recorded, *recorded.get("resumed", [])][-1]
+    resumed = recorded.get("resumed", [])
     now = {**environment(), "processes": world_size(), "step": step}
-    recorded["resumed"] = [*recorded.get("resumed", []), now]
-    write_atomically(folder / ENVIRONMENT, json.dumps(recorded, indent=2))
-    different = changes(before, now)
+    content = {**recorded, "resumed": [*resumed, now]}
+    write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=2))
+    different = changes([recorded, *resumed][-1], now)
     if different:
         warnings.warn(
             f"{folder} continues at step {step} in another environment, which may change its "
@@ -122,14 +123,12 @@ def record_resumption(folder: Path, step: int) -> None:
         )
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
+def _recorded(folder: Path) -> Recorded:
     path = folder / ENVIRONMENT
-    content = None
-    with contextlib.suppress(ValueError, RecursionError, FileNotFoundError, IsADirectoryError):
-        content = json.loads(read_text(path))
-    if not isinstance(content, dict) or not isinstance(content.get("corpus"), dict):
-        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again")
-    return content
+    try:
+        return read_json(path, Recorded)
+    except (ValueError, FileNotFoundError, IsADirectoryError):
+        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again") from None
 
 
 def save_model(

@@ -103,7 +103,8 @@ def _train(
         loggers = _loggers(run.folder, execution, step)
         trainer = _trainer(run, execution, callbacks, loggers, checkpoints.io)
         try:
-            trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
+            with checkpoints.explaining_content():
+                trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
 

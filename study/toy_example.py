@@ -1,13 +1,18 @@
-"""A toy example, as in the paper's Fig. 1: one update of three embeddings by each optimizer."""
+"""A toy example, as in the paper's Fig. 1: one update of three embeddings by each optimizer.
+
+python -m study.toy_example
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.rendering.pictures import COUPLED_ADAM_COLOR, Array, Picture
+from coupled_adam.bench import save_figure
+from coupled_adam.rendering.pictures import COUPLED_ADAM_COLOR, Array
 
 TOY_EMBEDDINGS = ((-0.5, 0.9), (1.4, -0.3), (-0.1, -0.7))
 
@@ -35,7 +40,7 @@ def toy_updates() -> dict[str, Array]:
     return updates
 
 
-def draw_toy_example() -> Picture:
+def draw_toy_example() -> Figure:
     """Draw the updates as arrows at the embeddings, and their sum as an arrow at the origin."""
     figure = Figure(figsize=(11, 3.8), layout="constrained")
     start = np.array(TOY_EMBEDDINGS)
@@ -57,9 +62,9 @@ def draw_toy_example() -> Picture:
             ylim=(-1.3, 1.7),
             aspect="equal",
         )
-    return Picture(
-        figure,
-        "The effect in small (as Fig. 1): one hidden state h, three embeddings, and the first "
-        "update of each by three optimizers. Only AdamW's updates do not sum to zero (red).",
-        "figures/toy_example.png",
-    )
+    return figure
+
+
+if __name__ == "__main__":
+    images = Path(__file__).parents[1] / "docs" / "images"
+    save_figure(draw_toy_example(), images / "toy_example.png")

@@ -4,24 +4,32 @@ For a hidden state h and true token t, the head's gradient of row i is g_i = -(d
 and these gradients sum to zero over i (arXiv 2502.08441). So do the updates of SGD and of Coupled
 Adam. Those of AdamW do not, since each row is divided by its own second moment, and so the mean
 embedding drifts. With tied weights, the input side adds a gradient that does not sum to zero.
+
+python -m study.theory RUN
+python -m study.theory MODEL --text corpus.txt --picture updates.png
 """
 
+import argparse
 import dataclasses
 import itertools
+import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.embeddings import mean_embedding
+from coupled_adam.bench import save_figure
+from coupled_adam.embeddings import mean_embedding, pictures
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import held_out_batches
-from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.loading import (
     block_length,
     check_model,
@@ -31,6 +39,7 @@ from coupled_adam.lab.evaluation.loading import (
     recipe_of_run,
 )
 from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -249,3 +258,77 @@ def _cancellation(rows: Tensor) -> float:
     """||sum_i x_i|| / sum_i ||x_i||."""
     rows = rows.double()
     return float(rows.sum(0).norm() / rows.norm(dim=1).sum())
+
+
+_SIDES: dict[Side, str] = {
+    "output": "of the head",
+    "input": "of the lookup",
+    "both": "of both, tied",
+}
+
+
+def rows(theory: Theory) -> list[tuple[str, list[str]]]:
+    """The rows of the table: a label, and the numbers for gradient and optimizers."""
+    table = []
+    for side, sums in theory.sums.items():
+        values = [sums.gradient, *sums.updates.values()]
+        table.append((f"sum over the rows, {_SIDES[side]}", [f"{value:.1e}" for value in values]))
+    last = theory.sums["both" if theory.tied else "output"]
+    if last.input_share is not None:
+        shares = ["–", *(f"{value:.0%}" for value in last.input_share.values())]
+        table.append(("  the share of the lookup in it", shares))
+    away = ["–", *(f"{value:+.2f}" for value in last.away.values())]
+    return [*table, ("cosine of the sum and the mean", away)]
+
+
+def picture(theory: Theory) -> Figure:
+    """Draw each optimizer's last updates of all rows as a cloud, with their mean and the origin.
+
+    They are in units of their mean norm, seen along their mean (as Fig. 1).
+    """
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    for ax, (name, update) in zip(figure.subplots(1, 3), theory.updates.items()):
+        scaled = update / update.norm(dim=1).mean()
+        pictures.plot_cloud(ax, scaled, ADAMW_COLOR if name == "AdamW" else COUPLED_ADAM_COLOR)
+        pictures.finish_clouds(ax)
+        side = theory.sums["both" if theory.tied else "output"]
+        ax.set_title(f"{name}: sum {side.updates[name]:.1e}")
+        # The updates of a few frequent tokens are much larger and would compress all others.
+        limits = {"xlim": (-4, 4), "ylim": (-3, 3)}
+        ax.set(xlabel="along the mean update", adjustable="box", **limits)
+    return figure
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure a run or a model, print the table, and draw the picture."""
+    parser = argparse.ArgumentParser(prog="python -m study.theory", description=__doc__)
+    parser.add_argument("model", type=Path, help="a run, or a causal language model's folder")
+    parser.add_argument("--text", type=Path, help="for a model: a file, or a folder of text files")
+    parser.add_argument("--batches", type=int, default=50, help="gradients to take")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a batch")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--picture", type=Path, help="write a picture of the updates")
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="prepared corpora")
+    given = parser.parse_args(arguments)
+    theory = measure_folder(
+        given.model,
+        text=given.text,
+        batches=given.batches,
+        batch_size=given.batch_size,
+        cache=given.cache,
+    )
+    if given.json:
+        print(json.dumps(theory.to_dict(), indent=2, allow_nan=False))
+    else:
+        print(f"{'':34}" + "".join(f"{name:>14}" for name in ("gradient", *OPTIMIZERS)))
+        for label, values in rows(theory):
+            print(f"{label:34}" + "".join(f"{value:>14}" for value in values))
+    if given.picture is not None:
+        save_figure(picture(theory), given.picture)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        sys.exit(f"error: {error}")

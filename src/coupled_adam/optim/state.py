@@ -224,7 +224,7 @@ def warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
-    if grad is None or ROW_MOMENT in _moments(group) or type(grad) is not Tensor:
+    if grad is None or grad.is_meta or type(grad) is not Tensor or ROW_MOMENT in _moments(group):
         return
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a captured step must not wait for the device

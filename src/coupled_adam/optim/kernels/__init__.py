@@ -57,7 +57,11 @@ def choose(matrix: Matrix) -> Kernel:
     kernel: Kernel = operations
     if param.is_cpu:
         kernel = native if native.fits(matrix) else operations
-    elif _fits_triton(matrix) and _triton_works(param.device, param.dtype):
+    elif (
+        (param.is_cuda or param.is_xpu)
+        and _fits_triton(matrix)
+        and _triton_works(param.device, param.dtype)
+    ):
         from coupled_adam.optim.kernels import triton
 
         kernel = triton
@@ -76,8 +80,7 @@ def _fits_triton(matrix: Matrix) -> bool:
     moments = [moment for moment in second if moment is not None]
     matrices = [x for x in (matrix.param, matrix.grad, matrix.exp_avg) if x is not None]
     return (
-        (matrix.param.is_cuda or matrix.param.is_xpu)
-        and matrix.param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        matrix.param.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(type(x) in PLAIN and x.device == matrix.param.device for x in matrices + moments)
         and all(x.dtype == torch.float32 and x.stride() == (1,) for x in moments)
     )

@@ -97,6 +97,7 @@ WIDTHS = {  # configurations in which hidden layers have as many rows or columns
     "gpt2, V = H": lambda: gpt2(vocab_size=H),
     "gpt2, V = F": lambda: gpt2(n_inner=V),
     "gpt2, V = 3 H": lambda: gpt2(vocab_size=3 * H),
+    "gpt2, V = 4 H": lambda: gpt2(vocab_size=4 * H),
     "gpt2 untied, V = 4 H": lambda: gpt2(vocab_size=4 * H, tie_word_embeddings=False),
     "llama, V = KV": lambda: llama(num_key_value_heads=2, head_dim=V // 2),
     "llama tied, V = KV": lambda: llama(

@@ -53,7 +53,7 @@ def blank_pictures(request, monkeypatch):
 
 BLANK = (  # a PNG of one pixel
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\1\0\0\0\1\x08\0\0\0\0:~\x9bU\0\0\0\nIDATx\x9cc`\0\0\0\2\0\1"
-    b"H\xaf\xa4q\0\0\0\0IEND\xaeB`\x82"
+    b"H\xaf\xa4q\0\0\0\0IEND\xaeB`\x82coupled-adam"
 )
 
 

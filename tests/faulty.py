@@ -102,7 +102,7 @@ def build_in(fault, number):
         "exchange": (files, "_exchange", kill),
         "dissolve": (files, "_dissolve", kill),
         "figures": (reporting, "draw_all", kill),
-        "page": (reporting, "render", kill),
+        "page": (reporting, "report_page", kill),
         "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),
         "death": (LanguageModel, "loss", on_rank_one(kill, loss)),
     }

@@ -152,6 +152,21 @@ def remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
+_OURS = (b"coupled-adam", b"model,role,tensor,variant", b'{\n  "test_loss"')
+
+
+def is_result(path: Path) -> bool:
+    """Whether a file is a result of this package: a page, picture, table or evaluation.
+
+    Pages and pictures name the package; tables and evaluations begin in a way of their own.
+    """
+    with open_regular(path) as file:
+        ends = file.read(2**16)
+        file.seek(max(0, path.stat().st_size - 2**16))
+        ends += file.read()
+    return not ends or any(mark in ends for mark in _OURS)
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Open a file to read, unbuffered.
 

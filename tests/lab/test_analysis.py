@@ -372,8 +372,46 @@ def test_results_never_replace_what_is_read(tmp_path, capsys):
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert message in err
     code, _, err = run(capsys, tmp_path, "--csv", tmp_path / "m.npy")
-    assert (code, "m.npy is a .npy file: name another" in err) == (2, True)
+    assert (code, "m.npy exists, and is no earlier result of this command" in err) == (2, True)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys):
+    """Nor do they replace anything but an earlier result, through links neither."""
+    folder = trained[0]
+    (tmp_path / "page.html").write_text("<html>mine</html>")
+    (tmp_path / "link").symlink_to(folder / "config.yaml")
+    places = [folder, gpt2]
+    before = {path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()}
+    for out, message in {
+        folder / "config.yaml": "the folder of a run or a model: name a file outside",
+        folder / "metrics.jsonl": "the folder of a run or a model",
+        folder / "model" / "tokenizer.json": "the folder of a run or a model",
+        folder / "checkpoints" / "new.csv": "the folder of a run or a model",
+        gpt2 / "config.json": "the folder of a run or a model",
+        tmp_path / "link": "the folder of a run or a model",
+        tmp_path / "page.html": "exists, and is no earlier result of this command",
+    }.items():
+        for option in ("--csv", "--html", "--explore", "--parquet"):
+            code, shown, err = run(capsys, gpt2, option, out)
+            assert (code, shown, err.count("\n")) == (2, "", 1), err
+            assert f"{option} {out} " in err
+            assert message in err
+        assert main(["evaluate", str(gpt2), "--out", str(out)]) == 2
+        assert message in capsys.readouterr().err
+    assert before == {
+        path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()
+    }
+    # What this command has written, it may write again; what it left when it was killed, goes.
+    results = {"--csv": "a.csv", "--html": "a.html", "--explore": "map.html", "--parquet": "a.pq"}
+    arguments = [x for option, name in results.items() for x in (option, tmp_path / name)]
+    (tmp_path / f".coupled-adam-{'0' * 16}.tmp").write_text("half")
+    for _ in range(2):
+        code, _, err = run(capsys, gpt2, *arguments)
+        assert code == 0, err
+        assert not list(tmp_path.glob(".coupled-adam-*"))
+    for _ in range(2):
+        assert main(["evaluate", str(gpt2), "--out", str(tmp_path / "a.json")]) == 0
 
 
 def test_a_page_or_table_that_cannot_be_written(gpt2, tmp_path, capsys):

@@ -325,6 +325,48 @@ def test_a_report_replaces_only_a_report(comparison):
         (made / place).unlink()
 
 
+def test_a_page_of_others_is_kept(comparison, tmp_path):
+    """Although its files have the names of a report's."""
+    site = tmp_path / "site"
+    (site / "figures").mkdir(parents=True)
+    (site / "index.html").write_text("<title>my site</title>")
+    for place in ("runs.csv", "figures/mine.png"):
+        (site / place).write_text("mine")
+    with pytest.raises(UsageError, match="site holds something other than a report"):
+        report([comparison], site)
+    assert (site / "index.html").read_text() == "<title>my site</title>"
+    made = comparison / "report"
+    report([comparison], made)
+    (made / "figures" / "mine.png").write_bytes(b"\x89PNG of mine")
+    with pytest.raises(UsageError, match="report holds something other than a report"):
+        report([comparison], made)
+    assert (made / "figures" / "mine.png").read_bytes() == b"\x89PNG of mine"
+
+
+def test_losses_over_other_data_are_not_compared(comparison):
+    """As after ``evaluate RUN --batches 1``: a dash and a note instead of a difference."""
+    path = comparison / "small-coupled_adam-seed-1" / "evaluation.json"
+    evaluation = json.loads(path.read_text())
+    path.write_text(json.dumps({**evaluation, "test_loss": 0.1, "test_tokens": 32}))
+    runs, _ = read_runs([comparison])
+    baseline, coupled = arm_results(runs)
+    assert coupled.metrics["test_loss"].values == [2.6, 2.7]
+    assert len(coupled.metrics["isotropy"].values) == 3
+    assert coupled.other_tokens == {1: 32}
+    assert not baseline.other_tokens
+    made = printed(report([comparison], comparison / "report"))
+    assert "small Coupled Adam, seed 1: the test loss is over 32 tokens" in made
+    assert "paired t-test over 2 seeds" in " ".join(made.split())
+    for seed in (2, 3):  # one seed is left, with one run each: the loss over more tokens counts
+        for arm in ("adamw", "coupled_adam"):
+            shutil.rmtree(comparison / f"small-{arm}-seed-{seed}")
+    baseline, coupled = arm_results(read_runs([comparison])[0])
+    assert baseline.metrics["test_loss"].text == "3.000"
+    assert coupled.metrics["test_loss"].text == "–"
+    report([comparison], comparison / "report")
+    assert "| Coupled Adam | – |" in (comparison / "report" / "table.md").read_text()
+
+
 def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
     """One name, two learning rates: two experiments, each with its own baseline."""
     other = override(recipe, {"training.lr": 0.5})

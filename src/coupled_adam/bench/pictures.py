@@ -64,5 +64,7 @@ def check_format(path: Path) -> None:
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write a figure atomically, in the format that the file's extension names."""
     image = io.BytesIO()
-    figure.savefig(image, dpi=130, format=path.suffix[1:])
+    key = "Software" if path.suffix == ".png" else "Creator"
+    metadata = {key: "coupled-adam"}  # so that it may be replaced
+    figure.savefig(image, dpi=130, format=path.suffix[1:], metadata=metadata)
     write_atomically(path, image.getvalue())

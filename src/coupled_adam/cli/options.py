@@ -30,8 +30,9 @@ from typing import (
 
 from coupled_adam.cli.terminal import quiet_libraries
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import write_atomically
+from coupled_adam.files import clear_leftovers, is_result, write_atomically
 from coupled_adam.lab.training.errors import TrainingError
+from coupled_adam.runs import CONFIG, ENVIRONMENT
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -363,11 +364,10 @@ def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
         files: paths, by the names of their options.
 
     Raises:
-        UsageError: a file cannot be written, or would replace another result, an input, or what has
-            the ending of weights, counts or tokens; nothing has been changed.
+        UsageError: a file cannot be written, would replace an input, another result or anything
+            that is no earlier result of this package, or would lie in the folder of a run or a
+            model; nothing has been changed.
     """
-    from coupled_adam.embeddings.weights import SUFFIXES
-
     read = {Path(name).resolve() for name in inputs if name is not None}
     written: dict[Path, str] = {}
     for option, name in files.items():
@@ -381,9 +381,19 @@ def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
                 raise UsageError(f"--{option}: there is no folder {path.parent}: create it first")
             if path.exists() and not path.is_file():
                 raise UsageError(f"--{option} {name} exists and is not a file: name another one")
-            if path in read or (path.exists() and path.suffix in SUFFIXES):
-                what = "is read by this command" if path in read else f"is a {path.suffix} file"
-                raise UsageError(f"--{option} {name} {what}: name another file")
+            if path in read:
+                raise UsageError(f"--{option} {name} is read by this command: name another file")
+            home = next((folder for folder in path.parents if _is_run_or_model(folder)), None)
+            if home is not None:
+                raise UsageError(
+                    f"--{option} {name} would lie in {home}, the folder of a run or a model: name "
+                    "a file outside"
+                )
+            if path.exists() and not is_result(path):
+                raise UsageError(
+                    f"--{option} {name} exists, and is no earlier result of this command: name "
+                    "another file"
+                )
             if path in written:
                 raise UsageError(
                     f"--{written[path]} and --{option} {name} are the same file: name two"
@@ -391,6 +401,12 @@ def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
             written[path] = option
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
+
+
+def _is_run_or_model(folder: Path) -> bool:
+    """Whether a folder is a run's or a model's; a config.yaml alone does not make one."""
+    is_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return is_model or ((folder / CONFIG).is_file() and (folder / ENVIRONMENT).is_file())
 
 
 def check_folder(option: str, folder: Path) -> None:
@@ -417,8 +433,10 @@ def write_file(option: str, name: str, content: str | bytes) -> None:
     Raises:
         TrainingError: it cannot be written, such as when the disk is full.
     """
+    path = Path(name).resolve()  # a link stays one
     try:
-        write_atomically(Path(name).resolve(), content)  # a link stays one
+        clear_leftovers(path.parent)
+        write_atomically(path, content)
     except OSError as error:
         raise TrainingError(f"{option} {name} cannot be written ({error.strerror})") from None
 

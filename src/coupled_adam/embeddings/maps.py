@@ -125,6 +125,7 @@ def parquet(maps: Sequence[TokenMap]) -> bytes:
     tables = [pyarrow.table(_writable(entry.columns())) for entry in maps]
     whole = pyarrow.concat_tables(tables, promote_options="permissive")
     file = io.BytesIO()
+    whole = whole.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
     pyarrow.parquet.write_table(whole, file)
     return file.getvalue()
 

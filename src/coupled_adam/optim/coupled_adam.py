@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim import state as coupled_state
 from coupled_adam.optim.matrix import Matrix, Sums, number
-from coupled_adam.optim.param_groups import apply_lr_factor, couple_by_size
+from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
 from coupled_adam.optim.update import measure, update, with_penalty
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -175,7 +175,10 @@ class CoupledAdam(torch.optim.Adam):
             self.param_groups = couple_by_size(self.param_groups, vocab_size)
             for group in self.param_groups:
                 coupled_state.check_group(group)
-        if not any(group["coupled"] for group in self.param_groups):
+        # param_groups has said why it has coupled nothing.
+        if not isinstance(params, ParamGroups) and not any(
+            group["coupled"] for group in self.param_groups
+        ):
             warnings.warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass coupled_adam.param_groups(model), or vocab_size= with the "

@@ -34,7 +34,7 @@ class Picture:
     def png(self) -> bytes:
         """The image, drawn once."""
         image = io.BytesIO()
-        self.figure.savefig(image, dpi=130, format="png")
+        self.figure.savefig(image, dpi=130, format="png", metadata={"Software": "coupled-adam"})
         return image.getvalue()
 
 

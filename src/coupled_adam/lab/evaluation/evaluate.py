@@ -21,7 +21,7 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import read_text, write_atomically
+from coupled_adam.files import clear_leftovers, read_text, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.downstream import Downstream
@@ -85,6 +85,7 @@ def evaluate_run(
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
         )
+    clear_leftovers(run)
     path = run / EVALUATION
     done = _read(path)
     batches = recipe.training.test_batches if batches is None else batches

@@ -71,7 +71,8 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
 
 
 def _is_finite(run: Run) -> bool:
-    return math.isfinite(run.evaluation["test_loss"])
+    loss = run.value(TEST_LOSS)
+    return loss is None or math.isfinite(loss)
 
 
 _BySeed = dict[int, float]

@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.runs import COLUMNS, Run, short
+from coupled_adam.lab.reporting.runs import COLUMNS, TEST_LOSS, Run, short
 from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
     COUPLED_ADAM_COLOR,
@@ -147,24 +147,37 @@ def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
 
 def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xlabel: str) -> None:
     """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
-    losses = [[run.evaluation["test_loss"] for run in sweep[x]] for x in sweep]
+    by_value = {x: _losses(group) for x, group in sweep.items()}
+    by_value = {x: losses for x, losses in by_value.items() if losses}
+    losses = [*by_value.values()]
     means = np.array([np.mean(values) for values in losses])
     ranges = np.array(
         [[m - min(v) for m, v in zip(means, losses)], [max(v) - m for m, v in zip(means, losses)]]
     )
     ax.errorbar(
-        list(sweep), means, ranges, marker="o", capsize=3, color=COUPLED_ADAM_COLOR, label="swept"
+        list(by_value),
+        means,
+        ranges,
+        marker="o",
+        capsize=3,
+        color=COUPLED_ADAM_COLOR,
+        label="swept",
     )
     for arm, color, style in (
         ("adamw", ADAMW_COLOR, "--"),
         ("coupled_adam", COUPLED_ADAM_COLOR, ":"),
     ):
-        values = [run.evaluation["test_loss"] for run in runs if run.arm == arm]
+        values = _losses([run for run in runs if run.arm == arm])
         if values and not any(run.arm == arm for group in sweep.values() for run in group):
             label = next(run.label for run in runs if run.arm == arm)
             ax.axhline(float(np.mean(values)), color=color, linestyle=style, label=label)
     ax.set(title="Test loss", xlabel=xlabel, ylabel="nats per token")
     legend(ax)
+
+
+def _losses(runs: Sequence[Run]) -> list[float]:
+    """The test losses that can be compared."""
+    return [loss for run in runs if (loss := run.value(TEST_LOSS)) is not None]
 
 
 def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) -> None:

@@ -12,7 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import clear_leftovers, make_folder, new_folder
+from coupled_adam.files import clear_leftovers, is_result, make_folder, new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
 from coupled_adam.lab.reporting.page import notebook_part, report_page
@@ -139,6 +139,11 @@ def _is_own(name: str) -> bool:
 
 
 def _is_report(folder: Path) -> bool:
-    """Whether a folder holds no other files than this module writes."""
+    """Whether a folder holds a page of ours, and no other files than belong to it."""
     entries = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return folder.is_dir() and all(_is_own(p.relative_to(folder).as_posix()) for p in entries)
+    if not folder.is_dir() or not all(
+        _is_own(path.relative_to(folder).as_posix()) for path in entries
+    ):
+        return False
+    marked = [path for path in entries if path.suffix in (".html", ".png")]
+    return not entries or (folder / "index.html" in marked and all(map(is_result, marked)))

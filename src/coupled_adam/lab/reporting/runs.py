@@ -1,5 +1,6 @@
 """Read the folders of finished runs."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -62,6 +63,8 @@ class Run:
     ``experiment`` is the title of the experiment that the run belongs to. Runs of one experiment
     may be compared; their recipes differ only in name, arms and seeds. ``settings`` are the values
     by which it differs from other experiments in the report, by their dotted keys in the recipe.
+    ``other_tokens`` is the number of tokens of the test loss, if it is another one than that of
+    most runs of the experiment, with which the loss cannot be compared.
     """
 
     folder: Path
@@ -72,6 +75,7 @@ class Run:
     evaluation: dict[str, Any]
     experiment: str = ""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    other_tokens: int | None = None
 
     @property
     def label(self) -> str:
@@ -95,7 +99,9 @@ class Run:
         return number
 
     def value(self, measure: Measure) -> float | None:
-        """A number of the evaluation; None if it was not measured."""
+        """A number of the evaluation; None if it was not measured, or cannot be compared."""
+        if measure is TEST_LOSS and self.other_tokens is not None:
+            return None
         return measure.of(self.evaluation)
 
     @property
@@ -212,7 +218,23 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
         first = kept.setdefault((run.experiment, run.setup, run.seed), run)
         if first is not run:  # counting a run twice would make p too small
             left_out[run.folder] = f"the same arm and seed as {first.folder}"
-    return list(kept.values()), left_out
+    return _with_other_tokens([*kept.values()]), left_out
+
+
+def _with_other_tokens(runs: Sequence[Run]) -> list[Run]:
+    """Mark the runs whose test loss is over other data than that of most of their experiment."""
+    tokens: dict[str, collections.Counter[int | None]] = {}
+    for run in runs:
+        counter = tokens.setdefault(run.experiment, collections.Counter())
+        counter[run.evaluation.get("test_tokens")] += 1
+    marked = []
+    for run in runs:
+        counter = tokens[run.experiment]
+        usual = max(counter, key=lambda number: (counter[number], number or 0))
+        number = run.evaluation.get("test_tokens")
+        other = None if number == usual or number is None else number
+        marked.append(dataclasses.replace(run, other_tokens=other))
+    return marked
 
 
 def _why_unfinished(folder: Path) -> str:

@@ -48,7 +48,8 @@ class Metric:
 class ArmResult:
     """The results of one arm of an experiment: a row of the table.
 
-    ``settings`` are the values by which the experiment differs from the others, by short keys.
+    ``settings`` are the values by which the experiment differs from the others, by short keys;
+    ``other_tokens``, by seed, the numbers of tokens of test losses that cannot be compared.
     """
 
     experiment: str
@@ -60,6 +61,7 @@ class ArmResult:
     label: str
     is_baseline: bool
     seeds: list[int]
+    other_tokens: dict[int, int]
     metrics: dict[str, Metric]
 
 
@@ -109,6 +111,9 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
                     label=first.label,
                     is_baseline=first.is_baseline,
                     seeds=[run.seed for run in arm],
+                    other_tokens={
+                        run.seed: run.other_tokens for run in arm if run.other_tokens is not None
+                    },
                     metrics=metrics,
                 )
             )
@@ -182,6 +187,13 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     if min(counts) == 1:
         single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
         notes.append(f"One seed, so neither deviation nor test: {single}.")
+    for row in rows:
+        notes += [
+            f"{row.experiment} {row.label}, seed {seed}: the test loss is over {tokens:,} tokens, "
+            "and those of the other runs over another number. It is left out until the run is "
+            "evaluated over the same tokens (coupled-adam evaluate)."
+            for seed, tokens in row.other_tokens.items()
+        ]
     for experiment in dict.fromkeys(row.experiment for row in rows):
         mine = [row for row in rows if row.experiment == experiment]
         if len({tuple(row.seeds) for row in mine}) > 1:

@@ -191,6 +191,50 @@ def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
     assert lab.metrics("run")[-1]["step"] == told[-1] == 20
 
 
+TRACKIO = """
+import json
+from pathlib import Path
+
+class Run:
+    def __init__(self, **options):
+        self.file = Path(__file__).with_name("trackio.jsonl").open("a")
+        self.file.write(json.dumps(options) + "\\n")
+    def log(self, metrics, step):
+        self.file.write(json.dumps({"step": step, **metrics}) + "\\n")
+    def finish(self):
+        self.file.close()
+
+init = Run
+"""
+
+
+def test_trackio(lab, tmp_path, monkeypatch):
+    """A stand-in gets what metrics.jsonl gets, in one run for each time."""
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    lab.run("run", "--arm", "adamw", "--logger", "trackio", "training.steps=5")
+    first, *logged = map(json.loads, (tmp_path / "trackio.jsonl").read_text().splitlines())
+    assert first == {
+        "project": "coupled-adam",
+        "name": f"{lab.folder.name}/run",
+        "resume": "allow",
+    }
+    assert logged == lab.metrics("run")
+
+
+def test_mlflow(lab, monkeypatch):
+    """In a database in the run's folder, unless MLflow is told another place."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    lab.run("run", "--arm", "adamw", "--logger", "mlflow", "training.steps=5")
+    client = mlflow.MlflowClient(f"sqlite:///{lab.folder / 'run' / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "coupled-adam"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == f"{lab.folder.name}/run"
+    assert run.data.metrics.keys() >= {"train_loss", "valid_loss"} & {*lab.metrics("run")[-1]}
+    assert run.data.metrics
+
+
 def test_two_processes_equal_one(lab):
     """DDP (as torchrun and as SLURM start it) and FSDP2 over gloo, and accumulation."""
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)

@@ -191,8 +191,8 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         "sequences that a process takes at a time (default: its whole share of the batch)"
     )
     compile: bool = option("compile the model", default=False)
-    logger: list[Literal["tensorboard", "wandb"]] = option(
-        "loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
+    logger: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = option(
+        "loggers in addition to metrics.jsonl (default: tensorboard); none without a value",
         ["tensorboard"],
         nargs="*",
     )

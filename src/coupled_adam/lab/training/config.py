@@ -49,5 +49,5 @@ class Execution:
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: int | None = None
     compile: bool = False
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     skip_damaged: bool = False

@@ -339,6 +339,7 @@ def test_compiled(lab):
     [
         ["--arm", "n3", "arms.n3={optimizer: coupled_adam, second_moment_scale: 0.125}"],
         ["--arm", "sgd", "arms.sgd={optimizer: sgd, lr_factor: 100, nesterov: true}"],
+        ["--arm", "muon", "arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
         ["--arm", "in", "model.tied=false", "arms.in={optimizer: coupled_adam, couple: input}"],
         ["--arm", "adamw", "model.architecture=stablelm", "training.precision=bf16-mixed"],
         ["--arm", "coupled_adam", "model.bias=false", "training.schedule=wsd"],

@@ -484,7 +484,6 @@ def test_a_variant_is_named_in_the_recipe(lab, small_recipe, tmp_path, monkeypat
         resume,
         [*resume, "--recipe", str(tmp_path / "run" / "config.yaml")],
         ["evaluate", str(tmp_path / "run")],
-        ["theory", str(tmp_path / "run")],
     ):
         assert cli.main(command) == 2
         assert not imported.exists()

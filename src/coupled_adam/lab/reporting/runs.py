@@ -327,6 +327,7 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
             for section in ("model", "data", "training")
             for key, value in recipe[section].items()
         }
+        flat["variant"] = run.recipe.variant
         key = json.dumps(flat, sort_keys=True)
         keys.append(key)
         settings[key] = flat

@@ -83,6 +83,8 @@ def run(options: Options) -> None:
     quiet_libraries()
     out, text = Path(options.out), optional_path(options.text)
     folder = model_folder(options.model, options.revision)
+    if text is not None and folder.is_file():
+        raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     needed = options.undertrained or text is not None
     tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
 

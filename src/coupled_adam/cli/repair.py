@@ -41,9 +41,11 @@ if TYPE_CHECKING:
 class Options(JsonOption, DeviceOption):
     """The options of ``coupled-adam repair``."""
 
-    model: str = argument("the folder of a model or a run, or a model's id on the hub")
+    model: str = argument(
+        "the folder of a model or a run, a model's id on the hub, or a file with a matrix"
+    )
     revision: str | None = option("the branch, tag or commit, for a model on the hub")
-    out: str = option("the folder to write, which must not exist", dataclasses.MISSING)
+    out: str = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
     undertrained: bool = option(
         "also repair the tokens that cannot be told from unused rows", default=False
     )

@@ -26,7 +26,7 @@ test-slow: $(VENV)/installed $(VENV)/frameworks
 gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py benchmarks/results/bench/gpu.json
 
-SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h
+SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
 PIP := $(BIN)/pip --disable-pip-version-check install
 
 # Training frameworks for tests/frameworks, which skips those that are not installed.

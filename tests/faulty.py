@@ -79,6 +79,11 @@ def of_a_checkpoint(path, *_):
     return path.parent.name == "checkpoints"
 
 
+def put_aside(path, target):
+    """Whether the new folder is about to get the name of one that has been put aside."""
+    return path.with_name(f".{Path(target).name}.coupled-adam-old").exists()
+
+
 def build_in(fault, number):
     if fault == "limit-of-one" and os.environ["RANK"] != "1":
         return
@@ -99,7 +104,7 @@ def build_in(fault, number):
         "term": (evaluation, "write_atomically", terminated),
         "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
-        "exchange": (files, "_exchange", kill),
+        "aside": (Path, "rename", kill, put_aside),
         "dissolve": (files, "_dissolve", kill),
         "figures": (reporting, "draw_all", kill),
         "page": (reporting, "report_page", kill),

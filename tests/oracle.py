@@ -55,14 +55,20 @@ class CoupledAdamOracle:
             nu_hat = self.nu_max / (1 - self.beta2**self.t)
         else:
             nu_hat = (self.v / (1 - self.beta2**self.t)).mean(axis=0)
+        # Beyond the paper: tokens that never had a gradient neither count nor move.
+        tokens = range(len(self.embeddings))
+        if self.row_exponent or self.zero_sum:
+            tokens = [i for i in tokens if self.v[i].any()]
+            nu_hat = nu_hat * len(self.embeddings) / max(len(tokens), 1)
         denominator = np.sqrt(self.second_moment_scale * nu_hat) + self.eps
-        updates = m_hat / denominator
-        if self.row_exponent:
-            row_means = (self.v / (1 - self.beta2**self.t)).mean(axis=1)
-            relative = row_means / row_means.mean()
-            for i in range(len(self.embeddings)):
-                never = row_means[i] == 0  # had a gradient
-                updates[i] *= 0.0 if never else relative[i] ** (-self.row_exponent / 2)
+        updates = np.zeros_like(self.embeddings)
+        for i in tokens:
+            updates[i] = m_hat[i] / denominator
+            if self.row_exponent:
+                relative = self.v[i].mean() / np.mean([self.v[k].mean() for k in tokens])
+                updates[i] *= relative ** (-self.row_exponent / 2)
         if self.zero_sum:
-            updates -= updates.mean(axis=0)
+            mean = updates.sum(axis=0) / max(len(tokens), 1)
+            for i in tokens:
+                updates[i] -= mean
         self.embeddings -= self.lr * updates

@@ -2,8 +2,8 @@
 
 import torch
 
-from coupled_adam.optim import reference
-from coupled_adam.optim.update import Update
+from coupled_adam.optim import update
+from coupled_adam.optim.matrix import OPTIONS, Matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """The CPU stands for a GPU in Triton's interpreter, and where kernels are only compiled."""
@@ -11,13 +11,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("rows", "transposed", "slices", "grad transposed", "exp_avg transposed")
 NUMBERS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95}
 GROUP = {
+    **OPTIONS,
     "eps": 1e-8,
     "weight_decay": 0.1,
     "decoupled_weight_decay": True,
     "maximize": False,
-    "second_moment_scale": 1.0,
-    "row_exponent": 0.0,
-    "zero_sum": False,
     "differentiable": False,
 }
 
@@ -30,17 +28,8 @@ def laid_out(values, layout, name):
     return values
 
 
-def apply_all(update, kernel):
-    """All that comes after ``measure``, on one rank."""
-    if update.exp_avg_sq_row is not None and update.weights is None:
-        reference.weigh_rows(update)
-    if update.group["zero_sum"] and update.moment_sums is None:
-        kernel.center(update)
-    kernel.apply(update)
-
-
-def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **options):
-    """A matrix in one step, with a row for each token, on the device.
+def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, t=1.0, **options):
+    """A matrix in step t, with a row for each token, on the device.
 
     Options are fields of the record, or a param group's.
     """
@@ -53,16 +42,19 @@ def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **op
         matrices[name] = laid_out(values.to(DEVICE, dtype), layout, name)
     nu = (torch.rand(columns, generator=generator) * 1e-4).to(DEVICE)
     per_row = None
-    if options.get("row_exponent"):
+    if options.get("row_exponent") or options.get("zero_sum"):
         per_row = (torch.rand(rows, generator=generator) * 1e-4).to(DEVICE)
         for name in ("grad", "exp_avg"):  # a token that never occurs
             matrices[name][0] = per_row[0] = 0
     numbers = {name: options.pop(name, value) for name, value in NUMBERS.items()}
-    return Update(
+    if numbers["beta1"] == 0:
+        matrices["exp_avg"] = None
+    return Matrix(
         group={**GROUP, "vocab_dim": vocab_dim, **options},
         parameter=matrices["param"] if vocab_dim == 0 else matrices["param"].T,
-        moment=nu,
-        step=torch.zeros(()),
+        step=torch.tensor(t - 1.0),
+        vocab_size=rows,
+        hidden_size=columns,
         **matrices,
         exp_avg_sq=nu,
         max_exp_avg_sq=nu * 1.1 if amsgrad else None,
@@ -70,5 +62,10 @@ def record(rows, columns, dtype, layout="rows", vocab_dim=0, amsgrad=False, **op
         traced=False,
         **numbers,
         kernel=kernel,
-        t=1.0,
     )
+
+
+def take_step(matrix, factor=None, found_inf=None):
+    """Take the step, in place."""
+    sums = update.measure([matrix], as_is=factor is None and found_inf is None)
+    update.update([matrix], sums, factor, found_inf)

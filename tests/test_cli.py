@@ -488,7 +488,7 @@ def test_recipes(capsys):
         assert words in listed
     assert main(["recipes", "350M-10B"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed == load_recipe("350M-10B").to_dict()
+    assert printed == {**load_recipe("350M-10B").to_dict(), "variant": None}
     assert main(["recipes", "350M-10b"]) == 2
     assert "did you mean 350M-10B?" in capsys.readouterr().err
 

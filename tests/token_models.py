@@ -19,13 +19,13 @@ def gpt2(**options):
 
 
 def llama(**options):
-    config = transformers.LlamaConfig(intermediate_size=8, **SMALL, **SPECIAL, **options)
+    config = transformers.LlamaConfig(intermediate_size=8, **{**SMALL, **SPECIAL, **options})
     return transformers.LlamaForCausalLM(config)
 
 
 def stablelm(**options):
     config = transformers.StableLmConfig(
-        intermediate_size=8, num_key_value_heads=2, **SMALL, **SPECIAL, **options
+        intermediate_size=8, num_key_value_heads=2, **{**SMALL, **SPECIAL, **options}
     )
     return transformers.StableLmForCausalLM(config)
 

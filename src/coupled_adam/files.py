@@ -6,7 +6,6 @@ else, and only that is ever cleared.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -30,7 +29,6 @@ LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.coupled-adam-[0-9a-f]{16}\.tmp")
 _ASIDE = re.compile(r"\.(.+)\.coupled-adam-old")
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
-_NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 _CHUNK = 2**22
 _SAYS_AFTER = 5.0  # seconds of waiting
 
@@ -74,9 +72,8 @@ def new_folder(
     """Yield an empty folder to fill, which becomes ``path`` if the block ends without an error.
 
     Its files are on the disk before it has its name, and the name when this returns. If there is a
-    folder ``path`` already, the two change places in one step where the file system can do that
-    (Linux's and macOS's own can). Otherwise, if the process is killed between two renames, the
-    old folder lies beside, and :func:`clear_leftovers` puts it back.
+    folder ``path`` already, it is put aside and then removed. If the process is killed between the
+    two renames, :func:`clear_leftovers` puts it back.
 
     Args:
         is_own: whether a file of the old folder, named by its path in it, is to be removed with
@@ -97,16 +94,10 @@ def new_folder(
             temporary.rename(path)
             sync_folder(path.parent)
             return
-        try:
-            _exchange(temporary, path)
-            old = temporary
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE:
-                raise
-            old = path.with_name(f".{path.name}.coupled-adam-old")
-            with _alive(path):
-                path.rename(old)
-                temporary.rename(path)
+        old = path.with_name(f".{path.name}.coupled-adam-old")
+        with _alive(path):
+            path.rename(old)
+            temporary.rename(path)
         sync_folder(path.parent)
         _dissolve(old, path, is_own)
 
@@ -389,26 +380,6 @@ def _dead(path: Path) -> Iterator[bool]:
             yield _is_still(path, descriptor)
     finally:
         os.close(descriptor)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    """Let two folders change places, in one step.
-
-    Raises:
-        OSError: with an errno in _NO_EXCHANGE, if the system or the file system cannot do that.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
-    here, swap = -100, 2  # AT_FDCWD; RENAME_EXCHANGE, which is also the value of RENAME_SWAP
-    try:
-        if sys.platform == "darwin":
-            failed = libc.renamex_np(*names, swap)
-        else:
-            failed = libc.renameat2(here, names[0], here, names[1], swap)
-    except AttributeError:
-        raise OSError(errno.ENOSYS, "the C library has no exchange") from None
-    if failed:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
 
 
 def _dissolve(old: Path, new: Path, is_own: Callable[[str], bool]) -> None:

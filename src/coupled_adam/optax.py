@@ -30,14 +30,14 @@ class ScaleByCoupledAdamState(NamedTuple):
 
     Attributes:
         count: the number of steps, int32 [].
-        mu: the first moments, with the shapes of the matrices.
+        mu: the first moments, with the shapes of the matrices; None without momentum (``b1=0``).
         nu: the shared second moments, [H] for each matrix, in float32 or wider.
-        nu_row: with ``row_exponent`` > 0 the mean squared gradients of each token, [V] for each
-            matrix, in the dtype of ``nu``; otherwise None.
+        nu_row: with ``row_exponent`` > 0 or ``zero_sum`` the mean squared gradients of each token,
+            [V] for each matrix, in the dtype of ``nu``; otherwise None.
     """
 
     count: Any  # an Array, but for mypy a field cannot be named as a method of tuples
-    mu: optax.Updates
+    mu: optax.Updates | None
     nu: optax.Updates
     nu_row: optax.Updates | None
 
@@ -60,7 +60,8 @@ def scale_by_coupled_adam(
     moment. Every parameter must be an embedding matrix; :func:`coupled_adamw` is for a whole model.
 
     Args:
-        b1: decay rate of the first moment.
+        b1: decay rate of the first moment. If it is the number 0, there is none, and the state has
+            no matrix.
         b2: decay rate of the second moments.
         eps: term added to the denominator.
         eps_root: term added inside the square root, for gradients through the update.
@@ -71,7 +72,8 @@ def scale_by_coupled_adam(
         row_exponent: a between 0 and 1. With a > 0 the step size of each token also depends on its
             own mean squared gradient, to the power -a/2. This goes beyond the paper.
         zero_sum: whether to subtract the mean of all tokens' updates from each, so that the mean
-            embedding does not move. This goes beyond the paper, too.
+            embedding does not move. This goes beyond the paper, too. With either of them, tokens
+            that never had a gradient neither count in a mean nor move.
 
     Returns:
         A gradient transformation. Its updates have the dtypes of the gradients.
@@ -90,6 +92,10 @@ def scale_by_coupled_adam(
     if isinstance(row_exponent, int | float) and not 0 <= row_exponent <= 1:
         raise ValueError(f"Invalid row_exponent: {row_exponent} (must be between 0 and 1)")
 
+    # Known when the transformation is made, so that the state has one structure from then on.
+    has_momentum = not (isinstance(b1, int | float) and b1 == 0)
+    has_rows = zero_sum or not (isinstance(row_exponent, int | float) and row_exponent == 0)
+
     def zero_moments(params: optax.Params, axis: int) -> optax.Updates:
         return jax.tree.map(
             lambda p: jnp.zeros(p.shape[axis], jnp.promote_types(p.dtype, jnp.float32)), params
@@ -99,9 +105,9 @@ def scale_by_coupled_adam(
         jax.tree_util.tree_map_with_path(_check_matrix, params)
         return ScaleByCoupledAdamState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
+            mu=optax.tree.zeros_like(params, dtype=mu_dtype) if has_momentum else None,
             nu=zero_moments(params, 1 - vocab_axis),
-            nu_row=zero_moments(params, vocab_axis) if row_exponent != 0 else None,
+            nu_row=zero_moments(params, vocab_axis) if has_rows else None,
         )
 
     def average(grads: optax.Updates, moments: optax.Updates, axis: int) -> optax.Updates:
@@ -118,11 +124,13 @@ def scale_by_coupled_adam(
         """The update of a matrix from its bias-corrected moments; ``row`` is empty or one [V]."""
         m = m.astype(nu.dtype)
         if row:
-            # The mean of nu is the mean of row, and known to every device that holds all columns.
-            relative = jnp.where(row[0] > 0, row[0], jnp.inf) / nu.mean()
-            m = m * jnp.expand_dims(relative ** (-row_exponent / 2), 1 - vocab_axis)
-        if zero_sum:
-            m = m - m.mean(vocab_axis, keepdims=True)
+            r = jnp.expand_dims(row[0], 1 - vocab_axis)
+            active, count = r > 0, jnp.maximum((r > 0).sum(), 1)
+            nu = nu * r.size / count
+            relative = jnp.where(active, r, 1) / (r.sum() / count)
+            m = jnp.where(active, m * relative ** (-row_exponent / 2), 0)
+            if zero_sum:
+                m = jnp.where(active, m - m.sum(vocab_axis, keepdims=True) / count, 0)
         denominator = jnp.sqrt(second_moment_scale * nu + eps_root) + eps
         return (m / jnp.expand_dims(denominator, vocab_axis)).astype(g.dtype)
 
@@ -131,7 +139,7 @@ def scale_by_coupled_adam(
     ) -> tuple[optax.Updates, ScaleByCoupledAdamState]:
         del params
         count = optax.safe_increment(state.count)
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        mu = updates if state.mu is None else optax.tree.update_moment(updates, state.mu, b1, 1)
         nu, nu_row = average(updates, state.nu, vocab_axis), None
         if state.nu_row is not None:
             nu_row = average(updates, state.nu_row, 1 - vocab_axis)
@@ -140,7 +148,10 @@ def scale_by_coupled_adam(
             optax.tree.bias_correction(moment, decay, count)
             for moment, decay in zip([mu, *seconds], [b1, b2, b2])
         )
-        mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
+        if state.mu is None:
+            mu = None
+        else:
+            mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
         new_state = ScaleByCoupledAdamState(count, mu, nu, nu_row)
         return jax.tree.map(rescale, updates, mu_hat, *hats), new_state
 
@@ -158,6 +169,8 @@ def coupled_adamw(
     mask: Any = None,
     *,
     labels: Any,
+    coupled_b1: jax.typing.ArrayLike | None = None,
+    coupled_b2: jax.typing.ArrayLike | None = None,
     second_moment_scale: float | jax.Array = 1.0,
     row_exponent: float | jax.Array = 0.0,
     zero_sum: bool = False,
@@ -172,6 +185,8 @@ def coupled_adamw(
             a prefix, or a function that maps the parameters to it. ``"coupled"`` is an embedding
             matrix [V, H], ``"coupled_columns"`` one that is stored as [H, V], such as the kernel of
             an output layer in Flax, and ``"adamw"`` anything else.
+        coupled_b1, coupled_b2: ``b1`` and ``b2`` of the embedding matrices; by default the same as
+            those of all else. With ``coupled_b1=0`` their state has no matrix.
         second_moment_scale, row_exponent, zero_sum: as in :func:`scale_by_coupled_adam`; for
             embedding matrices only.
 
@@ -198,8 +213,8 @@ def coupled_adamw(
     label: Callable[[optax.Params], Any] = labels if is_function else lambda _: labels
     transforms = {
         name: scale_by_coupled_adam(
-            b1,
-            b2,
+            b1 if coupled_b1 is None else coupled_b1,
+            b2 if coupled_b2 is None else coupled_b2,
             eps,
             eps_root,
             mu_dtype,

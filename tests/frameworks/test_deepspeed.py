@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 STEPS = 20
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
+NO_MOMENTUM = {**BETWEEN, "betas": (0.0, 0.99)}
 
 
 def batches(steps, parts=1, part=0):
@@ -88,7 +89,7 @@ def against_one_process(stage, **options):
 
 def checkpoint(stage):
     """Saved and loaded by DeepSpeed, on as many processes."""
-    for options in ({}, BETWEEN):
+    for options in ({}, BETWEEN, NO_MOMENTUM):
         folder = [tempfile.mkdtemp()]
         dist.broadcast_object_list(folder)
         first = engine_of(stage, **options)
@@ -136,6 +137,7 @@ CASES = {
     "stage 1": lambda: against_one_process(1),
     "stage 2": lambda: against_one_process(2),
     "stage 1, tied, between": lambda: against_one_process(1, tied=True, **BETWEEN),
+    "stage 2, no momentum": lambda: against_one_process(2, **NO_MOMENTUM),
     "stage 2, clipped by DeepSpeed": lambda: against_one_process(2, clip=0.05),
     "checkpoint of stage 1": lambda: checkpoint(1),
     "checkpoint of stage 2": lambda: checkpoint(2),

@@ -159,6 +159,33 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     assert rates == pytest.approx([0.5] * len(rates))  # half of the warmup
 
 
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize("decay_positions", [True, False])
+def test_muon_has_the_hidden_matrices(coupled, decay_positions):
+    values = {
+        "arms.muon": {"optimizer": "muon", "lr_factor": 4, "coupled": coupled},
+        "training.decay_positions": decay_positions,
+    }
+    recipe = override(load_recipe("tiny"), values)
+    model = build_model(recipe)
+    groups = recipe.arm("muon").optimizer(model, recipe.training).param_groups
+    hidden = {n for n, p in model.named_parameters() if ".h." in n and p.dim() == 2}
+    assert set(groups[0]["param_names"]) == hidden
+    options = {name: group for group in groups for name in group["param_names"]}
+    assert options.keys() == dict(model.named_parameters()).keys()
+    embeddings = options.pop("transformer.wte.weight")
+    assert embeddings["lr"] == 4 * recipe.training.lr
+    assert embeddings["coupled"] == coupled
+    assert embeddings["weight_decay"] == 0
+    positions = options.pop("transformer.wpe.weight")
+    assert positions["weight_decay"] == (recipe.training.weight_decay if decay_positions else 0)
+    assert not any(group["coupled"] for group in options.values())
+    assert {group["lr"] for group in options.values()} == {recipe.training.lr}
+    assert recipe.arm("muon").label.startswith(
+        f"Muon with {'Coupled Adam' if coupled else 'AdamW'}"
+    )
+
+
 @pytest.mark.parametrize("couple", ["input", "output"])
 def test_couple_one_side_of_an_untied_model(couple):
     values = {"model.tied": False, "arms.coupled_adam.couple": couple}
@@ -342,6 +369,7 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
             ["arms.x={optimizer: sgd, lr_factor: 1, nesterov: true, momentum: 0}"],
             "nesterov=true needs momentum",
         ),
+        (["arms.x={optimizer: muon, coupled: false, zero_sum: true}"], "need coupled=true"),
         (["arms={}"], "arms must name at least one arm"),
         (["arms={n=3: {optimizer: adamw}}"], "arms: 'n=3' must be letters"),
         (["arms.a/b.optimizer=adamw"], "arms: 'a/b' must be letters"),
@@ -495,7 +523,7 @@ def test_a_recipe_is_printed_with_the_meaning_of_each_key(name):
     recipe = load_recipe(name)
     printed = explained(recipe)
     assert parse_recipe(printed, "printed") == recipe
-    assert list(yaml.safe_load(printed)) == list(recipe.to_dict())
+    assert list(yaml.safe_load(printed)) == [*recipe.to_dict(), "variant"]
     assert max(map(len, printed.splitlines())) <= 100
     lines = [line.strip() for line in printed.splitlines()]
     for section in (recipe, recipe.model, recipe.data, recipe.training):

@@ -6,6 +6,7 @@ import re
 import resource
 import signal
 import subprocess
+import sys
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -18,9 +19,12 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from coupled_adam import cli
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.data.batches import Batches, held_out_batches, held_out_loader
-from coupled_adam.lab.data.corpus import prepare_corpus
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
+from coupled_adam.lab.evaluation.evaluate import held_out_loss
+from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
@@ -191,6 +195,50 @@ def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
     assert lab.metrics("run")[-1]["step"] == told[-1] == 20
 
 
+TRACKIO = """
+import json
+from pathlib import Path
+
+class Run:
+    def __init__(self, **options):
+        self.file = Path(__file__).with_name("trackio.jsonl").open("a")
+        self.file.write(json.dumps(options) + "\\n")
+    def log(self, metrics, step):
+        self.file.write(json.dumps({"step": step, **metrics}) + "\\n")
+    def finish(self):
+        self.file.close()
+
+init = Run
+"""
+
+
+def test_trackio(lab, tmp_path, monkeypatch):
+    """A stand-in gets what metrics.jsonl gets, in one run for each time."""
+    (tmp_path / "trackio.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    lab.run("run", "--arm", "adamw", "--logger", "trackio", "training.steps=5")
+    first, *logged = map(json.loads, (tmp_path / "trackio.jsonl").read_text().splitlines())
+    assert first == {
+        "project": "coupled-adam",
+        "name": f"{lab.folder.name}/run",
+        "resume": "allow",
+    }
+    assert logged == lab.metrics("run")
+
+
+def test_mlflow(lab, monkeypatch):
+    """In a database in the run's folder, unless MLflow is told another place."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    lab.run("run", "--arm", "adamw", "--logger", "mlflow", "training.steps=5")
+    client = mlflow.MlflowClient(f"sqlite:///{lab.folder / 'run' / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "coupled-adam"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.run_name == f"{lab.folder.name}/run"
+    assert run.data.metrics.keys() >= {"train_loss", "valid_loss"} & {*lab.metrics("run")[-1]}
+    assert run.data.metrics
+
+
 def test_two_processes_equal_one(lab):
     """DDP (as torchrun and as SLURM start it) and FSDP2 over gloo, and accumulation."""
     lab.run("accumulated", "--arm", "coupled_adam", *EXACT, "--micro-batch-size", 3)
@@ -295,6 +343,7 @@ def test_compiled(lab):
     [
         ["--arm", "n3", "arms.n3={optimizer: coupled_adam, second_moment_scale: 0.125}"],
         ["--arm", "sgd", "arms.sgd={optimizer: sgd, lr_factor: 100, nesterov: true}"],
+        ["--arm", "muon", "arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
         ["--arm", "in", "model.tied=false", "arms.in={optimizer: coupled_adam, couple: input}"],
         ["--arm", "adamw", "model.architecture=stablelm", "training.precision=bf16-mixed"],
         ["--arm", "coupled_adam", "model.bias=false", "training.schedule=wsd"],
@@ -392,6 +441,59 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
     assert yaml.safe_load((run.folder / "config.yaml").read_text())["variant"] == "noted"
     training.train(run, corpus, Execution(log=()))  # it is finished
     assert len(calls) == 7
+
+
+def first_loss(metrics):
+    return next(line["train_loss"] for line in metrics if "train_loss" in line)
+
+
+def test_a_variant_is_named_in_the_recipe(lab, small_recipe, tmp_path, monkeypatch):
+    """It is trained and evaluated with its own loss, and only if the user names it."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "doubled.py").write_text(
+        "from pathlib import Path\n"
+        "from coupled_adam.lab.training.loss import sequence_losses\n"
+        "from coupled_adam.lab.training.variant import Variant\n"
+        "Path(__file__).with_name('imported').touch()\n"
+        "LOSS = Variant('doubled', sequence_losses=lambda *a: 2 * sequence_losses(*a))\n"
+        "NONE = 3\n"
+    )
+    imported = tmp_path / "modules" / "imported"
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    own = tmp_path / "own.yaml"
+    own.write_text(f"extends: {small_recipe}\nvariant: doubled:LOSS\n")
+    arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
+    lab.run("plain", *arguments, "training.max_grad_norm=.inf")
+    plain = first_loss(lab.metrics("plain"))
+    lab.run("run", *arguments, "--recipe", own, "training.max_grad_norm=.inf")
+    assert first_loss(lab.metrics("run")) == pytest.approx(2 * plain, rel=1e-2)
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["recipe"]["variant"] == "doubled:LOSS"
+    test_loss = json.loads((tmp_path / "run" / "evaluation.json").read_text())["test_loss"]
+    # The standard loss of the same model is half of it.
+    tokens = prepare_corpus(load_recipe(str(tmp_path / "run" / "config.yaml")), default_cache())
+    model = load_model(tmp_path / "run" / "model", "cpu")
+    loss = held_out_loss(model, tokens.tokens("test"), 16, None)["test_loss"]
+    assert test_loss == pytest.approx(2 * loss)
+
+    # From here on the folder is another person's.
+    imported.unlink()
+    monkeypatch.delitem(sys.modules, "doubled")
+    resume = ["train", *map(str, arguments), "--resume", "--out", str(tmp_path / "run")]
+    for command in (
+        resume,
+        [*resume, "--recipe", str(tmp_path / "run" / "config.yaml")],
+        ["evaluate", str(tmp_path / "run")],
+    ):
+        assert cli.main(command) == 2
+        assert not imported.exists()
+    again = ["evaluate", str(tmp_path / "run"), "--batches", "1", "--variant", "doubled:LOSS"]
+    assert cli.main(again) == 0
+    assert imported.exists()
+    for name, said in (("doubled:NONE", "is a int"), ("doubled:X", "X"), ("no_such:X", "no_such")):
+        stderr = lab.run("new", *arguments, f"variant={name}", code=2)
+        assert f"variant={name}" in stderr
+        assert said in stderr
 
 
 def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):

@@ -6,63 +6,82 @@ had TRITON_INTERPRET=1 from the start: test_triton.py does that. The rest is for
 
 import copy
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from records import DEVICE, LAYOUTS, apply_all, record
+from records import DEVICE, LAYOUTS, record, take_step
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
-from coupled_adam.optim import kernels, reference
-from coupled_adam.optim.rounding import Noise, round_
+from coupled_adam.optim import kernels, reference, rounding, update
 
 HAS_GPU = DEVICE == "cuda"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 triton = pytest.importorskip("triton")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, on overflow
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning",  # of the interpreter, on overflow
+    "ignore:Synchronization debug mode",
+)
 on_device = pytest.mark.skipif(not HAS_GPU and not INTERPRETED, reason="needs a GPU")
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 
 TENSORS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row")
+RULES = (
+    {"zero_sum": True},
+    {"row_exponent": 0.5},
+    {"row_exponent": 0.5, "zero_sum": True},
+    {"row_exponent": 0.5, "zero_sum": True, "beta1": 0.0},
+    {"row_exponent": 1.0, "beta1": 0.0},
+)
 
 
-def in_float64(update):
-    """The same, on the CPU."""
-    names = [name for name in (*TENSORS, "grad") if getattr(update, name) is not None]
-    return replace(
-        update,
-        **{name: getattr(update, name).to("cpu", torch.float64, copy=True) for name in names},
+def tensors_of(matrix):
+    values = {name: getattr(matrix, name) for name in TENSORS}
+    return {name: x for name, x in values.items() if x is not None}
+
+
+def with_tensors(matrix, change, names=(*TENSORS, "grad")):
+    """The matrix with other tensors in place of those of these names."""
+    return matrix._replace(
+        **{x: change(getattr(matrix, x)) for x in names if getattr(matrix, x) is not None}
     )
 
 
-def take_step(update, t=1.0):
-    """Take it by the kernel, and compare with the reference from the same place."""
-    update = replace(update, t=t)
-    theirs = in_float64(update)
-    for name in ("t", "factor", "skip", "lr"):
-        value = getattr(theirs, name)
-        if isinstance(value, torch.Tensor):
-            setattr(theirs, name, value.to("cpu", torch.float64, copy=True))
-    for one, its_kernel in ((update, update.kernel), (theirs, reference)):
-        its_kernel.measure(one, its_kernel is update.kernel)
-        apply_all(one, its_kernel)
-    for name in TENSORS:
-        mine, right = getattr(update, name), getattr(theirs, name)
-        if right is None:
-            continue
-        eps = torch.finfo(mine.dtype).eps
-        tolerance = eps if mine.dtype != torch.float32 else 20 * eps
+def in_float64(matrix):
+    """The same for the reference, on the CPU."""
+    theirs = with_tensors(matrix, lambda x: x.to("cpu", torch.float64, copy=True))
+    return theirs._replace(
+        kernel=reference,
+        step=matrix.step.cpu().clone(),
+        lr=float(matrix.lr),
+    )
+
+
+def compare_step(matrix, factor=None, found_inf=None):
+    """Take a step by the kernel, and compare with the reference from the same place."""
+    theirs = in_float64(matrix)
+    take_step(matrix, factor, found_inf)
+    take_step(theirs, factor if factor is None else factor.cpu().double(), found_inf)
+    assert matrix.step == theirs.step
+    for name, ours in tensors_of(matrix).items():
+        right = getattr(theirs, name)
+        eps = torch.finfo(ours.dtype).eps
+        tolerance = eps if ours.dtype != torch.float32 else 20 * eps
         torch.testing.assert_close(
-            mine.cpu().double(),
+            ours.cpu().double(),
             right,
             rtol=tolerance,
             atol=tolerance * right.abs().mean().item(),  # where two numbers nearly cancel
             msg=lambda message, name=name: f"{name}: {message}",
         )
-    return update
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """In the interpreter, too, no number is read on the host."""
+    monkeypatch.setattr(update, "number", lambda value, traced: value.reshape(()))
 
 
 @on_device
@@ -70,9 +89,9 @@ def take_step(update, t=1.0):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels(dtype, layout):
     """In any memory layout, that of an [H, V] matrix among them."""
-    update = record(37, 11, dtype, layout, vocab_dim=int(layout == "transposed"), amsgrad=True)
-    for t in (1.0, 2.0, 3.0):
-        update = take_step(update, t)
+    matrix = record(37, 11, dtype, layout, vocab_dim=int(layout == "transposed"), amsgrad=True)
+    for _ in range(3):
+        compare_step(matrix)
 
 
 @on_device
@@ -81,7 +100,9 @@ def test_kernels(dtype, layout):
     "shape", [(1, 1), (1, 300), (300, 1), (9, 770), (1025, 3), (130, 257)], ids=str
 )
 def test_kernels_shapes(shape, layout):
-    take_step(record(*shape, torch.float32, layout))
+    compare_step(record(*shape, torch.float32, layout))
+    if shape[0] > 1:  # the only row would be one that never occurs
+        compare_step(record(*shape, torch.float32, layout, row_exponent=0.5, zero_sum=True))
 
 
 @on_device
@@ -91,182 +112,235 @@ def test_kernels_shapes(shape, layout):
         {"weight_decay": 0.0},
         {"second_moment_scale": 0.25, "amsgrad": True},
         {"beta1": 0.0, "beta2": 0.0},
+        {"beta1": 0.0},
         {"beta2": 0.999999},
-        {"zero_sum": True},
-        {"row_exponent": 0.5},
         {"row_exponent": 1.0, "zero_sum": True, "layout": "transposed"},
+        {"row_exponent": 0.5, "zero_sum": True, "beta1": 0.0, "layout": "transposed"},
+        {"maximize": True, "row_exponent": 0.5, "zero_sum": True},
+        {"maximize": True, "row_exponent": 0.5, "zero_sum": True, "beta1": 0.0},
+        *RULES,
     ],
     ids=str,
 )
 def test_kernels_options(options):
     for t in (1.0, 1000.0):
-        take_step(record(65, 130, torch.float32, **options), t)
+        compare_step(record(65, 130, torch.float32, t=t, **options))
 
 
 @on_device
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", RULES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0])
+def test_kernels_clipped(factor, options, layout, on_gpu):
+    """By a factor on the device, which is 1 where nothing is clipped."""
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = record(40, 19, dtype, layout, **options)
+        compare_step(matrix, torch.tensor(factor, device=DEVICE))
+
+
+@on_device
+def test_kernels_of_wide_rows():
+    """Of rows that do not fit into the registers of a program, each block of columns is summed."""
+    compare_step(record(3, 8200, torch.float32, row_exponent=0.5, zero_sum=True))
+
+
+@on_device
+@pytest.mark.parametrize("options", [{}, *RULES], ids=str)
 @pytest.mark.parametrize("factor", [0.3, -1.0, 0.0])
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_kernels_read_numbers_on_the_device(factor, amsgrad):
+def test_kernels_read_numbers_on_the_device(factor, options, monkeypatch):
     """The factor, the learning rate and the step, as numbers and as tensors: the same bits."""
     results = []
     for where in ("argument", "device"):
-        update = record(40, 19, torch.float32, amsgrad=amsgrad)
-        t = 7.0
-        update.factor = factor
+        matrix, found_inf = record(40, 19, torch.float32, amsgrad=True, t=7.0, **options), None
+        scale = factor
         if where == "device":
-            update.factor, t = torch.tensor(factor, device=DEVICE), torch.tensor(t, device=DEVICE)
-            update.lr = torch.tensor(1e-2, device=DEVICE)
-        results.append(take_step(update, t))
+            scale = torch.tensor(factor, device=DEVICE)
+            found_inf = torch.zeros((), device=DEVICE)
+            matrix = matrix._replace(
+                lr=torch.tensor(1e-2, device=DEVICE), step=matrix.step.to(DEVICE)
+            )
+        monkeypatch.setattr(update, "number", lambda value, traced, scale=scale: scale)
+        take_step(matrix, torch.tensor(factor, device=DEVICE), found_inf)
+        results.append(tensors_of(matrix))
     first, second = results
-    assert torch.equal(first.exp_avg, second.exp_avg)
-    assert torch.equal(first.exp_avg_sq, second.exp_avg_sq)
-    torch.testing.assert_close(first.param, second.param, rtol=2e-7, atol=1e-9)
+    for name in first:
+        if name == "param":
+            torch.testing.assert_close(first[name], second[name], rtol=2e-7, atol=1e-9)
+        else:
+            assert torch.equal(first[name], second[name]), name
 
 
 @on_device
-def test_kernels_clipped_to_nothing():
+@pytest.mark.parametrize("options", [{}, *RULES], ids=str)
+def test_kernels_clipped_to_nothing(options, on_gpu):
     """Squares that overflow, of a gradient of which nothing is left, leave no trace."""
-    for factor in (0.0, torch.tensor(0.0, device=DEVICE)):
-        update = record(40, 19, torch.float32)
-        before = update.exp_avg_sq.clone()
-        update.grad[3, 2] = 1e20
-        update.factor = factor
-        update.kernel.measure(update, False)
-        update.kernel.apply(update)
-        assert update.param.isfinite().all()
-        torch.testing.assert_close(update.exp_avg_sq, 0.95 * before)
+    matrix = record(40, 19, torch.float32, **options)
+    before = {name: x.clone() for name, x in tensors_of(matrix).items()}
+    matrix.grad[3, 2] = 1e20
+    take_step(matrix, torch.tensor(0.0, device=DEVICE))
+    assert matrix.param.isfinite().all()
+    for name in ("exp_avg_sq", "exp_avg_sq_row"):
+        if name in before:
+            torch.testing.assert_close(getattr(matrix, name), 0.95 * before[name])
 
 
 @on_device
-@pytest.mark.parametrize("noise", [None, Noise(1.0)])
-def test_kernels_skip(noise):
+@pytest.mark.parametrize("beta1", [2**-10, 0.5, 0.9])
+@pytest.mark.parametrize("options", [{}, {"row_exponent": 0.5, "zero_sum": True}], ids=str)
+def test_kernels_forget_nothing_small(beta1, options):
+    """Of a small gradient after a large one the first moment has all digits."""
+    matrix = record(40, 20, torch.float32, beta1=beta1, **options)
+    matrix.exp_avg.mul_(1e6)
+    old, g = matrix.exp_avg.double(), matrix.grad.double()
+    take_step(matrix)
+    expected = beta1 * old + (1 - beta1) * g
+    torch.testing.assert_close(matrix.exp_avg.double(), expected, rtol=3e-7, atol=0)
+
+
+@on_device
+@pytest.mark.parametrize("rounding", [False, True])
+@pytest.mark.parametrize("options", [{"amsgrad": True}, *RULES], ids=str)
+def test_kernels_skip(options, rounding):
     """Unless it is 0, nothing changes."""
-    for options in ({"amsgrad": True}, {"row_exponent": 0.5, "zero_sum": True}):
-        update = record(40, 19, torch.bfloat16, **options)
-        update.noise = noise
-        names = [name for name in TENSORS if getattr(update, name) is not None]
-        before = [getattr(update, name).clone() for name in names]
-        for skip in (1.0, 2.0):
-            again = replace(update, skip=torch.tensor(skip, device=DEVICE))
-            again.t = torch.tensor(0.0, device=DEVICE)
-            again.kernel.measure(again, False)
-            apply_all(again, again.kernel)
-            assert all(torch.equal(getattr(again, x), y) for x, y in zip(names, before))
-        take_step(replace(update, skip=torch.tensor(0.0, device=DEVICE), noise=None))
+    matrix = record(40, 19, torch.bfloat16, stochastic_rounding=rounding, **options)
+    before = {name: x.clone() for name, x in tensors_of(matrix).items()}
+    for skip in (1.0, 2.0):
+        take_step(matrix, found_inf=torch.tensor(skip, device=DEVICE))
+        assert all(torch.equal(x, before[name]) for name, x in tensors_of(matrix).items())
+        assert matrix.step == 0
+    matrix.group["stochastic_rounding"] = False
+    compare_step(matrix, found_inf=torch.zeros((), device=DEVICE))
 
 
 @on_device
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_kernels_not_finite(bad):
+@pytest.mark.parametrize("options", [{}, *RULES], ids=str)
+def test_kernels_not_finite(bad, options):
     """What is not finite spoils what it spoils in the reference, no more and no less."""
-    update = record(40, 19, torch.float32, amsgrad=True)
-    update.grad[3, 2] = bad
-    theirs = in_float64(update)
-    for kernel, one in ((update.kernel, update), (reference, theirs)):
-        kernel.measure(one, False)
-        kernel.apply(one)
-    for name in TENSORS[:4]:
-        mine, right = getattr(update, name).cpu(), getattr(theirs, name)
-        assert torch.equal(mine.isnan(), right.isnan()), name
-        assert torch.equal(mine.isinf(), right.isinf()), name
+    matrix = record(40, 19, torch.float32, amsgrad=True, **options)
+    matrix.grad[3, 2] = bad
+    theirs = in_float64(matrix)
+    take_step(matrix)
+    take_step(theirs)
+    for name, ours in tensors_of(matrix).items():
+        right = getattr(theirs, name)
+        assert torch.equal(ours.cpu().isnan(), right.isnan()), name
+        assert torch.equal(ours.cpu().isinf(), right.isinf()), name
 
 
 @on_device
 @pytest.mark.parametrize("layout", ["rows", "transposed"])
-@pytest.mark.parametrize("t", [1, 5, 2**20, "tensor"])
-def test_kernels_round_stochastically(t, layout):
+@pytest.mark.parametrize("t", [1, 5, 2**20])
+@pytest.mark.parametrize("where", ["argument", "device"])
+def test_kernels_round_stochastically(t, where, layout, monkeypatch):
     """To the bit as rounding.py; step sizes that are exact in any order of the sums."""
-    step = torch.tensor(5.0, device=DEVICE) if t == "tensor" else float(t)
-    update = record(40, 90, torch.bfloat16, layout, beta1=0.0, beta2=0.0, lr=1e-3)
-    update.grad.copy_(torch.full_like(update.grad, 2.0**-7))
-    update.noise, update.t = Noise(step, 5, 2), step
-    decayed = update.param.float() * update.decay
-    update.kernel.measure(update, False)
-    update.kernel.apply(update)
-    rate = torch.tensor(1e-3) / torch.tensor(2.0**-7 + 1e-8)
-    values = decayed - rate.to(DEVICE) * update.exp_avg.float()
-    expected = torch.empty_like(update.param)
-    round_(expected, values, update.noise)
-    assert torch.equal(update.param, expected)
-    assert not torch.equal(expected, values.bfloat16())
+    monkeypatch.setattr(rounding, "global_offset", lambda _: (5, 2))
+    options = {"beta1": 0.0, "beta2": 0.0, "lr": 1e-3, "stochastic_rounding": True}
+    for index in (0, 1, 5):  # of which the last has a salt with the highest bit
+        matrix = record(40, 90, torch.bfloat16, layout, t=float(t), **options)._replace(
+            position=index
+        )
+        noise = rounding.noise_of(matrix.group, matrix.parameter, float(t), index)
+        matrix.grad.fill_(2.0**-7)
+        decayed = matrix.param.float() * matrix.decay
+        take_step(matrix, found_inf=torch.zeros((), device=DEVICE) if where == "device" else None)
+        rate = torch.tensor(1e-3) / torch.tensor(2.0**-7 + 1e-8)
+        values = decayed - rate.to(DEVICE) * matrix.grad.float()
+        expected = torch.empty_like(matrix.param)
+        rounding.round_(expected, values, noise)
+        assert torch.equal(matrix.param, expected)
+        assert not torch.equal(expected, values.bfloat16())
 
 
 @on_device
-def test_kernels_give_the_same_bits_again():
+@pytest.mark.parametrize("options", [{}, *RULES], ids=str)
+def test_kernels_give_the_same_bits_again(options):
     results = []
     for _ in range(3):
-        update = record(200, 40, torch.float32)
-        update.kernel.measure(update, False)
-        update.kernel.apply(update)
-        results.append([update.param, update.exp_avg, update.exp_avg_sq])
-    for other in results[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results[0], other))
+        matrix = record(200, 40, torch.float32, **options)
+        take_step(matrix)
+        results.append(tensors_of(matrix))
+    for again in results[1:]:
+        assert all(torch.equal(x, again[name]) for name, x in results[0].items())
 
 
 @on_device
-def test_kernels_beyond_2_to_the_31():
+@pytest.mark.parametrize("options", [{}, {"row_exponent": 0.5, "zero_sum": True}], ids=str)
+def test_kernels_beyond_2_to_the_31(options):
     """Rows that are further apart than 32 bits can say; between them there need be no memory."""
-    update = record(2, 20, torch.bfloat16)
     memory = torch.empty(2**31 + 100, dtype=torch.bfloat16, device=DEVICE)
-    for i, name in enumerate(("param", "grad", "exp_avg")):
-        far = memory.as_strided((2, 20), (2**31, 1), 32 * i)
-        setattr(update, name, far.copy_(getattr(update, name)))
-    take_step(update)
+    places = iter((0, 32, 64))
+
+    def far(x):
+        return memory.as_strided((2, 20), (2**31, 1), next(places)).copy_(x)
+
+    compare_step(
+        with_tensors(record(2, 20, torch.bfloat16, **options), far, ("param", "grad", "exp_avg"))
+    )
 
 
 @on_device
-def test_kernels_tell_autograd():
-    update = record(40, 19, torch.float32, amsgrad=True)
-    before = [getattr(update, name)._version for name in TENSORS[:4]]
-    update.kernel.measure(update, False)
-    update.kernel.apply(update)
-    assert all(getattr(update, x)._version > y for x, y in zip(TENSORS[:4], before))
+@pytest.mark.parametrize("options", [{}, *RULES], ids=str)
+def test_kernels_tell_autograd(options):
+    matrix = record(40, 19, torch.float32, amsgrad=True, **options)
+    before = {name: x._version for name, x in tensors_of(matrix).items()}
+    take_step(matrix)
+    assert all(x._version > before[name] for name, x in tensors_of(matrix).items())
 
 
 @on_device
-def test_kernels_take_parts_without_rows_or_columns():
+def test_kernels_take_parts_without_rows_or_columns(monkeypatch):
     """A rank that has none of the rows still updates nu from the sums of others."""
-    update = record(4, 5, torch.float32)
-    empty = {name: getattr(update, name)[:0] for name in ("param", "grad", "exp_avg")}
-    update = replace(update, **empty)
-    update.kernel.measure(update, False)
-    assert update.sums.sum(0).tolist() == [0.0] * 5
-    update.sums = torch.ones(5, device=DEVICE)
-    before = update.exp_avg_sq.clone()
-    update.kernel.apply(update)
-    torch.testing.assert_close(update.exp_avg_sq, 0.95 * before + 0.05 / 4)
-    for name in ("param", "grad", "exp_avg"):
-        setattr(update, name, getattr(update, name)[:, :0])
-    update.exp_avg_sq = update.exp_avg_sq[:0]
-    update.kernel.measure(update, False)
-    update.kernel.apply(update)
+    matrix = record(4, 5, torch.float32)
+    matrix = with_tensors(matrix, lambda x: x[:0], ("param", "grad", "exp_avg"))
+    before = matrix.exp_avg_sq.clone()
+    (sums,) = update.measure([matrix], True)
+    assert sums.squares.sum(0).tolist() == [0.0] * 5
+    sums.squares = torch.ones(5, device=DEVICE)
+    update.update([matrix], [sums], None, None)
+    torch.testing.assert_close(matrix.exp_avg_sq, 0.95 * before + 0.05 / 4)
+    matrix = with_tensors(matrix, lambda x: x[:, :0], ("param", "grad", "exp_avg"))
+    take_step(matrix._replace(exp_avg_sq=matrix.exp_avg_sq[:0]))
+    matrix = record(4, 5, torch.float32, row_exponent=0.5, zero_sum=True)
+    matrix = with_tensors(matrix, lambda x: x[:0], ("param", "grad", "exp_avg", "exp_avg_sq_row"))
+    (sums,) = update.measure([matrix], True)
+    matrix.kernel.weigh_rows(matrix, sums, update.advance(matrix, sums, None, None))
+    assert sums.updates.sum(0).tolist() == [0.0] * 5
+    assert sums.rows.sum(0).tolist() == [0.0] * 2
 
 
 @on_device
+@pytest.mark.parametrize("rule", [{}, *RULES], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=str)
-def test_kernels_on_a_part_of_a_matrix(options, tmp_path, monkeypatch):
+def test_kernels_on_a_part_of_a_matrix(options, rule, tmp_path, monkeypatch):
     """The sums of a DTensor are added up before ranks exchange them."""
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     from coupled_adam.optim.kernels import triton as kernel
 
+    betas = (rule.get("beta1", 0.9), 0.95)
+    options = {**options, **{name: x for name, x in rule.items() if name != "beta1"}}
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("nccl" if HAS_GPU else "gloo", store=store, rank=0, world_size=1)
     try:
         mesh = init_device_mesh(DEVICE, (1,))
         plain = torch.randn(40, 19, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         results = []
-        for whole in (True, False):
-            values = plain.clone() if whole else distribute_tensor(plain, mesh, [Shard(0)])
+        for placement in (None, Shard(0), Shard(1)):
+            whole = placement is None
+            values = plain.clone() if whole else distribute_tensor(plain, mesh, [placement])
             p = nn.Parameter(values)
             p.grad = p.detach() * 0.5
-            optimizer = CoupledAdamW([p], coupled=True, fused=False if whole else None, **options)
+            optimizer = CoupledAdamW(
+                [p], coupled=True, betas=betas, fused=False if whole else None, **options
+            )
             with monkeypatch.context() as patch:
                 if not whole:
                     patch.setattr(kernels, "choose", lambda _: kernel)
                 optimizer.step()
             results.append(p.detach() if whole else p.detach().full_tensor())
-        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
+        for again in results[1:]:
+            torch.testing.assert_close(again, results[0], rtol=1e-6, atol=1e-7)
     finally:
         dist.destroy_process_group()
 

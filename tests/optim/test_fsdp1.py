@@ -26,6 +26,7 @@ from processes import run_on_ranks
 V, H, STEPS = 7, 5, 20
 CPU = torch.device("cpu")
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
+NO_MOMENTUM = {**BETWEEN, "betas": (0.0, 0.99)}
 
 
 def decoder(tied=False):
@@ -138,7 +139,7 @@ def mixed_precision():
 def checkpoints():
     """Saved by all ranks; continued by all, by fewer, by one without FSDP, and by AdamW."""
     half, ranks = STEPS // 2, dist.get_world_size()
-    for options in ({}, BETWEEN):
+    for options in ({}, BETWEEN, NO_MOMENTUM):
         single = decoder(tied=True)
         expected = single, coupled(single, **options)
         train(*expected, range(half))
@@ -266,6 +267,7 @@ CASES = {
     "untied": against_one_process,
     "tied, one flat parameter": lambda: against_one_process(tied=True, nested=False),
     "clipped": lambda: against_one_process(max_grad_norm=0.05),
+    "no momentum, clipped": lambda: against_one_process(max_grad_norm=0.05, **NO_MOMENTUM),
     "between, clipped": lambda: against_one_process(max_grad_norm=0.05, **BETWEEN),
     "gradients only": lambda: against_one_process(
         sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, tied=True

@@ -12,15 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from records import apply_all
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdam, CoupledAdamW, kernels
-from coupled_adam.optim import reference
+from coupled_adam.optim import reference, update
 from coupled_adam.optim.kernels import native, operations
-from coupled_adam.optim.update import Update
+from coupled_adam.optim.matrix import OPTIONS, Matrix
 
 DTYPES = {
     torch.float64: 1e-12,
@@ -80,73 +79,85 @@ GROUP = {
 }
 
 
-def update_of(group, matrices, moments, step):
-    """The record of a step of plain tensors, without a kernel."""
-    views = [x.T for x in matrices] if group["vocab_dim"] == 1 else matrices
+def matrix_of(group, p, g, state, kernel):
+    """A step of plain tensors, by a kernel."""
+    p, g, m = (
+        x if x is None or group["vocab_dim"] == 0 else x.T for x in (p, g, state.get("exp_avg"))
+    )
     beta1, beta2 = group["betas"]
-    return Update(
+    return Matrix(
         group=group,
-        parameter=matrices[0],
-        moment=moments[0],
-        step=step,
-        param=views[0],
-        grad=views[1],
-        exp_avg=views[2],
-        exp_avg_sq=moments[0],
-        max_exp_avg_sq=moments[1],
-        exp_avg_sq_row=moments[2],
-        traced=False,
+        parameter=p if group["vocab_dim"] == 0 else p.T,
+        step=state["step"],
+        vocab_size=p.shape[0],
+        hidden_size=p.shape[1],
+        param=p,
+        grad=g,
+        exp_avg=m,
+        exp_avg_sq=state["exp_avg_sq"],
+        max_exp_avg_sq=state.get("max_exp_avg_sq"),
+        exp_avg_sq_row=state.get("exp_avg_sq_row"),
         lr=group["lr"],
         beta1=beta1,
         beta2=beta2,
-        kernel=reference,
+        traced=False,
+        kernel=kernel,
     )
 
 
 def compare(
-    kernel, rows, columns, dtype, layouts=("rows",) * 3, early=True, factor=None, **options
+    kernel, rows, columns, dtype, layouts=("rows",) * 3, as_is=True, factor=None, **options
 ):
-    """Three steps by a kernel and by the reference; the first moment with the sums, or after."""
+    """Three steps by a kernel and by the reference, from a state that other steps have left."""
     group = {**GROUP, **options}
+    vocab_dim, wide = group["vocab_dim"], torch.promote_types(dtype, torch.float32)
     p, g, m = tensors(rows, columns, dtype, layouts)
-    wide = torch.promote_types(dtype, torch.float32)
-    nu = torch.rand(p.shape[1 - group["vocab_dim"]], generator=torch.Generator().manual_seed(1))
-    nu = (nu * 1e-4).to(wide)
-    maximum = nu * 1.1 if group["amsgrad"] else None
-    ours = [laid_out(p.clone(), layouts[0]), laid_out(m.clone(), layouts[2]), nu.clone()]
-    ours += [None if maximum is None else maximum.clone()]
-    # A moment for each row; 0 for one that has no gradient either, as of a token that never occurs.
-    per_row = torch.rand(p.shape[group["vocab_dim"]], generator=torch.Generator().manual_seed(2))
-    views = [x.T if group["vocab_dim"] == 1 else x for x in (g, ours[1])]
-    for matrix in views:
-        matrix[0] = 0
-    per_row[0] = 0
-    ours += [(per_row * 1e-4).to(wide) if group["row_exponent"] else None]
-    theirs = copy.deepcopy(ours)
-    steps = [torch.tensor(0.0), torch.tensor(0.0)]
+    for matrix in (g, m):  # of a token that never occurs
+        matrix.select(vocab_dim, 0).zero_()
+    generator = torch.Generator().manual_seed(1)
+    nu = torch.rand(p.shape[1 - vocab_dim], generator=generator) * 1e-4
+    r = torch.rand(p.shape[vocab_dim], generator=generator) * 1e-4
+    r[0] = 0
+    state = {"step": torch.tensor(3.0), "exp_avg_sq": nu.to(wide)}
+    if group["betas"][0]:
+        state["exp_avg"] = m
+    if group["amsgrad"]:
+        state["max_exp_avg_sq"] = state["exp_avg_sq"] * 1.1
+    if group["row_exponent"] or group["zero_sum"]:
+        state["exp_avg_sq_row"] = r.to(wide)
     factor = None if factor is None else torch.tensor(factor)
-    for _ in range(3):
-        for tensors_, step, one in ((ours, steps[0], kernel), (theirs, steps[1], reference)):
-            update = update_of(group, [tensors_[0], g, tensors_[1]], tensors_[2:], step)
-            update.kernel = one
-            if one is native:
-                assert native.fits(update)
-            update.measure(update_moment=early and factor is None)
-            squares = g.double().square().sum(group["vocab_dim"])
-            torch.testing.assert_close(update.sums.double(), squares, rtol=2e-6, atol=0)
-            assert update.advance(factor, None)
-            if group["row_exponent"]:
-                squares = g.double().square().sum(1 - group["vocab_dim"])
-                torch.testing.assert_close(update.row_sums.double(), squares, rtol=2e-6, atol=0)
-            apply_all(update, one)
-    assert steps[0] == steps[1] == 3
-    for mine, expected in zip(ours, theirs):
-        if mine is not None:
-            tolerance = DTYPES[dtype] if mine.dtype == dtype else 2e-6
-            torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
+    results = []
+    for passes in (kernel, reference):
+        p_after = laid_out(p.clone(), layouts[0])
+        after = {name: value.clone() for name, value in state.items()}
+        if "exp_avg" in after:
+            after["exp_avg"] = laid_out(after["exp_avg"], layouts[2])
+        for _ in range(3):
+            matrix = matrix_of(group, p_after, g, after, passes)
+            assert passes is not native or native.fits(matrix)
+            sums = update.measure([matrix], as_is=as_is and factor is None)
+            for dim, squares in (
+                (vocab_dim, sums[0].squares),
+                (1 - vocab_dim, sums[0].row_squares),
+            ):
+                if squares is not None:
+                    exact = g.double().square().sum(dim)
+                    torch.testing.assert_close(squares.double(), exact, rtol=2e-6, atol=0)
+            update.update([matrix], sums, factor, None)
+        results.append({"param": p_after, **after})
+    for name, value in results[0].items():
+        tolerance = DTYPES[dtype] if value.dtype == dtype else 2e-6
+        torch.testing.assert_close(
+            value,
+            results[1][name],
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+    assert results[0]["step"] == 6
 
 
-OPTIONS = (
+CASES = (
     {},
     {"weight_decay": 0.1},
     {"maximize": True},
@@ -154,10 +165,14 @@ OPTIONS = (
     {"row_exponent": 0.5},
     {"zero_sum": True, "weight_decay": 0.1},
     {"row_exponent": 0.75, "zero_sum": True},
+    {"betas": (0.0, 0.95), "weight_decay": 0.1},
+    {"betas": (0.0, 0.95), "row_exponent": 0.5, "zero_sum": True, "weight_decay": 0.1},
+    {"betas": (0.0, 0.95), "zero_sum": True, "amsgrad": True},
+    {"betas": (0.05, 0.95), "row_exponent": 1.0, "zero_sum": True},
 )
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operations(dtype, options, monkeypatch):
     """In one block and in many; in every combination of memory layouts."""
@@ -165,10 +180,10 @@ def test_operations(dtype, options, monkeypatch):
         compare(operations, 37, 11, dtype, layouts, **options)
     monkeypatch.setattr(operations, "_BLOCK_BYTES", 200)
     monkeypatch.setattr(operations, "_SUM_ROWS", 5)
-    for early in (False, True):
+    for as_is in (False, True):
         for layouts in (ROWS, ["transposed"] * 3, ["rows", "transposed", "slices"]):
-            compare(operations, 37, 11, dtype, layouts, early, **options)
-            compare(operations, 11, 37, dtype, layouts, early, vocab_dim=1, **options)
+            compare(operations, 37, 11, dtype, layouts, as_is, **options)
+            compare(operations, 11, 37, dtype, layouts, as_is, vocab_dim=1, **options)
 
 
 built = pytest.mark.skipif(native.library() is None, reason="built without a C compiler")
@@ -181,44 +196,52 @@ def test_native_is_built():
     assert kernels()["C"] == "available"
 
 
-@pytest.fixture(params=[2, 4])
-def streams(request):
-    """However many rows the C kernel takes at a time."""
-    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_streams")
+def instruction_sets():
+    """The vector instructions that this processor has, as the C kernel numbers them."""
+    if native.library() is None:
+        return []
+    return range(ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions").value + 1)
+
+
+@pytest.fixture(params=instruction_sets())
+def instructions(request):
+    """With each set of vector instructions that this processor has."""
+    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions")
     before, variable.value = variable.value, request.param
     yield variable
     variable.value = before
 
 
 @built
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("as_is", [False, True])
+@pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_native(dtype, options, early, streams, monkeypatch):
+def test_native(dtype, options, as_is, instructions, monkeypatch):
     """By one thread, by several, and by more than there are rows; rows of all lengths."""
     for elements in (2**17, 1):
         monkeypatch.setattr(native, "_ELEMENTS_PER_THREAD", elements)
         for rows, columns in ((37, 11), (1, 1), (3, 300), (5000, 33)):
             for layouts in (ROWS, ["slices", "rows", "slices"]):
-                compare(native, rows, columns, dtype, layouts, early, **options)
+                compare(native, rows, columns, dtype, layouts, as_is, **options)
 
 
 @built
+@pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_native_gives_the_same_bits_on_every_processor(stochastic):
-    """With two streams and with four: processors differ in what is best for them."""
-    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_streams")
+def test_native_gives_the_same_bits_on_every_processor(stochastic, options):
+    """With the vectors of each of them."""
+    variable = ctypes.c_int.in_dll(native.library(), "coupled_adam_instructions")
     before, results = variable.value, []
-    for variable.value in (2, 4):
+    for variable.value in instruction_sets():
         p, g, _ = tensors(10_007, 70, torch.bfloat16 if stochastic else torch.float32)
         q = nn.Parameter(p)
-        optimizer = CoupledAdamW([q], coupled=True, stochastic_rounding=stochastic)
+        optimizer = CoupledAdamW([q], coupled=True, stochastic_rounding=stochastic, **options)
         for scale in (1.0, -0.5):
             q.grad = g * scale
             optimizer.step()
         results.append((q.detach(), *optimizer.state[q].values()))
     variable.value = before
-    assert all(torch.equal(x, y) for x, y in zip(*results))
+    assert all(torch.equal(x, y) for result in results[1:] for x, y in zip(results[0], result))
 
 
 @built
@@ -356,9 +379,9 @@ def test_factor(kernel, factor):
     """What clips the gradient; to nothing, too."""
     for dtype in (torch.float32, torch.bfloat16):
         for options in ({}, {"row_exponent": 0.5, "zero_sum": True}):
-            compare(
-                kernel, 37, 11, dtype, factor=factor, maximize=True, weight_decay=0.1, **options
-            )
+            for betas in ((0.9, 0.95), (0.0, 0.95)):
+                options = {**options, "betas": betas, "maximize": True, "weight_decay": 0.1}
+                compare(kernel, 37, 11, dtype, factor=factor, **options)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -563,10 +586,54 @@ def test_scaled_gradient_that_is_expanded(kernel):
     assert torch.equal(p.grad, q.grad)
 
 
-def test_without_momentum_the_moment_is_the_gradient(kernel):
+def test_small_betas_keep_a_small_gradient_after_a_large_one(kernel):
+    """Interpolated from the nearer end: with beta1 = 1e-6 the moment is all but the gradient."""
     p = nn.Parameter(torch.ones(4, 3))
-    optimizer = CoupledAdamW([p], coupled=True, betas=(0.0, 0.9))
-    for size in (1e5, 1e-3):
+    optimizer = CoupledAdamW([p], coupled=True, betas=(1e-9, 0.9))
+    for size in (1e3, 1e-3):
         p.grad = torch.full((4, 3), size)
         optimizer.step()
-    assert torch.equal(optimizer.state[p]["exp_avg"], p.grad)
+    torch.testing.assert_close(optimizer.state[p]["exp_avg"], p.grad, rtol=2e-3, atol=0)
+
+
+STATES = {
+    "coupled": ({}, {"exp_avg": (60, 8), "exp_avg_sq": (8,)}),
+    "amsgrad": (
+        {"amsgrad": True},
+        {"exp_avg": (60, 8), "exp_avg_sq": (8,), "max_exp_avg_sq": (8,)},
+    ),
+    "a = 0.5": (
+        {"row_exponent": 0.5},
+        {"exp_avg": (60, 8), "exp_avg_sq": (8,), "exp_avg_sq_row": (60,)},
+    ),
+    "no momentum": ({"betas": (0.0, 0.99)}, {"exp_avg_sq": (8,)}),
+    "no momentum, a = 0.5, zero-sum": (
+        {"betas": (0.0, 0.99), "row_exponent": 0.5, "zero_sum": True},
+        {"exp_avg_sq": (8,), "exp_avg_sq_row": (60,)},
+    ),
+}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize(("options", "shapes"), STATES.values(), ids=STATES)
+def test_state(options, shapes, fused):
+    """Without momentum there is no V x H state, whatever kernel runs."""
+    p = nn.Parameter(torch.randn(60, 8))
+    optimizer = CoupledAdamW([p], coupled=True, fused=fused, **options)
+    p.grad = torch.randn(60, 8)
+    optimizer.step()
+    state = {name: tuple(value.shape) for name, value in optimizer.state[p].items()}
+    assert state == {"step": (), **shapes}
+
+
+def test_an_option_that_no_fast_kernel_serves_goes_to_the_reference(monkeypatch):
+    monkeypatch.setitem(OPTIONS, "column_exponent", 0.0)
+    p = nn.Parameter(torch.randn(6, 4))
+    p.grad = torch.randn(6, 4)
+    chosen = []
+    for exponent in (0.0, 0.5):
+        group = {"params": [p], "coupled": True, "column_exponent": exponent}
+        (matrix,), _ = CoupledAdamW([group])._collect()
+        chosen.append(matrix.kernel)
+    assert chosen[0] in (native, operations)
+    assert chosen[1] is reference

@@ -47,13 +47,14 @@ def first_of_two_ranks():
 def test_groups_under_fsdp1_are_those_of_the_model(build, tables_are_whole, first_of_two_ranks):
     """Although it makes vectors of matrices, also beside embeddings that it leaves as they are."""
     model = build()
-    expected = param_groups(model)
+    given = {"vocab_size": V} if build is Transposed else {}
+    expected = param_groups(model, **given)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     ignored = {"ignored_modules": tables} if tables_are_whole else {}
     cpu = torch.device("cpu")
     wrapped = FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True, **ignored)
-    found = param_groups(wrapped)
+    found = param_groups(wrapped, **given)
     plain = {
         name.replace("_fsdp_wrapped_module.", ""): shard
         for group in found
@@ -78,12 +79,16 @@ def test_groups_under_fsdp1_are_those_of_the_model(build, tables_are_whole, firs
     ids=["a layer", "layers"],
 )
 def test_nothing_found(model):
-    """No group is coupled, and the optimizer says so."""
+    """No group is coupled: param_groups says so, and the optimizer does not repeat it."""
     assert embedding_parameters(model) == {}
-    groups = param_groups(model)
+    with pytest.warns(UserWarning, match="no param group is coupled, as no token") as caught:
+        groups = param_groups(model)
+    assert caught[0].filename == __file__
     assert not any(group["coupled"] for group in groups)
-    with pytest.warns(UserWarning, match="no param group is coupled"):
-        CoupledAdamW(groups)
+    CoupledAdamW(groups)
+    CoupledAdamW(param_groups(model, embeddings=[]))  # as asked for
+    with pytest.warns(UserWarning, match=r"Pass coupled_adam.param_groups\(model\)"):
+        CoupledAdamW(model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -347,6 +352,11 @@ def test_several_vocabularies_from_a_plain_list():
         (NAMED, {"vocab_size": V + 1}, r"vocab_size=41: none .*matrices: 'c_fc' \[16, 64\]"),
         ({"ln": (H,)}, {"vocab_size": V}, r"largest matrices: none"),
         ({**NAMED, "up": (4 * H, H)}, {"vocab_size": 4 * H}, r"size 64: 'c_fc' .*'coupled': True"),
+        (
+            {f"layers.{i}.{n}.weight": (V, H) for i in range(2) for n in ("k_proj", "v_proj")},
+            {"vocab_size": V},
+            r"named for something else, or as in a repeated block: 'layers.0.k_proj.weight'",
+        ),
         (NAMED, {"vocab_size": 0}, r"Invalid vocab_size value: 0"),
         (NAMED, {"vocab_size": V, "coupled": True}, r"vocab_size=40 decides"),
         (NAMED, {"vocab_size": V, "vocab_dim": 1}, r"vocab_size=40 decides"),
@@ -355,6 +365,25 @@ def test_several_vocabularies_from_a_plain_list():
 def test_errors_from_a_plain_list(shapes, options, message):
     with pytest.raises(ValueError, match=message):
         CoupledAdamW(named(shapes), **options)
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_a_plain_list_of_layers_as_wide_as_the_vocabulary(names):
+    """Names tell which of them are in blocks; without, more than two of a shape are refused."""
+    model = llama(num_key_value_heads=2, head_dim=V // 2, num_hidden_layers=2)
+    if names:
+        optimizer = CoupledAdamW(model.named_parameters(), vocab_size=V)
+        assert optimizer.param_groups[0]["param_names"] == [*embedding_parameters(model)]
+        assert not optimizer.param_groups[1]["coupled"]
+    else:
+        with pytest.raises(ValueError, match=r"10 matrices .*'parameter 0' .*named_parameters"):
+            CoupledAdamW(model.parameters(), vocab_size=V)
+
+
+def test_a_plain_list_with_as_many_positions():
+    named_parameters = named({"tok_emb": (V, H), "pos_emb": (V, H), "head": (V, H)})
+    optimizer = CoupledAdamW(named_parameters, vocab_size=V)
+    assert optimizer.param_groups[0]["param_names"] == ["tok_emb", "head"]
 
 
 def test_groups_that_are_decided_and_a_vocab_size():
@@ -450,10 +479,10 @@ def test_errors_of_what_is_excluded():
 
 def test_groups_in_a_notebook():
     """The table that is printed, with names escaped."""
-    model = nn.ModuleDict({"<b>": nn.Embedding(10, 4), "out": nn.Linear(4, 2)})
+    model = nn.ModuleDict({"<b>tok": nn.Embedding(10, 4), "out": nn.Linear(4, 2)})
     groups = param_groups(model)
     shown = groups._repr_html_()
-    assert "&lt;b&gt;.weight" in shown
+    assert "&lt;b&gt;tok.weight" in shown
     assert "<b>" not in shown
     rows = str(groups).splitlines()
     cells = [cell for row in rows for cell in row.split("  ") if cell.strip("- ")]

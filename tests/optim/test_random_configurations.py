@@ -1,17 +1,17 @@
-"""Everything at once, drawn at random: optimizers with all their options.
+"""Everything at once, drawn at random: optimizers with all their options, step by step.
 
-Coupled parameters are held against the float64 oracle, uncoupled ones against torch's own
-optimizer. One configuration again, with all that was drawn::
+Before each step the float64 oracle is given what the optimizer has stored, and takes the same step.
+So no rounding error outlives a step, and what is left is small against the largest number in the
+matrix: a few roundings of its dtype. Uncoupled parameters are held against torch's own optimizer.
+One configuration again, with all that was drawn::
 
     PYTHONPATH=tests python tests/optim/test_random_configurations.py 1234
 """
 
-import copy
 import io
 import random
 import sys
 import warnings
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -20,237 +20,141 @@ from oracle import CoupledAdamOracle
 
 from coupled_adam import CoupledAdam, CoupledAdamW
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ROWS = (1, 1, 2, 3, 5, 7, 8, 13, 31, 32, 33, 64, 97, 127, 128, 129, 257, 509, 1000)
-COLUMNS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 33, 64, 97, 100, 128, 255, 513, 1031, 4099)
+DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROWS = (1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 127, 129, 509, 1000)
+COLUMNS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 100, 128, 255, 1031)
 LAYOUTS = ("contiguous", "contiguous", "transposed", "columns of more", "every other row")
+BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.9, 0.0), (0.05, 0.75))
+ROUNDINGS = {torch.float64: 2e-11, torch.float32: 2e-5, torch.bfloat16: 0.04, torch.float16: 0.005}
+"""Errors of one step relative to the largest number. Half precision rounds the moment as well."""
 
 
 def laid_out(values, layout):
     """The same values [m, n] in other strides."""
+    m, n = values.shape
     if layout == "transposed":
         return values.T.contiguous().T
-    m, n = values.shape
     if layout == "columns of more":
         return torch.cat([values.new_full((m, 1), 7.0), values, values], 1)[:, 1 : n + 1]
     if layout == "every other row":
         return values.repeat_interleave(2, 0)[::2]
-    if layout == "one row, expanded":
-        return values[:1].expand(m, n)
-    if layout == "one column, expanded":
-        return values[:, :1].expand(m, n)
     return values.contiguous()
 
 
-@dataclass
-class Drawn:
-    """A parameter with what holds it to account: the oracle if coupled, else torch's optimizer."""
-
-    p: torch.Tensor
-    group: dict
-    options: dict
-    magnitude: float
-    zero_rows: bool
-    grad_layout: str
-    exp_avg_layout: str | None
-    oracle: CoupledAdamOracle | None = None
-    control: torch.Tensor | None = None
-    # Without signs, so that nothing cancels: errors are multiples of these.
-    absolute_moment: np.ndarray | float = 0.0
-    absolute_square: np.ndarray | float = 0.0
-    absolute_row: np.ndarray | float = 0.0
-    path: np.ndarray | None = None
-    path_of_squares: np.ndarray | None = None
-
-    def gradient(self, generator):
-        shape = self.p.shape
-        g = torch.randn(shape, generator=generator, dtype=torch.float64) * self.magnitude
-        if self.zero_rows:  # as an embedding's: most tokens are not in the batch
-            g *= torch.rand(shape[0], 1, generator=generator) < 0.3
-        if "expanded" not in self.grad_layout:
-            g *= torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5
-        g = g.to(self.p.dtype)
-        return laid_out(g, self.grad_layout) if g.dim() == 2 and g.numel() else g
-
-
 class Configuration:
-    """All that a seed says."""
+    """All that a seed says: a coupled group with one or two matrices, and one that is not."""
 
     def __init__(self, seed):
-        self.r = r = random.Random(seed)
-        self.between = random.Random(f"between {seed}")  # leaves what else is drawn as it was
-        self.cls, self.torchs = r.choice(
-            [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]
-        )
+        self.random = draw = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.steps = r.randint(1, 6)
-        implementation = r.choice(
-            [
-                *({}, {"fused": True}) * 2,
-                *({"fused": False}, {"foreach": True}, {"foreach": False}),
-                *({"fused": False, "foreach": False}, {"differentiable": True}),
-            ]
+        self.cls = draw.choice([CoupledAdam, CoupledAdamW])
+        self.dtype = draw.choice(DTYPES)
+        self.options = draw.choice(
+            [{}, {}, {"fused": True}, {"fused": False}, {"foreach": True}, {"differentiable": True}]
         )
-        self.whole = {**implementation}
-        if self.cls is CoupledAdam and r.random() < 0.3:
-            self.whole["decoupled_weight_decay"] = True
-        fused = self.whole.get("fused")
-        self.scaled = bool(fused) and r.random() < 0.4
-        self.max_grad_norm = None
-        if r.random() < 0.35 and "differentiable" not in implementation:
-            self.max_grad_norm = 10 ** r.uniform(-3, 2)
-        self.closure = r.random() < 0.2
-        self.reload_at = r.randint(1, 5) if r.random() < 0.25 else None
-        self.new_lr_at = r.randint(1, 5) if r.random() < 0.2 else None
-        self.missing = 0.15 if r.random() < 0.2 else 0.0
-        self.groups, self.drawn = [], []
-        one_dtype = r.choice(DTYPES) if r.random() < 0.7 else None
-        coupled = [True] + [r.random() < 0.5 for _ in range(r.randint(0, 2))]
-        r.shuffle(coupled)
-        for one in coupled:
-            self.draw_group(one, one_dtype)
-
-    def number_or_tensor(self, value):
-        if self.whole.get("foreach") or self.r.random() < 0.7:
-            return value
-        shape = self.r.choice([(), (), (1,)])
-        return torch.full(shape, value, dtype=self.r.choice([torch.float32, torch.float64]))
-
-    def draw_group(self, coupled, dtype):
-        r = self.r
-        options = {"lr": self.number_or_tensor(10 ** r.uniform(-4, -1))}
-        options["betas"] = r.choice(
-            [(0.9, 0.999), (0.9, 0.95), (0.0, 0.99), (0.9, 0.0), (0.0, 0.0), (0.5, 0.75)]
-        )
-        if r.random() < 0.1 and not self.whole.get("foreach"):
-            # Numbers whose powers float32 has.
-            options["betas"] = (torch.tensor(0.5), torch.tensor(0.75))
-        options["eps"] = r.choice([0.0, 1e-30, 1e-15, 1e-8, 1e-8, 1e-5, 0.1])
-        options["weight_decay"] = r.choice([0.0, 0.0, 0.01, 0.3])
-        options["amsgrad"] = r.random() < 0.25
-        options["maximize"] = r.random() < 0.2
-        group = dict(options)
-        if coupled:
-            group["coupled"] = True
-            group["second_moment_scale"] = r.choice([1.0, 1.0, 0.5, 2.0**-6, 4.0])
-            group["vocab_dim"] = r.choice([0, 0, 1])
-            exponent = self.between.choice([0.0, 0.0, 0.25, 0.5, 1.0])
-            group["row_exponent"] = 0.0 if options["amsgrad"] else exponent
-            group["zero_sum"] = self.between.random() < 0.5
-            group["stochastic_rounding"] = "differentiable" not in self.whole and r.random() < 0.15
-        group["params"] = [
-            self.draw_parameter(group, options, dtype or r.choice(DTYPES))
-            for _ in range(r.randint(1, 2))
+        differentiable = "differentiable" in self.options
+        self.options = {
+            **self.options,
+            "lr": 10 ** draw.uniform(-4, -1),
+            "eps": draw.choice([1e-15, 1e-8, 1e-8, 1e-5]),
+            "weight_decay": draw.choice([0.0, 0.01, 0.3]),
+            "maximize": draw.random() < 0.2,
+            "amsgrad": draw.random() < 0.2,
+        }
+        if not differentiable and draw.random() < 0.4:
+            self.options["max_grad_norm"] = 10 ** draw.uniform(-2, 3)
+        self.group = {
+            "betas": draw.choice(BETAS),
+            "coupled": True,
+            "second_moment_scale": draw.choice([1.0, 1.0, 0.5, 4.0]),
+            "row_exponent": 0.0 if self.options["amsgrad"] else draw.choice([0.0, 0.5, 0.5, 1.0]),
+            "zero_sum": draw.random() < 0.5,
+            "vocab_dim": draw.choice([0, 0, 1]),
+        }
+        self.has_scaler = self.options.get("fused") is True and draw.random() < 0.5
+        self.has_empty_rows = draw.random() < 0.5
+        self.magnitude = 10 ** draw.uniform(-2, 2)
+        self.reload_at, self.new_betas_at = (draw.choice([None, 1, 2]) for _ in range(2))
+        self.layouts = [draw.choice(LAYOUTS) for _ in range(2)]
+        self.shapes = [self.draw_shape() for _ in range(draw.choice([1, 1, 2]))]
+        requires_grad = not differentiable
+        self.matrices = [
+            laid_out(self.normal(shape), self.layouts[0]).requires_grad_(requires_grad)
+            for shape in self.shapes
         ]
-        self.groups.append(group)
+        self.other = self.normal((5, 3)).requires_grad_(requires_grad)
 
-    def draw_parameter(self, group, options, dtype):
-        r = self.r
-        coupled = "coupled" in group
+    def draw_shape(self):
         while True:
-            rows, columns = r.choice(ROWS), r.choice(COLUMNS)
-            if rows * columns <= 20_000:
-                break
-        shape = (columns, rows) if group.get("vocab_dim") == 1 else (rows, columns)
-        if not coupled and r.random() < 0.4:
-            shape = r.choice([(), (columns,), (2, 3, 4), (0, 3)])
-        values = torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype)
-        # torch's own fused kernels on a CPU take it that all strides of a parameter are the same.
-        dense = r.choice(LAYOUTS[1:3])
-        if len(shape) == 2 and 0 not in shape:
-            values = laid_out(values, r.choice(LAYOUTS) if coupled else dense)
-        p = values.clone(memory_format=torch.preserve_format)
-        if len(shape) == 2 and 0 not in shape and r.random() < 0.5:
-            p = values  # a view
-        p.requires_grad_("differentiable" not in self.whole)
-        layouts = [*LAYOUTS, *LAYOUTS]
-        if not self.scaled and self.max_grad_norm is None:  # nothing is written into gradients
-            layouts += ["one row, expanded", "one column, expanded"]
-        # Nothing over nothing, or a moment over a second moment that is gone.
-        steep = options["eps"] == 0 or float(options["betas"][1]) == 0
-        narrow = dtype == torch.float16 or options["eps"] == 0
-        drawn = Drawn(
-            p,
-            group,
-            options,
-            magnitude=10 ** (r.uniform(-1, 1) if narrow else r.uniform(-5, 5)),
-            zero_rows=len(shape) == 2 and not steep and r.random() < 0.3,
-            grad_layout=r.choice(layouts) if coupled else dense,
-            exp_avg_layout=r.choice(LAYOUTS) if coupled and r.random() < 0.3 else None,
-        )
-        if coupled:
-            matrix = values.detach().double().numpy()
-            matrix = matrix.T if group["vocab_dim"] == 1 else matrix
-            drawn.path, drawn.path_of_squares = np.zeros_like(matrix), np.zeros_like(matrix)
-            names = ("second_moment_scale", "row_exponent", "zero_sum")
-            drawn.oracle = CoupledAdamOracle(matrix, **{name: group[name] for name in names})
-        else:
-            drawn.control = values.detach().clone().requires_grad_(p.requires_grad)
-        self.drawn.append(drawn)
-        return p
+            shape = self.random.choice(ROWS), self.random.choice(COLUMNS)
+            if shape[0] * shape[1] <= 20_000:
+                return shape if self.group["vocab_dim"] == 0 else shape[::-1]
+
+    def normal(self, shape):
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return values.to(self.dtype)
+
+    def gradient(self, shape):
+        """As an embedding's: most tokens are not in the batch, and some never are."""
+        g = self.normal(shape) * self.magnitude
+        if self.has_empty_rows:
+            vocab_dim = self.group["vocab_dim"]
+            occurs = torch.rand(shape[vocab_dim], generator=self.generator) < 0.4
+            occurs[0] = False
+            g = g * occurs.unsqueeze(1 - vocab_dim)
+        return laid_out(g.to(self.dtype), self.layouts[1])
+
+    def optimizer(self):
+        groups = [{"params": self.matrices, **self.group}, {"params": [self.other]}]
+        return self.cls(groups, **self.options)
 
     def __str__(self):
-        lines = [f"{self.cls.__name__}, {self.whole}, max_grad_norm={self.max_grad_norm}"]
-        names = ("steps", "scaled", "closure", "reload_at", "new_lr_at", "missing")
-        lines += [str({name: getattr(self, name) for name in names})]
-        for drawn in self.drawn:
-            options = {k: v for k, v in drawn.group.items() if k != "params"}
-            lines += [
-                f"  {list(drawn.p.shape)} {drawn.p.stride()} {drawn.p.dtype} {options} "
-                f"gradient {drawn.magnitude:.1e} {drawn.grad_layout}, zero rows {drawn.zero_rows}, "
-                f"exp_avg {drawn.exp_avg_layout}"
-            ]
-        return "\n".join(lines)
+        lines = vars(self) | {"matrices": None, "other": None}
+        return "\n".join(f"{name} = {value}" for name, value in lines.items() if value is not None)
 
 
 def check(seed):
-    """Run a configuration, step by step beside those who know better."""
+    """Take the steps of a configuration beside those who know better."""
     c = Configuration(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(c)
-
-
-def run(c):
-    optimizer = c.cls(copy_groups(c.groups), max_grad_norm=c.max_grad_norm, **c.whole)
-    control = None
-    controls = [
-        {**drawn.options, "params": [drawn.control]}
-        for drawn in c.drawn
-        if drawn.control is not None
-    ]
-    if controls:
-        control = c.torchs(copy_groups(controls), **c.whole)
-    for step in range(c.steps):
-        if step == c.new_lr_at:
-            new_learning_rates(c, optimizer, control)
+    optimizer, control_parameter = (
+        c.optimizer(),
+        c.other.detach().clone().requires_grad_(c.other.requires_grad),
+    )
+    torchs = {k: v for k, v in c.options.items() if k != "max_grad_norm"}
+    torch_class = torch.optim.AdamW if c.cls is CoupledAdamW else torch.optim.Adam
+    control = torch_class([control_parameter], **torchs)
+    for step in range(4):
+        if step == c.new_betas_at:
+            c.group["betas"] = optimizer.param_groups[0]["betas"] = c.random.choice(BETAS)
         if step == c.reload_at:
             optimizer = reloaded(c, optimizer)
-        for drawn in c.drawn:
-            relay(drawn, optimizer)
-            if drawn.oracle is not None and drawn.p.dtype != torch.float64:
-                start_from(drawn, optimizer.state.get(drawn.p))
-        one_step(c, optimizer, control)
-
-
-def copy_groups(groups):
-    """Tensors of options are an optimizer's own; its parameters are the given ones."""
-    return [
-        {k: v if k == "params" else copy.deepcopy(v) for k, v in group.items()} for group in groups
-    ]
-
-
-def new_learning_rates(c, optimizer, control):
-    for one in filter(None, (optimizer, control)):
-        for group in one.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].mul_(0.5)
-            else:
-                group["lr"] *= 0.5
-    for group in c.groups:
-        group["lr"] = group["lr"] * 0.5
-    for drawn in c.drawn:
-        drawn.options["lr"] = drawn.group["lr"]
+        grads = [c.gradient(shape) for shape in c.shapes]
+        other_grad = c.normal((5, 3)) * c.magnitude
+        is_missing = step == 2 and c.random.random() < 0.2
+        scale, overflows = 1.0, False
+        if c.has_scaler:
+            scale, overflows = 2.0 ** c.random.randint(0, 4), c.random.random() < 0.2
+            optimizer.grad_scale = torch.tensor(scale)
+            optimizer.found_inf = torch.tensor(float(overflows))
+        for p, grad in zip(c.matrices, grads):
+            p.grad = None if is_missing else scaled(grad, scale, c.layouts[1])
+        c.other.grad = other_grad * scale
+        before = [stored(c, optimizer, p) for p in c.matrices]
+        optimizer.step()
+        factor = clipping(c, optimizer, [*([] if is_missing else grads), other_grad])
+        for p, oracle, grad in zip(c.matrices, before, grads):
+            is_stepped = not is_missing and not overflows
+            if is_stepped:
+                rows = grad.T if c.group["vocab_dim"] == 1 else grad
+                oracle.step(rows.double().numpy() * factor)
+            compare(c, p, optimizer.state.get(p, {}), oracle, is_stepped)
+        if not overflows:
+            control_parameter.grad = (other_grad.double() * factor).to(c.dtype)
+            control.step()
+        exact = factor == 1.0 and scale == 1.0
+        eps = torch.finfo(c.dtype).eps
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 64 * eps, "atol": 64 * eps}
+        torch.testing.assert_close(c.other, control_parameter, **tolerance, equal_nan=True)
 
 
 def reloaded(c, optimizer):
@@ -258,235 +162,110 @@ def reloaded(c, optimizer):
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
-    fresh = c.cls(copy_groups(c.groups), max_grad_norm=c.max_grad_norm, **c.whole)
+    fresh = c.optimizer()
     fresh.load_state_dict(torch.load(buffer, weights_only=True))
     return fresh
 
 
-def relay(drawn, optimizer):
-    """The first moment in other strides than its parameter, as a checkpoint may bring it."""
-    state = optimizer.state.get(drawn.p)
-    if state and drawn.exp_avg_layout:
-        state["exp_avg"] = laid_out(state["exp_avg"], drawn.exp_avg_layout)
+def scaled(grad, scale, layout):
+    return laid_out(grad * scale, layout)
 
 
 def rows_of(tensor, group):
     """[V, H] in float64."""
     array = tensor.detach().double().numpy()
-    return array.T if group.get("vocab_dim") == 1 else array
+    return (array.T if group["vocab_dim"] == 1 else array).copy()
 
 
-def start_from(drawn, state):
-    """The oracle goes on from what has been rounded to 32 or 16 bits; in float64 it goes alone."""
-    oracle, group = drawn.oracle, drawn.group
-    if not state:
-        return
-    vector = state["exp_avg_sq"].detach().double().numpy()
-    oracle.embeddings = rows_of(drawn.p, group).copy()
-    oracle.m = rows_of(state["exp_avg"], group).copy()
-    oracle.v = np.tile(vector, (len(oracle.m), 1))
-    if group["row_exponent"]:
-        rows = state["exp_avg_sq_row"].detach().double().numpy()
-        if rows.mean() > 0:
-            oracle.v *= rows[:, None] / rows.mean()
-        drawn.absolute_row = rows.copy()
-    if group["amsgrad"]:
-        oracle.nu_max = state["max_exp_avg_sq"].detach().double().numpy().copy()
-    drawn.absolute_moment, drawn.absolute_square = np.abs(oracle.m), vector.copy()
-    if group["amsgrad"]:
-        drawn.absolute_square = oracle.nu_max.copy()
-    drawn.path, drawn.path_of_squares = np.zeros_like(oracle.m), np.zeros_like(oracle.m)
-
-
-def scaled_gradient(drawn, grad, factor):
-    if grad is None:
-        return None
-    grad = (grad.double() * factor).to(grad.dtype)
-    return laid_out(grad, drawn.grad_layout) if grad.dim() == 2 and grad.numel() else grad
-
-
-def one_step(c, optimizer, control):
-    grads = []
-    for drawn in c.drawn:
-        missing = c.r.random() < c.missing
-        grads.append(None if missing else drawn.gradient(c.generator))
-    scale, overflow = 1.0, False
-    if c.scaled:
-        scale, overflow = 2.0 ** c.r.randint(0, 4), c.r.random() < 0.15
-        optimizer.grad_scale = torch.tensor(scale)
-        optimizer.found_inf = torch.tensor(float(overflow))
-
-    def backward():
-        for drawn, grad in zip(c.drawn, grads):
-            drawn.p.grad = scaled_gradient(drawn, grad, scale)
-        return torch.tensor(4.25)
-
-    if c.closure:
-        assert optimizer.step(backward) == 4.25
-    else:
-        backward()
-        assert optimizer.step() is None
-
-    factor = 1.0
-    if c.max_grad_norm is not None:
-        factor = clip_factor(c, optimizer, grads)
-    if control is not None:
-        fused = bool(c.whole.get("fused"))
-        control.grad_scale = torch.tensor(scale) if c.scaled else None
-        control.found_inf = torch.tensor(float(overflow)) if c.scaled else None
-        for drawn, grad in zip(c.drawn, grads):
-            if drawn.control is not None:
-                drawn.control.grad = scaled_gradient(drawn, grad, scale * (1 if fused else factor))
-        if fused and factor != 1.0:  # without a rounding in between
-            control.grad_scale = torch.tensor(scale / factor)
-            control.found_inf = torch.tensor(float(overflow))
-        control.step()
-    for drawn, grad in zip(c.drawn, grads):
-        if drawn.control is not None:
-            compare_with_torch(drawn, optimizer, control, exact=c.max_grad_norm is None)
-        else:
-            if grad is not None and not overflow:
-                step_of_oracle(c, drawn, grad, factor)
-            compare_with_oracle(c, drawn, optimizer)
-            if grad is not None and not overflow:  # torch's fused kernels unscale it, too
-                torch.testing.assert_close(drawn.p.grad, grad, rtol=1e-5, atol=1e-7)
-
-
-def clip_factor(c, optimizer, grads):
-    squares = [float(g.double().square().sum()) for g in grads if g is not None]
-    norm = sum(squares) ** 0.5
-    half = any(drawn.p.dtype.itemsize == 2 for drawn in c.drawn)
-    wide = all(drawn.p.dtype == torch.float64 for drawn in c.drawn)
-    tolerance = 2e-2 if half else 1e-12 if wide else 1e-5
-    np.testing.assert_allclose(float(optimizer.grad_norm), norm, rtol=tolerance)
-    return min(1.0, c.max_grad_norm / (float(optimizer.grad_norm) + 1e-6))
-
-
-def compare_with_torch(drawn, optimizer, control, exact):
-    ours, theirs = optimizer.state.get(drawn.p, {}), control.state.get(drawn.control, {})
-    assert set(ours) == set(theirs)
-    pairs = [(drawn.p, drawn.control), *((ours[name], theirs[name]) for name in ours)]
-    for actual, expected in pairs:
-        if exact:
-            assert actual.shape == expected.shape
-            assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
-        else:
-            largest = float(expected.detach().nan_to_num().abs().max()) if expected.numel() else 0.0
-            rounding = 4 * torch.finfo(expected.dtype).eps
-            torch.testing.assert_close(
-                *(actual, expected),
-                rtol=max(32 * rounding, 1e-5),
-                atol=(32 if expected.dtype.itemsize == 2 else 1) * rounding * largest + 1e-7,
-                equal_nan=True,
-            )
-
-
-def step_of_oracle(c, drawn, grad, factor):
-    oracle, group = drawn.oracle, drawn.group
-    oracle.lr = float(group["lr"])
-    oracle.beta1, oracle.beta2 = (float(beta) for beta in group["betas"])
-    oracle.eps, oracle.weight_decay = group["eps"], group["weight_decay"]
-    oracle.amsgrad, oracle.maximize = group["amsgrad"], group["maximize"]
-    oracle.decoupled_weight_decay = (
-        issubclass(c.cls, CoupledAdamW) or "decoupled_weight_decay" in c.whole
+def stored(c, optimizer, p):
+    """The oracle, with what the optimizer has stored of a matrix."""
+    group, state = c.group, optimizer.state.get(p, {})
+    oracle = CoupledAdamOracle(
+        rows_of(p, group),
+        lr=c.options["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        decoupled_weight_decay=c.cls is CoupledAdamW,
+        **{name: c.options[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")},
+        **{name: group[name] for name in ("second_moment_scale", "row_exponent", "zero_sum")},
     )
-    g = grad.double().numpy() * factor
-    g = g.T if group["vocab_dim"] == 1 else g
-    before = np.abs(oracle.embeddings)
-    with np.errstate(all="ignore"):
-        oracle.step(g)
-    # Roundings are relative to what is added up, not to the sum, where they cancel.
-    smallest = torch.finfo(grad.dtype).smallest_normal
-    magnitude = np.abs(g)
-    if not oracle.decoupled_weight_decay:
-        magnitude = magnitude + oracle.weight_decay * before
-    # m + (1 - beta1) (g - m) is rounded as both of its terms are.
-    kept = max(oracle.beta1, 1 - oracle.beta1)
-    drawn.absolute_moment = kept * drawn.absolute_moment + (1 - oracle.beta1) * magnitude
-    drawn.absolute_moment = drawn.absolute_moment + smallest
-    square = oracle.beta2 * drawn.absolute_square + (1 - oracle.beta2) * (magnitude**2).mean(0)
-    if oracle.amsgrad:
-        square = np.maximum(square, drawn.absolute_square)
-    drawn.absolute_square = square
-    nu = oracle.nu_max if oracle.amsgrad else oracle.v.mean(0)
-    with np.errstate(all="ignore"):
-        nu_hat = nu / (1 - oracle.beta2**oracle.t)
-        denominator = np.sqrt(oracle.second_moment_scale * nu_hat) + oracle.eps
-        moved = oracle.lr * drawn.absolute_moment / (1 - oracle.beta1**oracle.t) / denominator
-        uncertain = np.where(nu > 0, square / nu, 1.0)
-        if oracle.row_exponent:
-            own = oracle.beta2 * drawn.absolute_row + (1 - oracle.beta2) * (magnitude**2).mean(1)
-            drawn.absolute_row, rows = own, oracle.v.mean(1)
-            weights = (rows / rows.mean()) ** (-oracle.row_exponent / 2)
-            moved = moved * np.where(rows > 0, weights, 0.0)[:, None]
-            uncertain = uncertain + np.where(rows > 0, own / rows, 1.0)[:, None]
-        if oracle.zero_sum:
-            moved = moved + moved.mean(0)
-        drawn.path_of_squares += moved * uncertain
-    drawn.path += np.maximum(before, np.abs(oracle.embeddings)) + moved
+    if not state:
+        return oracle
+    oracle.t = int(state["step"])
+    nu = state["exp_avg_sq"].detach().double().numpy()
+    oracle.v = np.tile(nu, (len(oracle.m), 1))
+    if "exp_avg_sq_row" in state:  # rank one: its means are those that have been stored
+        r = state["exp_avg_sq_row"].detach().double().numpy()
+        oracle.v *= r[:, None] / max(r.mean(), 1e-300)
+    if "exp_avg" in state:
+        oracle.m = rows_of(state["exp_avg"], group)
+    if c.options["amsgrad"]:
+        oracle.nu_max = state["max_exp_avg_sq"].detach().double().numpy().copy()
+    return oracle
 
 
-def compare_with_oracle(c, drawn, optimizer):
-    oracle, p, group = drawn.oracle, drawn.p.detach(), drawn.group
-    state = optimizer.state.get(drawn.p)
-    if oracle.t == 0:
-        assert np.array_equal(rows_of(p, group), oracle.embeddings)
-        return
-    assert float(state["step"]) == oracle.t
-    rounding = torch.finfo(p.dtype).eps
-    tensors = any(isinstance(value, torch.Tensor) for value in (group["lr"], *group["betas"]))
-    if tensors:  # of float32, and what is computed with them
-        rounding = max(rounding, torch.finfo(torch.float32).eps)
-    times = {torch.float64: 16, torch.float32: 8}.get(p.dtype, 2) * (1 + oracle.t)
-    relative = times * rounding
-    moment_error = 1e-12 if rounding < 1e-15 else 1e-5 + 1e-7 * len(oracle.m)
-    if p.dtype.itemsize == 2 and group["weight_decay"] > 0 and not oracle.decoupled_weight_decay:
-        moment_error += 2 * rounding  # the penalty is added in the gradient's dtype
+def clipping(c, optimizer, grads):
+    """The factor that clips, from the norm that the optimizer says, which must be right."""
+    if "max_grad_norm" not in c.options:
+        return 1.0
+    norm = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+    np.testing.assert_allclose(float(optimizer.grad_norm), norm, rtol=ROUNDINGS[c.dtype])
+    return min(1.0, c.options["max_grad_norm"] / (float(optimizer.grad_norm) + 1e-6))
 
-    for name, expected in (
-        ("exp_avg_sq", oracle.v.mean(0)),
-        *([("max_exp_avg_sq", oracle.nu_max)] if group["amsgrad"] else []),
-        *([("exp_avg_sq_row", oracle.v.mean(1))] if group["row_exponent"] else []),
-    ):
-        actual = state[name].detach().double().numpy()
-        difference = np.abs(actual - expected)
-        by_row = name == "exp_avg_sq_row"
-        allowed = moment_error * (drawn.absolute_row if by_row else drawn.absolute_square)
-        assert (difference <= allowed).all(), (name, (difference - allowed).max())
-    allowed = relative * drawn.absolute_moment
-    difference = np.abs(rows_of(state["exp_avg"], group) - oracle.m)
-    assert (difference <= allowed).all(), ("exp_avg", (difference - allowed).max())
 
-    actual, expected = rows_of(p, group), oracle.embeddings
-    difference = np.abs(actual - expected)
-    allowed = relative * drawn.path + moment_error * drawn.path_of_squares
-    wrong = ~(difference <= allowed)
-    assert not wrong.any(), ("parameter", wrong.sum(), difference[wrong], allowed[wrong])
+def compare(c, p, state, oracle, is_stepped):
+    """The parameter and the state, which after a step has what the options need, and no more."""
+    group = c.group
+    expected = {}
+    if state:
+        expected = {"exp_avg_sq": oracle.v.mean(0), "step": np.array(float(oracle.t))}
+        if group["betas"][0] != 0 if is_stepped else "exp_avg" in state:
+            expected["exp_avg"] = oracle.m
+        if c.options["amsgrad"]:
+            expected["max_exp_avg_sq"] = oracle.nu_max
+        if group["row_exponent"] or group["zero_sum"]:
+            expected["exp_avg_sq_row"] = oracle.v.mean(1)
+        assert state.keys() == expected.keys()
+    actual = {
+        name: rows_of(x, group) if x.dim() == 2 else x.detach().double().numpy()
+        for name, x in state.items()
+    }
+    actual["param"], expected["param"] = rows_of(p, group), oracle.embeddings
+    for name, values in expected.items():
+        # Second moments are in single precision at least.
+        narrow = name in ("param", "exp_avg") or c.dtype == torch.float64
+        relative = ROUNDINGS[c.dtype if narrow else torch.float32]
+        if oracle.weight_decay and c.cls is CoupledAdam:  # the penalty has the gradient's dtype
+            relative = ROUNDINGS[c.dtype]
+        error, largest = np.abs(actual[name] - values).max(), np.abs(values).max()
+        assert error <= relative * largest + 1e-30, (name, error, largest)
 
 
 def failures(seeds):
     """What went wrong, by seed, so that a list of those that fail can be read off a report."""
-    found = {}
+    wrong = {}
     for seed in seeds:
-        try:
-            check(seed)
-        except Exception as error:  # noqa: PERF203
-            found[seed] = f"{type(error).__name__}: {str(error)[:300]}"
-    return found
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                check(seed)
+            except Exception as error:
+                wrong[seed] = f"{type(error).__name__}: {str(error)[:300]}"
+    return wrong
 
 
 def test_random_configurations():
-    """A few; the slow test runs more, and this file as a program any seed."""
-    assert failures([*range(40), 909, 1071]) == {}  # two that once failed
+    """Some; the slow test runs a thousand, and this file as a program any seed."""
+    assert failures(range(100)) == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", [40, 240])
-def test_more_random_configurations(start):
-    assert failures(range(start, start + 200)) == {}
+@pytest.mark.parametrize("start", [100, 600])
+def test_a_thousand_random_configurations(start):
+    assert failures(range(start, start + 500)) == {}
 
 
 if __name__ == "__main__":
-    for one in map(int, sys.argv[1:]):
-        print(Configuration(one))
-        check(one)
+    for number in map(int, sys.argv[1:]):
+        print(Configuration(number))
+        check(number)

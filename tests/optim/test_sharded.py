@@ -41,6 +41,7 @@ def gradient(step, dtype=torch.float64):
 
 
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
+NO_MOMENTUM = {**BETWEEN, "betas": (0.0, 0.99)}
 
 
 def step_of_one_matrix(placements, options, shape=None):
@@ -62,7 +63,9 @@ def step_of_one_matrix(placements, options, shape=None):
     # Only the order of the summation differs.
     torch.testing.assert_close(split.full_tensor(), whole.detach(), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moment.full_tensor(), expected.state[whole]["exp_avg_sq"])
-    names = {"exp_avg_sq"} | ({"exp_avg_sq_row"} if "row_exponent" in options else set())
+    names = {"exp_avg_sq"} | (
+        {"exp_avg_sq_row"} if {"row_exponent", "zero_sum"} & {*options} else set()
+    )
     if "exp_avg_sq_row" in names:
         rows = actual.state[split]["exp_avg_sq_row"]
         assert rows.shape == (matrix().shape[vocab_dim],)
@@ -183,6 +186,8 @@ CASES = {
             ("row_exponent", {"row_exponent": 0.75}),
             ("both", BETWEEN),
             ("both, reference", {**BETWEEN, "fused": False, "maximize": True}),
+            ("no momentum", NO_MOMENTUM),
+            ("no momentum, nothing else", {"betas": (0.0, 0.99)}),
         )
     },
     "rows of [H, V], both": lambda: step_of_one_matrix([Shard(1)], {"vocab_dim": 1, **BETWEEN}),
@@ -197,12 +202,16 @@ CASES = {
     "rows and columns, both, clipped": lambda: clipped_matrix(
         [Shard(0), Shard(1)], TWO_BY_REST, **BETWEEN
     ),
+    "rows and columns, no momentum, clipped": lambda: clipped_matrix(
+        [Shard(0), Shard(1)], TWO_BY_REST, **NO_MOMENTUM
+    ),
     "rows, rounded": lambda: stochastic_rounding([Shard(0)]),
     "columns, rounded": lambda: stochastic_rounding([Shard(1)]),
     "copies of columns, rounded": lambda: stochastic_rounding([Replicate(), Shard(1)], TWO_BY_REST),
     "fsdp2": fsdp2,
     "fsdp2, clipped": lambda: fsdp2(max_grad_norm=0.05),
     "fsdp2, both": lambda: fsdp2(**BETWEEN),
+    "fsdp2, no momentum, clipped": lambda: fsdp2(max_grad_norm=0.05, **NO_MOMENTUM),
     "fsdp2, both, clipped": lambda: fsdp2(max_grad_norm=0.05, **BETWEEN),
 }
 

@@ -211,18 +211,50 @@ def test_row_exponent_from_coupled_adam():
     optimizer = CoupledAdamW([other], coupled=True)
     optimizer.load_state_dict(coupled.state_dict())
     optimizer.param_groups[0]["row_exponent"] = 0.5
-    with pytest.raises(
-        RuntimeError, match=r"exp_avg_sq_row.*load_state_dict\(optimizer.state_dict"
-    ):
-        take_steps(optimizer, [3])
-    assert torch.equal(p, other)
-    optimizer.load_state_dict(optimizer.state_dict())
     mean = optimizer.state[other]["exp_avg_sq"].mean()
-    torch.testing.assert_close(optimizer.state[other]["exp_avg_sq_row"], mean.expand(V))
     for one in (coupled, optimizer):
         one.param_groups[0]["betas"] = (0.9, 1 - 1e-9)  # r stays what it is
         take_steps(one, [3])
+    torch.testing.assert_close(optimizer.state[other]["exp_avg_sq_row"], mean.expand(V))
     torch.testing.assert_close(p, other)
+
+
+def test_options_that_change_between_steps():
+    """The state has what the options need, and nothing that nobody keeps up to date."""
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True, betas=(0.9, 0.9))
+    group, state = optimizer.param_groups[0], optimizer.state
+    take_steps(optimizer, range(2))
+    assert state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    group |= {"betas": (0.0, 0.9), "zero_sum": True, "amsgrad": True}
+    take_steps(optimizer, [2])
+    assert state[p].keys() == {"step", "exp_avg_sq", "exp_avg_sq_row", "max_exp_avg_sq"}
+    group |= {"betas": (0.9, 0.9), "zero_sum": False, "amsgrad": False}
+    take_steps(optimizer, [3])
+    assert state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    torch.testing.assert_close(state[p]["exp_avg"], 0.1 * p.grad)  # it has begun at zero
+    group |= {"row_exponent": 0.5}
+    before = state[p]["exp_avg_sq"].clone()
+    take_steps(optimizer, [4])
+    own = 0.9 * before.mean() + 0.1 * p.grad.square().mean(1)  # all rows begin with the mean
+    torch.testing.assert_close(state[p]["exp_avg_sq_row"], own)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("second_moment_scale", -1.0), ("row_exponent", 3.0), ("betas", (0.9, 1.5)), ("lr", -1.0)],
+)
+def test_options_out_of_range_between_steps(name, value):
+    """Refused at the step, before anything has changed."""
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True)
+    take_steps(optimizer, range(2))
+    before, state = p.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"])
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match="Invalid"):
+        take_steps(optimizer, [2])
+    assert torch.equal(p, before)
+    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
 def test_regrouping_an_adam_run():
@@ -537,7 +569,9 @@ def test_state_on_another_device_is_refused():
             "exp_avg_sq": torch.zeros(H, device="meta"),
         }
 
-    refused_step("is on cpu, but its optimizer state is on meta", RuntimeError, p, {}, prepare)
+    refused_step(
+        "is on cpu, but exp_avg in its optimizer state is on meta", RuntimeError, p, {}, prepare
+    )
 
 
 def test_an_error_about_parameters_that_came_without_names():

@@ -6,19 +6,17 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from records import apply_all, record
+from records import record, take_step
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.optim import kernels, reference
-from coupled_adam.optim.rounding import Noise
+from coupled_adam.optim import kernels, rounding
 
 pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -38,9 +36,9 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# For 4 blocks of threads and more.
-MOST_REGISTERS = {"_sums": 72, "_center": 128, "_finish": 48, "_update": 128}
-MATRICES = {"_sums": 1, "_center": 2, "_update": 3}  # that are read
+# For 4 programs and more at once on a multiprocessor, in each of which a thread has some elements.
+MOST_REGISTERS = {"_sums": 72, "_center": 128, "_finish": 64, "_update": 72}
+ELEMENTS = {"_sums": 16, "_center": 8, "_update": 16}
 
 
 def test_kernels_interpreted():
@@ -93,11 +91,6 @@ def compiled(monkeypatch):
     return use
 
 
-def launch(update):
-    kernel.measure(update, False)
-    apply_all(update, kernel)
-
-
 def usage(binary, tmp_path):
     """Registers and bytes of stack of a kernel for NVIDIA's, and its instructions on memory."""
     path = tmp_path / "kernel.cubin"
@@ -112,10 +105,10 @@ def usage(binary, tmp_path):
     return {name: int(value) for name, value in found.items()}, wide
 
 
-def check_compiled(launches, name, itemsize, aligned, tmp_path):
-    launched = [function for function, _ in launches]
-    assert [x for x in launched if x != "_center"] == ["_sums", "_finish", "_update"]
-    matrices = {**MATRICES, **({"_update": 2} if "_center" in launched else {})}
+def check_compiled(launches, name, itemsize, aligned, tmp_path, expected=None):
+    """Compare what was launched, and how many matrices each reads."""
+    matrices = expected or {"_sums": 1, "_finish": 0, "_update": 3}
+    assert [function for function, _ in launches] == list(matrices)
     for function, binary in launches:
         if name.startswith("gfx"):
             assembly = binary.asm["amdgcn"]
@@ -127,61 +120,75 @@ def check_compiled(launches, name, itemsize, aligned, tmp_path):
             continue
         found, instructions = usage(binary, tmp_path)
         assert found["STACK"] == found["LOCAL"] == 0, function  # nothing is spilled
-        assert found["REG"] <= MOST_REGISTERS[function]
+        assert found["REG"] <= (MOST_REGISTERS[function] if aligned else 128)
         if function == "_finish":
             continue
         wide = [x for x in instructions if ".128" in x and not x.startswith("STG")]
-        if aligned:  # 16 elements for each of 128 threads
-            most = matrices[function] * 16 * itemsize // 16
-            assert len(wide) >= most, (function, instructions)
-            assert found["REG"] <= 72
+        if aligned:
+            least = matrices[function] * ELEMENTS[function] * itemsize // 16
+            assert len(wide) >= least, (function, instructions)
         else:
             assert not wide, (function, instructions)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "noise"), [(torch.float32, None), (torch.bfloat16, Noise(3.0, 5, 2))], ids=str
+    ("dtype", "rounding"), [(torch.float32, False), (torch.bfloat16, True)], ids=str
 )
-def test_compiled(dtype, noise, compiled, tmp_path):
+def test_compiled(dtype, rounding, compiled, tmp_path):
     """No spills, wide loads where memory is aligned, few registers; here for the most common."""
     launches = compiled("sm_90")
-    launch(replace(record(64, 768, dtype), noise=noise))
+    take_step(record(64, 768, dtype, stochastic_rounding=rounding))
     check_compiled(launches, "sm_90", dtype.itemsize, True, tmp_path)
+
+
+def reads_with_rows(beta1):
+    """Without a first moment both passes read the gradient in its place."""
+    return {"_center": 2 if beta1 else 1, "_finish": 0, "_update": 2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_with_row_exponent_and_zero_sum(dtype, compiled, tmp_path):
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+def test_compiled_with_row_exponent_and_zero_sum(beta1, dtype, compiled, tmp_path):
     launches = compiled("sm_90")
-    launch(record(64, 768, dtype, row_exponent=0.5, zero_sum=True))
-    check_compiled(launches, "sm_90", dtype.itemsize, True, tmp_path)
-    assert "_center" in dict(launches)
+    take_step(record(64, 768, dtype, row_exponent=0.5, zero_sum=True, beta1=beta1))
+    check_compiled(launches, "sm_90", dtype.itemsize, True, tmp_path, reads_with_rows(beta1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [None, Noise(3.0)], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("columns", [64, 770, 2048, 4096, 8192])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+def test_rows_compiled_everywhere(beta1, name, dtype, columns, compiled, tmp_path):
+    launches = compiled(name)
+    take_step(record(64, columns, dtype, row_exponent=0.5, zero_sum=True, beta1=beta1))
+    expected = reads_with_rows(beta1)
+    check_compiled(launches, name, dtype.itemsize, columns != 770, tmp_path, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", [False, True], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("layout", ["rows", "transposed"])
 @pytest.mark.parametrize("columns", [768, 770])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", TARGETS)
-def test_compiled_everywhere(name, dtype, columns, layout, noise, compiled, tmp_path):
-    if noise is not None and dtype != torch.bfloat16:
+def test_compiled_everywhere(name, dtype, columns, layout, rounding, compiled, tmp_path):
+    if rounding and dtype != torch.bfloat16:
         pytest.skip("only bfloat16 is rounded stochastically")
     launches = compiled(name)
     rows = columns if layout == "transposed" else 64  # what lies side by side
-    update = record(rows, columns, dtype, layout=layout, amsgrad=True)
-    update = replace(update, noise=noise, t=torch.tensor(2.0), skip=torch.tensor(0.0))
-    launch(replace(update, factor=torch.tensor(0.5)))
+    options = {"layout": layout, "amsgrad": True, "stochastic_rounding": rounding}
+    take_step(record(rows, columns, dtype, **options), torch.tensor(0.5), torch.tensor(0.0))
     check_compiled(launches, name, dtype.itemsize, columns == 768, tmp_path)
 
 
-def test_one_binary_for_all_steps(compiled):
+def test_one_binary_for_all_steps(compiled, monkeypatch):
     """Whatever changes from step to step or from rank to rank does not make another one."""
     launches = compiled("sm_90")
-    update = record(64, 768, torch.bfloat16)
+    matrix = record(64, 768, torch.bfloat16, stochastic_rounding=True)
     for t in range(1, 41):
-        noise = Noise(float(t), t % 3 * 16, t % 2)
-        update = replace(update, t=float(t), lr=1e-3 / t, factor=1.0 / t, noise=noise)
-        launch(update)
+        monkeypatch.setattr(rounding, "global_offset", lambda _, t=t: (t % 3 * 16, t % 2))
+        take_step(matrix._replace(lr=1e-3 / t, position=t), torch.tensor(1.0 / t))
     binaries = collections.defaultdict(set)
     for name, binary in launches:
         binaries[name].add(id(binary))
@@ -224,9 +231,10 @@ def fake_gpu(monkeypatch):
         noted.append(self.fn.__name__)
 
     monkeypatch.setattr(JITFunction, "run", note)
-    monkeypatch.setattr(kernels, "_fits_triton", lambda update: True)  # also FakeTensors
+    monkeypatch.setattr(kernels, "_fits_triton", lambda matrix: True)  # also FakeTensors
     monkeypatch.setattr(kernels, "_triton_works", lambda *_: True)
     monkeypatch.setattr(kernel, "_device_of", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(kernel, "_units", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None
@@ -280,13 +288,30 @@ def test_launches(options, operations, fake_gpu):
     assert len(torchs) == operations, torchs
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_row_exponent_and_zero_sum_do_not_wait(scaled, fake_gpu, monkeypatch):
-    # A build of torch without CUDA cannot pretend to copy there.
-    monkeypatch.setattr(reference, "_store", lambda new, old, skip: old.lerp_(new, 1.0))
-    options = {"row_exponent": 0.5, "zero_sum": True, "max_grad_norm": 1.0}
-    ours, _ = count(fake_gpu, fused=True, scaled=scaled, **options)
-    assert sorted(ours) == ["_center", "_finish", "_sums", "_update"]
+CLIPPED = {"max_grad_norm": 1.0}
+BETAS = {"betas": (0.0, 0.99)}
+
+
+@pytest.mark.parametrize("matrices", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "expected", "operations"),
+    [
+        ({}, ["_center", "_finish", "_update"], 0),
+        (BETAS, ["_center", "_finish", "_update"], 0),
+        # As above: two for a matrix and six for all.
+        (CLIPPED, ["_sums", "_center", "_finish", "_update"], 2),
+        # The second returns at once if nothing is clipped.
+        ({**CLIPPED, **BETAS}, ["_center", "_center", "_finish", "_update"], 2),
+        # And two that count the step.
+        ({**BETAS, "fused": True, "scaled": True}, ["_center"] * 2 + ["_finish", "_update"], 2 + 1),
+    ],
+    ids=str,
+)
+def test_launches_with_row_exponent_and_zero_sum(options, expected, operations, matrices, fake_gpu):
+    ours, torchs = count(fake_gpu, matrices=matrices, row_exponent=0.5, zero_sum=True, **options)
+    assert sorted(ours) == sorted(expected * matrices)
+    for_all = 6 if "max_grad_norm" in options else 2 if "scaled" in options else 0
+    assert len(torchs) == operations * matrices + for_all, torchs
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=str)
@@ -303,9 +328,9 @@ def test_fake_tensors_are_not_given_to_triton():
         assert not kernels._fits_triton(fake)
     assert kernels._fits_triton(record(4, 3, torch.float32))
     assert not kernels._fits_triton(record(4, 3, torch.float64))
-    update = record(4, 3, torch.bfloat16)
-    update.exp_avg_sq = update.exp_avg_sq.bfloat16()  # somebody has cast it
-    assert not kernels._fits_triton(update)
+    matrix = record(4, 3, torch.bfloat16)
+    cast = matrix._replace(exp_avg_sq=matrix.exp_avg_sq.bfloat16())  # by somebody
+    assert not kernels._fits_triton(cast)
 
 
 @pytest.fixture
@@ -357,5 +382,5 @@ def test_check_compiles_what_matrices_use(name, compiled):
     kernel.check(torch.device("cpu"), torch.bfloat16)
     tried = dict(launches)
     launches.clear()
-    launch(record(64, 768, torch.bfloat16))
+    take_step(record(64, 768, torch.bfloat16))
     assert dict(launches) == tried

@@ -1,11 +1,14 @@
 """The update of a coupled matrix: against the float64 oracle, and what holds for any data."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import CoupledAdamOracle
+from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
 
@@ -106,7 +109,8 @@ def test_oracle(cls, options, dtype, tolerance):
         if half and oracle.t:
             start = p.detach().double().numpy()
             oracle.embeddings = start.copy()
-            oracle.m = optimizer.state[p]["exp_avg"].detach().double().numpy()
+            if beta1:
+                oracle.m = optimizer.state[p]["exp_avg"].detach().double().numpy()
         p.grad = g.to(dtype)
         oracle.step(p.grad.double().numpy())
         optimizer.step()
@@ -301,3 +305,44 @@ def test_differentiable_passes_gradcheck():
         (torch.rand(3, dtype=torch.float64) + 0.7).requires_grad_(),
     )
     assert torch.autograd.gradcheck(steps, inputs)
+
+
+ROWS = {
+    "row_exponent": {"row_exponent": 0.5},
+    "zero_sum": {"zero_sum": True},
+    "both": {"row_exponent": 0.5, "zero_sum": True},
+    "no momentum": {"row_exponent": 0.5, "zero_sum": True, "betas": (0.0, 0.99)},
+}
+
+
+@pytest.mark.parametrize("kernel", [{}, {"fused": False}], ids=["fast", "reference"])
+@pytest.mark.parametrize("options", ROWS.values(), ids=ROWS)
+def test_rows_without_gradient_neither_count_nor_move(options, kernel):
+    """The others move as if the matrix had no other rows: 8 new tokens among 5,000."""
+    few, many = initial((8, 16), 0), initial((5000, 16), 1)
+    many[100:108] = few
+    few, many = nn.Parameter(few), nn.Parameter(many.clone())
+    rest = torch.arange(5000)[(torch.arange(5000) < 100) | (torch.arange(5000) >= 108)]
+    before = many.detach()[rest].clone()
+    group = {"coupled": True, "weight_decay": 0.0, **options, **kernel}
+    optimizer = CoupledAdamW([{"params": [few, many], **group}], lr=1e-2)
+    for g in gradients((8, 16), 20, seed=2):
+        few.grad, many.grad = g, torch.zeros_like(many)
+        many.grad[100:108] = g
+        optimizer.step()
+    torch.testing.assert_close(many[100:108], few, rtol=1e-10, atol=1e-12)
+    assert torch.equal(many[rest], before)
+
+
+def test_coupled_adam_warns_where_most_rows_have_no_gradient():
+    p = nn.Parameter(torch.randn(100, 4))
+    p.grad = torch.zeros(100, 4)
+    p.grad[3:7] = 1.0
+    message = r"only 4 of the 100 rows of 'wte' \[100, 4\].*up to 5 times as far"
+    optimizer = CoupledAdamW([("wte", p)], coupled=True)
+    with pytest.warns(UserWarning, match=message):
+        optimizer.step()
+    with warnings.catch_warnings():  # once
+        warnings.simplefilter("error")
+        optimizer.step()
+        CoupledAdamW([nn.Parameter(p.detach().clone())], coupled=True, zero_sum=True).step()

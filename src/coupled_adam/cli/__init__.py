@@ -226,7 +226,11 @@ def _say(message: str) -> None:
 
 def _overrides_first(arguments: list[str]) -> list[str]:
     """Move ``key=value`` to the front, where no option that takes several values can consume it."""
-    first = [a for a in arguments[1:] if re.match(r"(name|model|data|training|arms|seeds)[.=]", a)]
+    first = [
+        a
+        for a in arguments[1:]
+        if re.match(r"(name|model|data|training|arms|seeds|variant)[.=]", a)
+    ]
     return [*arguments[:1], *first, *(a for a in arguments[1:] if a not in first)]
 
 

@@ -107,6 +107,8 @@ def _time_training(
         if value:
             raise UsageError(f"--recipe times whole training steps; leave out --{name}")
     recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))
+    if recipe.variant is not None:
+        raise UsageError(f"variant={recipe.variant} cannot be timed: set it to null")
     if not options.json:
         print("\n".join(machine.notes))
     speed = training_speed(recipe, device=device(options.device), steps=options.steps or 20)

@@ -56,6 +56,9 @@ class Options(JsonOption, CacheOption, DeviceOption):
     )
     text: str | None = option("held-out text for a model: a file, or a folder of text files")
     revision: str | None = option("the branch, tag or commit, for a model on the hub")
+    variant: str | None = option(
+        "execute the code of this variant, with which a run was trained", metavar="MODULE:NAME"
+    )
     out: str | None = option("write a model's results to this JSON file")
 
 
@@ -90,7 +93,7 @@ def run(options: Options) -> None:
                 f"--text, --out and --revision are for models; {folder} is a run, which has its "
                 "own text and output file"
             )
-        recipe = recipe_of_run(folder)
+        recipe = recipe_of_run(folder, options.variant)
         result = evaluate_run(
             folder,
             lambda: prepare_corpus(recipe, cache_folder(options.cache)),
@@ -98,6 +101,7 @@ def run(options: Options) -> None:
             sets=sets,
             downstream=downstream,
             device=target,
+            variant=options.variant,
         )
         written: Path | None = folder / EVALUATION
     else:

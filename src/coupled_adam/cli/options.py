@@ -32,7 +32,7 @@ from coupled_adam.cli.terminal import quiet_libraries
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import clear_leftovers, is_result, write_atomically
 from coupled_adam.lab.training.errors import TrainingError
-from coupled_adam.runs import CONFIG, ENVIRONMENT
+from coupled_adam.runs import COMPARISON, CONFIG, ENVIRONMENT, SWEEP
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -191,8 +191,8 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         "sequences that a process takes at a time (default: its whole share of the batch)"
     )
     compile: bool = option("compile the model", default=False)
-    logger: list[Literal["tensorboard", "wandb"]] = option(
-        "loggers in addition to metrics.jsonl: tensorboard (default), wandb, both or none",
+    logger: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = option(
+        "loggers in addition to metrics.jsonl (default: tensorboard); none without a value",
         ["tensorboard"],
         nargs="*",
     )
@@ -262,7 +262,15 @@ def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
     if options.text is not None:
         text = str(Path(options.text).resolve())
         values |= {"data.text": text, "data.hub": None, "data.tokens": None}
-    return override(recipe, values)
+    changed = override(recipe, values)
+    # Files in the folder of runs may be another person's, and what they name is code.
+    of_runs = options.recipe is None or Path(options.recipe).name in (CONFIG, COMPARISON, SWEEP)
+    if of_runs and changed.variant is not None and "variant" not in values:
+        raise UsageError(
+            f"the recipe in OUT executes the code of {changed.variant}: if you trust it, add "
+            f"variant={changed.variant} to the command"
+        )
+    return changed
 
 
 def known_arm(name: str, recipe: Recipe) -> str:

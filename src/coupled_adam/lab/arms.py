@@ -128,28 +128,32 @@ class CoupledAdamArm:
 
 def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
+    from coupled_adam import param_groups
+
+    positions = _learned_positions(model) if training.decay_positions else {}
+    groups = param_groups(
+        model, weight_decay=training.weight_decay, exclude=[*positions], **options
+    )
+    if positions:
+        decayed = {"coupled": False, "weight_decay": training.weight_decay}
+        groups.append({**_named(positions), **decayed})
+    return groups
+
+
+def _learned_positions(model: "nn.Module") -> "dict[str, nn.Parameter]":
+    """The trained tables of embeddings that are not of tokens, by name."""
     from torch import nn
 
-    from coupled_adam import embedding_parameters, param_groups
+    from coupled_adam import embedding_parameters
 
-    groups = param_groups(model, weight_decay=training.weight_decay, **options)
-    if not training.decay_positions:
-        return groups
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    positions = tables - {*embedding_parameters(model).values()}
-    moved = {
-        name: p
-        for group in groups
-        for name, p in zip(group["param_names"], group["params"])
-        if p in positions
-    }
-    for group in groups:
-        group["param_names"] = [name for name in group["param_names"] if name not in moved]
-        group["params"] = [p for p in group["params"] if p not in positions]
-    decayed = {"coupled": False, "weight_decay": training.weight_decay}
-    groups.append({"params": [*moved.values()], "param_names": [*moved], **decayed})
-    groups[:] = [group for group in groups if group["params"]]
-    return groups
+    tables -= {*embedding_parameters(model).values()}
+    return {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
+
+
+def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
+    """The parameters of a group, as :func:`coupled_adam.param_groups` lists them."""
+    return {"params": [*parameters.values()], "param_names": [*parameters]}
 
 
 def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
@@ -230,9 +234,73 @@ class SGDArm:
         return EmbeddingSGD(groups, training.lr, training.betas, training.eps)
 
 
+@dataclasses.dataclass(frozen=True)
+class MuonArm:
+    """Muon for the hidden matrices, and Coupled Adam or AdamW for everything else.
+
+    Muon's updates are as large as AdamW's, so that one learning rate suits both. Learned positions
+    are never Muon's.
+
+    coupled: whether the token embeddings have Coupled Adam; if not, they have AdamW.
+    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
+    row_exponent: as for coupled_adam.
+    zero_sum: as for coupled_adam.
+    """
+
+    coupled: bool = True
+    lr_factor: float = 1.0
+    row_exponent: float = 0.0
+    zero_sum: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for options out of range."""
+        if not 0 < self.lr_factor < math.inf:
+            raise ValueError(f"lr_factor={self.lr_factor} must be above 0")
+        if not 0 <= self.row_exponent <= 1:
+            raise ValueError(f"row_exponent={self.row_exponent} must be between 0 and 1")
+        if not self.coupled and (self.row_exponent or self.zero_sum):
+            raise ValueError("row_exponent and zero_sum need coupled=true")
+
+    @property
+    def label(self) -> str:
+        """Muon with what it leaves to the other optimizer, and the options that are not default."""
+        parts = ["Muon with Coupled Adam" if self.coupled else "Muon with AdamW"]
+        if self.lr_factor != 1:
+            parts.append(f"f = {self.lr_factor:g}")
+        if self.row_exponent:
+            parts.append(f"a = {self.row_exponent:g}")
+        if self.zero_sum:
+            parts.append("zero-sum")
+        return ", ".join(parts)
+
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create :class:`coupled_adam.MuonWithCoupledAdam`."""
+        from coupled_adam import MuonWithCoupledAdam
+
+        positions = _learned_positions(model)
+        optimizer = MuonWithCoupledAdam(
+            model,
+            training.lr,
+            groups={"lr_factor": self.lr_factor, "exclude": [*positions]},
+            weight_decay=training.weight_decay,
+            betas=training.betas,
+            eps=training.eps,
+            row_exponent=self.row_exponent,
+            zero_sum=self.zero_sum,
+        )
+        if positions:
+            decay = training.weight_decay if training.decay_positions else 0.0
+            group = {**_named(positions), "coupled": False, "weight_decay": decay}
+            optimizer.add_param_group(group)
+        for group in optimizer.param_groups:
+            group["coupled"] = self.coupled and group.get("coupled", False)
+        return optimizer
+
+
 OPTIMIZERS: dict[str, type[Arm]] = {
     "adamw": AdamWArm,
     "coupled_adam": CoupledAdamArm,
     "sgd": SGDArm,
+    "muon": MuonArm,
 }
 """The arms' classes, by the value of ``optimizer`` in a recipe."""

@@ -116,13 +116,15 @@ def compare(
                     train(run, corpus, execution, progress)
                     if world_size() == 1:
                         progress.say("testing")
-                        evaluate_run(run.folder, corpus, device=execution.device)
+                        evaluate_run(
+                            run.folder, corpus, device=execution.device, variant=run.recipe.variant
+                        )
                 progress.say("done")
             own_rank = rank()
         if own_rank > 0:
             return None
         for run in runs:
-            evaluate_run(run.folder, corpus, device=execution.device)
+            evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
         return report([out], out / REPORT)
 
 
@@ -137,7 +139,7 @@ def train_and_evaluate(
         train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
-        evaluate_run(run.folder, corpus, device=execution.device)
+        evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
 
 
 def claim_and_prepare(

@@ -42,6 +42,8 @@ class Recipe:
     training: the training of each run.
     arms: by name, what is compared; each is an ``optimizer`` for the embeddings, and its options.
     seeds: each arm is trained once with each of these.
+    variant: code for what a recipe cannot say, as module:name of a
+        coupled_adam.lab.training.variant.Variant in a module that Python finds; null for none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Recipe:
     training: Training
     arms: dict[str, dict[str, Any]]
     seeds: list[Seed]
+    variant: str | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
@@ -62,6 +65,10 @@ class Recipe:
         require(
             positions is None or positions >= length,
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
+        )
+        require(
+            self.variant is None or re.fullmatch(r"[\w.]+:\w+", self.variant) is not None,
+            f"variant={self.variant!r} must be module:name, such as study.masked_lm:MASKED_LM",
         )
         require(bool(self.arms), "arms must name at least one arm")
         for name in self.arms:
@@ -151,6 +158,8 @@ class Recipe:
         """Convert to plain lists, dicts and numbers, as in the YAML file."""
         data = dataclasses.asdict(self)
         data["training"]["betas"] = list(self.training.betas)
+        if self.variant is None:  # as in the files of runs from before there was this key
+            del data["variant"]
         return data
 
 
@@ -225,6 +234,8 @@ def explained(recipe: Recipe) -> str:
     values = recipe.to_dict()
     for key, meaning in meanings(Recipe).items():
         section = getattr(recipe, key)
+        if key not in values:
+            values[key] = section
         if not dataclasses.is_dataclass(section):
             lines += _commented({key: values[key]}, meaning)
             continue

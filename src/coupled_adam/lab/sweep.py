@@ -25,7 +25,7 @@ from coupled_adam.lab.comparison import (
 )
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
-from coupled_adam.lab.evaluation.loading import load_model
+from coupled_adam.lab.evaluation.loading import load_trained
 from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
 from coupled_adam.lab.recipe import recipe_from
 from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
@@ -34,7 +34,7 @@ from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
 from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.run import train
-from coupled_adam.runs import DIVERGED, METRICS, MODEL, SWEEP, logged_lines, run_name
+from coupled_adam.runs import DIVERGED, METRICS, SWEEP, logged_lines, run_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,9 @@ def sweep(
             return None
         for best in best_of_arms(tried):
             test = {
-                run.seed: evaluate_run(run.folder, corpus, device=execution.device)["test_loss"]
+                run.seed: evaluate_run(
+                    run.folder, corpus, device=execution.device, variant=run.recipe.variant
+                )["test_loss"]
                 for run in _runs(best.setting, out)
             }
             tried[tried.index(best)] = dataclasses.replace(best, test=test)
@@ -169,9 +171,10 @@ def _final_loss(run: TrainingRun, corpus: Corpus, device: str) -> float:
     if loss is None:  # the last evaluation was before the end
         batches = training.evaluation_batches
         sequences = None if batches is None else batches * training.batch_size
-        model = load_model(run.folder / MODEL, device)
-        tokens = corpus.tokens("valid")
-        loss = held_out_loss(model, tokens, training.sequence_length, sequences)["test_loss"]
+        model, variant = load_trained(run.folder, run.recipe, device)
+        tokens, losses = corpus.tokens("valid"), variant.sequence_losses
+        evaluated = held_out_loss(model, tokens, training.sequence_length, sequences, losses)
+        loss = evaluated["test_loss"]
     return float(loss) if math.isfinite(loss) else math.inf
 
 

@@ -4,17 +4,18 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import flat, kernels, reference, sharded
+from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim import state as coupled_state
-from coupled_adam.optim.param_groups import apply_lr_factor, couple_by_size
-from coupled_adam.optim.update import Update, number
+from coupled_adam.optim.matrix import Matrix, Sums, number
+from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
+from coupled_adam.optim.update import measure, update, with_penalty
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 _Plain = tuple[dict[str, Any], _Tensors, bool]
@@ -174,7 +175,10 @@ class CoupledAdam(torch.optim.Adam):
             self.param_groups = couple_by_size(self.param_groups, vocab_size)
             for group in self.param_groups:
                 coupled_state.check_group(group)
-        if not any(group["coupled"] for group in self.param_groups):
+        # param_groups has said why it has coupled nothing.
+        if not isinstance(params, ParamGroups) and not any(
+            group["coupled"] for group in self.param_groups
+        ):
             warnings.warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass coupled_adam.param_groups(model), or vocab_size= with the "
@@ -229,17 +233,19 @@ class CoupledAdam(torch.optim.Adam):
         The name is torch's: ``torch.compile`` treats the method of this name specially.
         """
         if not group["coupled"]:
+            for p in group["params"]:
+                shared = self.state[p].get("exp_avg_sq") if p in self.state else None
+                if shared is not None and shared.shape != p.shape:
+                    raise RuntimeError(
+                        f"a parameter of shape {list(p.shape)} has a shared second moment of shape "
+                        f"{list(shared.shape)}, but its group is not coupled. To continue with "
+                        "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
+                    )
             has_complex: bool = super()._init_group(  # type: ignore[no-untyped-call]
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
-            for p, exp_avg_sq in zip(params_with_grad, exp_avg_sqs):
-                if exp_avg_sq.shape != p.shape:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(p.shape)} has a shared second moment of shape "
-                        f"{list(exp_avg_sq.shape)}, but its group is not coupled. To continue with "
-                        "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
-                    )
             return has_complex
+        coupled_state.check_options(group, read_tensors=False)
         shards = flat.shards_of(group)
         for index, p in enumerate(group["params"]):
             # Checked even without a gradient: if a wrapper has flattened a matrix, ranks that hold
@@ -249,19 +255,19 @@ class CoupledAdam(torch.optim.Adam):
             if p.grad is None and not is_flat:
                 continue
             state = self.state[p]
-            if not state:
-                state.update(coupled_state.new_state(group, p))
             coupled_state.check_state(group, index, state)
+            if not state and not is_flat:
+                coupled_state.warn_of_rows_without_gradient(group, index)
+            coupled_state.fit_state(group, p, state)
             params_with_grad.append(p)
             # Without a piece's gradient, too, this rank takes part in the sums over all ranks.
             grads.append(torch.zeros_like(p) if p.grad is None else p.grad)
-            exp_avgs.append(state["exp_avg"])
             exp_avg_sqs.append(state["exp_avg_sq"])
+            state_steps.append(state["step"])
+            if "exp_avg" in state:
+                exp_avgs.append(state["exp_avg"])
             if group["amsgrad"]:
                 max_exp_avg_sqs.append(state["max_exp_avg_sq"])
-            state_steps.append(state["step"])
-        if group["row_exponent"] != 0:  # torch's signature has no list of their own for these
-            exp_avg_sqs.extend([self.state[p]["exp_avg_sq_row"] for p in params_with_grad])
         return False  # check_parameter has refused complex parameters
 
     @property
@@ -299,9 +305,6 @@ class CoupledAdam(torch.optim.Adam):
         Returns:
             The loss that the closure returned, or None without a closure.
         """
-        # A coupled gradient is read twice. `measure` sums its squares over the rows, the sums of
-        # all ranks are added, and only then `apply` can update nu and, with it, the parameter.
-        # `center` comes between them with zero_sum, where `measure` could not do its work.
         self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
@@ -309,73 +312,38 @@ class CoupledAdam(torch.optim.Adam):
                 loss = closure()
         # GradScaler sets these where fused=True, and leaves unscaling and skipping to the step.
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-
-        coupled, plain = self._collect()  # also performs all checks, before anything is changed
-        # If nothing will scale the gradient or skip the step, measure may update exp_avg as well.
-        used_as_is = self.max_grad_norm is None and grad_scale is None and found_inf is None
-        penalized = [update for update in coupled if update.has_penalty]
-        # The sums without Adam's L2 penalty serve the norm alone.
-        summed = (
-            coupled
-            if self.max_grad_norm is not None
-            else [update for update in coupled if not update.has_penalty]
-        )
-        for update in summed:
-            update.measure(update_moment=used_as_is)
-        sharded.all_reduce(summed)
-        clip = self._clip_factor(coupled, plain, grad_scale)
-
         unscale = None if grad_scale is None else 1 / grad_scale
+
+        coupled, plain = self._collect()
+        # The norm of the coupled gradients comes from the sums that the update needs anyway.
+        sums, clip = [], None
+        if self.max_grad_norm is not None:
+            sums = measure(coupled, as_is=False)
+            clip = self._clip_factor(coupled, sums, plain, grad_scale)
+        # torch's part first: whatever it refuses, it refuses before anything has been changed.
+        for group, tensors, has_complex in plain:
+            _step_uncoupled(group, tensors, has_complex, clip, grad_scale, found_inf)
+
         factor = clip if unscale is None else unscale
         if unscale is not None and clip is not None:
             factor = unscale * clip.to(unscale.device)
-        # The penalty is part of the gradient but not of the norm: add it, and take the final sums.
-        for update in penalized:
-            update.add_penalty(factor)
-            update.kernel = kernels.choose(update)  # the gradient is now another tensor
-            update.measure(update_moment=found_inf is None)
-        sharded.all_reduce(penalized)
-        stepping = [update for update in coupled if update.advance(factor, found_inf)]
-        for update in stepping:
-            if update.exp_avg_sq_row is not None and update.weights is None:
-                reference.weigh_rows(update)
-        centered = [u for u in stepping if u.group["zero_sum"] and u.moment_sums is None]
-        for update in centered:
-            update.kernel.center(update)
-        sharded.all_reduce_moments(centered)
-        for update in reversed(stepping):  # the last one's gradient may still be in the cache
-            update.kernel.apply(update)
+        # The L2 penalty of Adam is part of the gradient, but not of its norm: it comes after both.
+        if any(matrix.has_penalty for matrix in coupled):
+            coupled, sums = [with_penalty(matrix, factor) for matrix in coupled], []
+        if not sums:
+            sums = measure(coupled, as_is=factor is None and found_inf is None)
+        update(coupled, sums, factor, found_inf)
         if unscale is not None:
-            for p in dict.fromkeys(update.parameter for update in coupled):
+            for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 _unscale(p, unscale)
-        for group, tensors, has_complex in plain:
-            beta1, beta2 = group["betas"]
-            adam(
-                *tensors,
-                amsgrad=group["amsgrad"],
-                has_complex=has_complex,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=group["maximize"],
-                foreach=group["foreach"],
-                capturable=group["capturable"],
-                differentiable=group["differentiable"],
-                fused=group["fused"],
-                grad_scale=_clipped(group, tensors[1], clip, grad_scale),
-                found_inf=found_inf,
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-            )
         return loss
 
-    def _collect(self) -> tuple[list[Update], list[_Plain]]:
-        """Return an update for each coupled matrix, and the uncoupled groups.
+    def _collect(self) -> tuple[list[Matrix], list[_Plain]]:
+        """Return the coupled matrices, and the uncoupled groups.
 
-        All errors of the step are raised here, before anything is changed.
+        All errors of coupled groups are raised here, before anything is changed.
         """
-        coupled: list[Update] = []
+        coupled: list[Matrix] = []
         plain: list[_Plain] = []
         for group in self.param_groups:
             tensors: _Tensors = ([], [], [], [], [], [])
@@ -383,20 +351,13 @@ class CoupledAdam(torch.optim.Adam):
             if not group["coupled"]:
                 plain.append((group, tensors, has_complex))
                 continue
-            params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps = tensors
-            rows = exp_avg_sqs[len(params) :]
             shards = flat.shards_of(group)
-            for i, p in enumerate(params):
-                moments = _Moments(
-                    exp_avgs[i],
-                    exp_avg_sqs[i],
-                    max_exp_avg_sqs[i] if max_exp_avg_sqs else None,
-                    rows[i] if rows else None,
-                )
+            for p, grad in zip(*tensors[:2]):
+                matrix = _matrix(group, p, grad, self.state[p], len(coupled))
                 if p in shards:
-                    coupled += _flat_updates(group, p, shards[p], grads[i], moments, steps[i])
+                    coupled += flat.matrices(matrix, shards[p])
                 else:
-                    coupled.append(_update(group, p, grads[i], moments, steps[i]))
+                    coupled.append(matrix._replace(kernel=kernels.choose(matrix)))
         if self.max_grad_norm is not None:
             self._check_norm_is_known()
         return coupled, plain
@@ -415,20 +376,25 @@ class CoupledAdam(torch.optim.Adam):
             )
 
     def _clip_factor(
-        self, coupled: Sequence[Update], plain: Sequence[_Plain], grad_scale: Tensor | None
-    ) -> Tensor | None:
+        self,
+        coupled: Sequence[Matrix],
+        sums: Sequence[Sums],
+        plain: Sequence[_Plain],
+        grad_scale: Tensor | None,
+    ) -> Tensor:
         """The factor by which clipping multiplies all gradients, as in ``clip_grad_norm_``."""
-        if self.max_grad_norm is None:
-            return None
+        assert self.max_grad_norm is not None
         norms, dtype = [], torch.float32
-        for update in coupled:
-            assert update.sums is not None
-            dtype = torch.promote_types(dtype, update.grad.dtype)
-            sums = sharded.as_dtensor(update.sums, update.moment)
-            norms.append(sharded.full_tensor(sums.sum()).sqrt())
+        for matrix, of_matrix in zip(coupled, sums):
+            dtype = torch.promote_types(dtype, matrix.grad.dtype)
+            # Of a flattened matrix each rank has the sums of all columns.
+            ranks = () if matrix.shard is not None else matrix.column_ranks
+            norms.append(sharded.add_up(of_matrix.squares.sum(), ranks).sqrt())
         for group, (params, grads, *_), _ in plain:
             for grad in grads:
-                dtype = torch.promote_types(dtype, grad.dtype.to_real())
+                dtype = torch.promote_types(
+                    dtype, grad.real.dtype if grad.is_complex() else grad.dtype
+                )
             shards = flat.shards_of(group)
             whole = [grad for p, grad in zip(params, grads) if p not in shards]
             norms += [
@@ -438,7 +404,7 @@ class CoupledAdam(torch.optim.Adam):
             norms += flat.norms(shards)
         if not norms:
             self._clipping.norm = torch.tensor(0.0)
-            return None
+            return torch.tensor(1.0)
         norm = torch.linalg.vector_norm(
             torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
         )
@@ -509,8 +475,8 @@ class CoupledAdam(torch.optim.Adam):
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
                 # was saved with. Put back the former, and give exp_avg the parameter's strides.
                 self.state[p].update(found)
-                exp_avg = self.state[p]["exp_avg"]
-                if exp_avg.stride() != p.stride():
+                exp_avg = self.state[p].get("exp_avg")
+                if exp_avg is not None and exp_avg.stride() != p.stride():
                     self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)
 
         # As the last pre-hook and the first post-hook, so that the user's hooks see what they
@@ -591,99 +557,80 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         )
 
 
-class _Moments(NamedTuple):
-    """The moments of a matrix in its state: exp_avg [V, H], nu and its maximum [H], and r [V]."""
+def _matrix(
+    group: dict[str, Any], parameter: Tensor, grad: Tensor, state: dict[str, Tensor], position: int
+) -> Matrix:
+    """A coupled matrix from this rank's parts, oriented so that rows are tokens.
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    exp_avg_sq_row: Tensor | None
-
-    def to_local(self) -> "_Moments":
-        """This rank's parts."""
-        exp_avg, exp_avg_sq, *others = self
-        return _Moments(
-            sharded.to_local(exp_avg),
-            sharded.to_local(exp_avg_sq),
-            *(x if x is None else sharded.to_local(x) for x in others),
-        )
-
-
-def _update(
-    group: dict[str, Any],
-    parameter: Tensor,
-    grad: Tensor,
-    moments: _Moments,
-    step: Tensor,
-    shard: flat.FlatShard | None = None,
-) -> Update:
-    """Build the update of a matrix from this rank's parts, oriented so that rows are tokens."""
-    param, moment = parameter, moments.exp_avg_sq
-    if shard is not None:
-        param = shard.of(param)
-    elif type(parameter) not in sharded.PLAIN:
+    A parameter that was flattened is left as it is, for :func:`coupled_adam.optim.flat.matrices`.
+    """
+    vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row")
+    param, moments = parameter, [state.get(name) for name in names]
+    row_ranks: sharded.Ranks = ()
+    column_ranks: sharded.Ranks = ()
+    if type(parameter) not in sharded.PLAIN:
         grad = sharded.placed_as(grad, parameter)
         param, grad = sharded.to_local(parameter), sharded.to_local(grad)
-        moments = moments.to_local()
-    exp_avg = moments.exp_avg
-    if group["vocab_dim"] == 1 and shard is None:
-        param, grad, exp_avg = param.T, grad.T, exp_avg.T
+        moments = [None if x is None else sharded.to_local(x) for x in moments]
+        row_ranks = sharded.ranks_over(parameter, vocab_dim)
+        column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
+    exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row = moments
+    assert exp_avg_sq is not None
+    if vocab_dim == 1 and param.dim() == 2:
+        param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
     traced = group["differentiable"] or torch.compiler.is_compiling()
-    beta1, beta2 = group["betas"]
-    update = Update(
+    return Matrix(
         group=group,
         parameter=parameter,
-        moment=moment,
-        step=step,
+        step=state["step"],
+        vocab_size=parameter.shape[vocab_dim] if parameter.dim() == 2 else 0,
+        hidden_size=parameter.shape[1 - vocab_dim] if parameter.dim() == 2 else 0,
         param=param,
         grad=grad,
         exp_avg=exp_avg,
-        exp_avg_sq=moments.exp_avg_sq,
-        max_exp_avg_sq=moments.max_exp_avg_sq,
-        exp_avg_sq_row=moments.exp_avg_sq_row,
-        traced=traced,
+        exp_avg_sq=exp_avg_sq,
+        max_exp_avg_sq=max_exp_avg_sq,
+        exp_avg_sq_row=exp_avg_sq_row,
         lr=number(group["lr"], traced),
         beta1=number(beta1, traced),
         beta2=number(beta2, traced),
-        kernel=reference,
-        shard=shard,
+        traced=traced,
+        position=position,
+        row_ranks=row_ranks,
+        column_ranks=column_ranks,
+        absent=parameter.grad is None,
     )
-    update.kernel = kernels.choose(update)
-    return update
 
 
-def _flat_updates(
+def _step_uncoupled(
     group: dict[str, Any],
-    parameter: Tensor,
-    shards: list[flat.FlatShard],
-    grad: Tensor,
-    moments: _Moments,
-    step: Tensor,
-) -> list[Update]:
-    """Build the updates of the flattened matrices of which pieces lie in a parameter."""
-    vocab_dim = group["vocab_dim"]
-    features = [shard.shape[1 - vocab_dim] for shard in shards]
-    tokens = [shard.shape[vocab_dim] for shard in shards]
-    exp_avg, exp_avg_sq, maximum, rows = moments
-    nothing = [None] * len(shards)
-    vectors = zip(
-        exp_avg_sq.split(features),
-        nothing if maximum is None else maximum.split(features),
-        nothing if rows is None else rows.split(tokens),
+    tensors: _Tensors,
+    has_complex: bool,
+    clip: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Let torch's own ``adam`` update a group."""
+    beta1, beta2 = group["betas"]
+    adam(
+        *tensors,
+        amsgrad=group["amsgrad"],
+        has_complex=has_complex,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+        foreach=group["foreach"],
+        capturable=group["capturable"],
+        differentiable=group["differentiable"],
+        fused=group["fused"],
+        grad_scale=_clipped(group, tensors[1], clip, grad_scale),
+        found_inf=found_inf,
+        decoupled_weight_decay=group["decoupled_weight_decay"],
     )
-    updates: list[Update] = []
-    for shard, parts in zip(shards, vectors):
-        update = _update(
-            group,
-            parameter,
-            shard.of(grad),
-            _Moments(shard.of(exp_avg), *parts),
-            step.clone() if updates else step,  # each counts its own
-            shard,
-        )
-        update.absent = parameter.grad is None
-        updates.append(update)
-    return updates
 
 
 def _unscale(p: Tensor, unscale: Tensor) -> None:

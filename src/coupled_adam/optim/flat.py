@@ -3,26 +3,27 @@
 A matrix [V, H] is flattened, and each rank holds a range of its elements that may begin and end in
 the middle of a row. Element k of a piece at offset o belongs to column (o + k) mod H. So a piece
 is cut into up to three matrices: what it has of its first row, its whole rows, and what it has of
-its last row. This module is the :class:`~coupled_adam.optim.update.Kernel` of a piece. It calls the
+its last row. This module is the :class:`~coupled_adam.optim.matrix.Kernel` of a piece. It calls the
 kernels of these matrices and adds up their sums; :mod:`coupled_adam.optim.sharded` adds those of
 all ranks.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from coupled_adam.optim import reference, sharded
+from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from coupled_adam.optim.update import Update
-
-skips = False
+serves, skips = frozenset(OPTIONS), False
+weigh_rows = reference.weigh_rows
 
 
 @dataclass(frozen=True)
@@ -99,88 +100,129 @@ def segments(shard: FlatShard, numel: int) -> Iterator[Segment]:
 
 @dataclass(eq=False)
 class Part:
-    """A segment as an update of its own, and the tokens and features that it holds."""
+    """A segment as a matrix of its own, its sums, and the tokens and features that it holds."""
 
-    update: "Update"
+    matrix: Matrix
     tokens: slice
     features: slice
+    sums: Sums
 
 
-def split(update: "Update") -> list[Part]:
-    """Make an update of each segment of a piece, with copies of what the segments share."""
-    assert update.shard is not None
-    by_columns = update.group["vocab_dim"] == 1
-    parts = []
-    for segment in segments(update.shard, update.param.numel()):
-        matrices = [segment.of(x) for x in (update.param, update.grad, update.exp_avg)]
+def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]:
+    """The flattened matrices of which pieces lie in a parameter.
+
+    Args:
+        parameter: the parameter, and the vectors of all matrices one after the other.
+        shards: the pieces.
+    """
+    vocab_dim = parameter.group["vocab_dim"]
+    features = [shard.shape[1 - vocab_dim] for shard in shards]
+    tokens = [shard.shape[vocab_dim] for shard in shards]
+
+    def cut(vectors: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor | None]:
+        return [None] * len(shards) if vectors is None else vectors.split(sizes)
+
+    exp_avg_sqs, maxima = (
+        cut(parameter.exp_avg_sq, features),
+        cut(parameter.max_exp_avg_sq, features),
+    )
+    rows = cut(parameter.exp_avg_sq_row, tokens)
+    for i, shard in enumerate(shards):
+        ranks = sharded.ranks_of(shard.process_group)
+        exp_avg_sq = exp_avg_sqs[i]
+        assert exp_avg_sq is not None
+        yield parameter._replace(
+            step=parameter.step.clone() if i else parameter.step,  # each matrix counts its own
+            vocab_size=tokens[i],
+            hidden_size=features[i],
+            param=shard.of(parameter.param),
+            grad=shard.of(parameter.grad),
+            exp_avg=None if parameter.exp_avg is None else shard.of(parameter.exp_avg),
+            exp_avg_sq=exp_avg_sq,
+            max_exp_avg_sq=maxima[i],
+            exp_avg_sq_row=rows[i],
+            position=parameter.position + i,
+            row_ranks=ranks,
+            column_ranks=ranks,
+            shard=shard,
+            kernel=sys.modules[__name__],
+        )
+
+
+def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
+    """A matrix for each segment of a piece, with copies of what segments share, and its place."""
+    from coupled_adam.optim.kernels import choose
+
+    assert matrix.shard is not None
+    by_columns = matrix.group["vocab_dim"] == 1
+    for segment in segments(matrix.shard, matrix.param.numel()):
+        param, grad = segment.of(matrix.param), segment.of(matrix.grad)
+        exp_avg = None if matrix.exp_avg is None else segment.of(matrix.exp_avg)
         tokens, features = segment.rows, segment.columns
         if by_columns:
             tokens, features = features, tokens
-            matrices = [matrix.T for matrix in matrices]
-        maximum, rows = update.max_exp_avg_sq, update.exp_avg_sq_row
-        part = replace(
-            update,
-            param=matrices[0],
-            grad=matrices[1],
-            exp_avg=matrices[2],
-            exp_avg_sq=update.exp_avg_sq[features].clone(),
+            param, grad = param.T, grad.T
+            exp_avg = None if exp_avg is None else exp_avg.T
+        maximum, rows = matrix.max_exp_avg_sq, matrix.exp_avg_sq_row
+        part = matrix._replace(
+            param=param,
+            grad=grad,
+            exp_avg=exp_avg,
+            exp_avg_sq=matrix.exp_avg_sq[features].clone(),
             max_exp_avg_sq=None if maximum is None else maximum[features].clone(),
             exp_avg_sq_row=None if rows is None else rows[tokens].clone(),
         )
-        parts.append(Part(part, tokens, features))
-    return parts
+        yield part._replace(kernel=choose(part)), tokens, features
 
 
-def measure(update: "Update", update_moment: bool) -> None:
+def measure(matrix: Matrix, as_is: bool) -> Sums:
     """Add up the sums of the segments; of all tokens and features, also those that are elsewhere.
 
     With ``zero_sum`` the moment is left to ``center``, which sums it on all ranks alike.
     """
-    wide = torch.float64 if update.param.is_cpu else torch.float32
-    update.sums = torch.zeros_like(update.exp_avg_sq, dtype=wide)
-    update.present = update.sums.new_full((1,), 0.0 if update.absent else 1.0)
-    if update.exp_avg_sq_row is not None:
-        update.row_sums = torch.zeros_like(update.exp_avg_sq_row, dtype=wide)
-    for part in update.memo:
-        part.update.measure(update_moment and not update.group["zero_sum"])
-        sums = part.update.sums  # a kernel may leave partial sums
-        update.sums[part.features] += sums if sums.dim() == 1 else sums.sum(0)
-        if update.row_sums is not None:
-            update.row_sums[part.tokens] += part.update.row_sums
+    wide = torch.float64 if matrix.param.is_cpu else torch.float32
+    sums = Sums(torch.zeros_like(matrix.exp_avg_sq, dtype=wide), memo=[])
+    sums.present = sums.squares.new_full((1,), 0.0 if matrix.absent else 1.0)
+    if matrix.exp_avg_sq_row is not None:
+        sums.row_squares = torch.zeros_like(matrix.exp_avg_sq_row, dtype=wide)
+    for segment, tokens, features in split(matrix):
+        part = segment.kernel.measure(segment, as_is and not matrix.group["zero_sum"])
+        # A kernel may leave partial sums.
+        sums.squares[features] += part.squares if part.squares.dim() == 1 else part.squares.sum(0)
+        if sums.row_squares is not None:
+            assert part.row_squares is not None
+            sums.row_squares[tokens] += part.row_squares
+        sums.memo.append(Part(segment, tokens, features, part))
+    return sums
 
 
-def center(update: "Update") -> None:
+def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update ``exp_avg``, and add up the sums of the segments' rows."""
-    assert update.sums is not None
-    update.moment_sums = torch.zeros_like(update.sums)
-    for part in update.memo:
-        _hand_down(update, part)
-        part.update.moment_sums = None
-        part.update.kernel.center(part.update)
-        update.moment_sums[part.features] += part.update.moment_sums
+    sums.updates = torch.zeros_like(sums.squares)
+    for part in sums.memo:
+        segment = _hand_down(sums, part, scalars)
+        part.sums.updates = None
+        part.matrix.kernel.center(part.matrix, part.sums, segment)
+        sums.updates[part.features] += part.sums.updates
 
 
-def apply(update: "Update") -> None:
+def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update the segments, and then nu, of which each segment has updated its copy."""
-    for part in update.memo:
-        _hand_down(update, part)
-        part.update.kernel.apply(part.update)
-    reference.step_size(update)
+    for part in sums.memo:
+        part.matrix.kernel.apply(part.matrix, part.sums, _hand_down(sums, part, scalars))
+    reference.step_size(matrix, sums, scalars)
 
 
-def _hand_down(update: "Update", part: Part) -> None:
-    """Tell a segment what is known of the whole matrix now."""
-    assert update.sums is not None
-    segment = part.update
-    segment.sums = update.sums[part.features]
-    segment.t, segment.factor = update.t, update.factor
-    if update.weights is not None:
-        segment.weights = update.weights[part.tokens]
-        segment.totals = update.sums.sum(), update.exp_avg_sq.sum()
-    if update.moment_sums is not None:
-        segment.moment_sums = update.moment_sums[part.features]
-    if update.noise is not None:
-        segment.noise = update.noise._replace(row=part.tokens.start, column=part.features.start)
+def _hand_down(sums: Sums, part: Part, scalars: Scalars) -> Scalars:
+    """Tell a segment what is known of the whole matrix now; return its scalars."""
+    part.sums.squares = sums.squares[part.features]
+    part.sums.rows = sums.rows
+    part.sums.weights = None if sums.weights is None else sums.weights[part.tokens]
+    part.sums.updates = None if sums.updates is None else sums.updates[part.features]
+    if scalars.noise is None:
+        return scalars
+    noise = scalars.noise._replace(row=part.tokens.start, column=part.features.start)
+    return scalars._replace(noise=noise)
 
 
 def spread(moment: Tensor, shards: Sequence[FlatShard], dim: int, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from coupled_adam.optim.coupled_adam import CoupledAdamW
-from coupled_adam.optim.param_groups import param_groups
+from coupled_adam.optim.param_groups import ParamGroups, param_groups
 from coupled_adam.optim.token_embeddings import Parameters, resolve
 
 
@@ -114,7 +114,7 @@ class MuonWithCoupledAdam(Optimizer):
             adjust_lr_fn=adjust_lr_fn,
         )
         adam = CoupledAdamW(
-            [group for group in by_adam if group["params"]],
+            ParamGroups(group for group in by_adam if group["params"]),
             lr=lr if adam_lr is None else adam_lr,
             betas=betas,
             eps=eps,

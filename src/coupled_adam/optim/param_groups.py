@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from coupled_adam.optim.token_embeddings import (
     Matrix,
     Parameters,
     coupled_matrices,
+    listed,
     matrices_of_size,
     resolve,
 )
@@ -146,7 +148,8 @@ def param_groups(
             matches no parameter, or as in :func:`embedding_parameters`.
 
     Warns:
-        UserWarning: as in :func:`embedding_parameters`.
+        UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
+            token embeddings are frozen (as with LoRA), or were not found.
 
     Example:
         >>> groups = param_groups(model, betas=(0.0, 0.99), lr_factor=2)
@@ -154,6 +157,15 @@ def param_groups(
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
     found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
+    if embeddings is None and not found[0]:
+        frozen = [m for m in found[1] if m.sides and not m.parameter.requires_grad]
+        warnings.warn(
+            "no param group is coupled, as the token embeddings are frozen: " + listed(frozen)
+            if frozen
+            else "no param group is coupled, as no token embeddings were found: if the model has "
+            "any, pass vocab_size= with the number of their rows, or embeddings=",
+            stacklevel=2,
+        )
     left_out = resolve(model, exclude, "exclude")
     options = {
         "lr": lr,

@@ -11,138 +11,126 @@ computes::
 
 As averaging is linear, nu is exactly the average over the rows of Adam's second moments, and no
 V x H state is needed for it. The paper's bias-corrected average is nu / (1 - beta2^t). The factor s
-is ``second_moment_scale``, the 2^-n of Scaled Coupled Adam (Sec. 6.1 of the paper).
+is ``second_moment_scale``, the 2^-n of Scaled Coupled Adam (Sec. 6.1 of the paper). With beta1 = 0
+m_i is g_i, and no V x H state is kept at all.
 
 Two options go beyond the paper. With ``row_exponent`` a > 0 each token also has a step size of its
 own, from one number for each token. With ``zero_sum`` the mean of all rows' updates is subtracted
-from each, so that the mean embedding does not move::
+from each, so that the mean embedding does not move. With either of them a token that never had a
+gradient (r_i = 0) does not count, and does not move::
 
     r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2      (exp_avg_sq_row: a number for each token)
     u_i = w_i m_i,  w_i = (r_i / mean_k r_k)^(-a/2)        (a = 0: Coupled Adam; a = 1: rank one)
-    e_i <- e_i - lr ((u_i - mean_k u_k) / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
+    e_i <- e_i - lr ((u_i - mean_k u_k) / (1 - beta1^t)) / (sqrt(s nu' / (1 - beta2^t)) + eps)
 
-The mean of r over the tokens is the mean of nu over the columns. A token that never had a gradient
-has r_i = 0 and m_i = 0, and its w_i is 0.
+Here the means are over the k tokens with r_k > 0, and nu' = nu V / k is nu's mean over them. Where
+all tokens have had a gradient, as they always have in the output layer, nu' is nu.
 
-``measure`` computes the sums of g^2 on this rank. Once the sums of all ranks have been added,
-``center`` computes the sum of u_i, if ``zero_sum`` needs it, and ``apply`` does the rest.
+A step calls ``measure``, which sums g^2 over rows and columns; :func:`weigh_rows`, which updates r
+and gives w; ``center``, which sums u_i, if ``zero_sum`` needs it; and ``apply``. Between these the
+sums are added over all ranks; see :mod:`coupled_adam.optim.update`.
 """
 
 import torch
 from torch import Tensor
 
+from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
 from coupled_adam.optim.rounding import round_
-from coupled_adam.optim.update import Update
 
-skips = False
-
-
-def measure(update: Update, update_moment: bool) -> None:
-    """Set ``update.sums`` to sum_i g_i^2 over this rank's tokens, [H], in float32 or wider."""
-    square = update.grad.to(update.exp_avg_sq.dtype).square()
-    update.sums = square.sum(0)
-    if update.exp_avg_sq_row is not None:
-        update.row_sums = square.sum(1)
+serves, skips = frozenset(OPTIONS), False
 
 
-def center(update: Update) -> None:
-    """Update m, and set ``update.moment_sums`` to sum_i u_i over this rank's tokens, [H]."""
-    _update_moment(update)
-    update.moment_sums = _weighted(update).sum(0)
+def measure(matrix: Matrix, as_is: bool) -> Sums:
+    """The sums of g^2 over this rank's tokens, [H], and over its columns, [V]."""
+    square = matrix.grad.to(matrix.exp_avg_sq.dtype).square()
+    return Sums(square.sum(0), None if matrix.exp_avg_sq_row is None else square.sum(1))
 
 
-def apply(update: Update) -> None:
-    """Update nu from ``update.sums``, now the sums over all tokens, then m, then e."""
-    rates = step_size(update)
-    if not update.moment_updated:
-        _update_moment(update)
-    param = update.param
-    values = param if update.noise is None else param.float()
-    values.mul_(update.decay)
-    step = _weighted(update)
-    if update.moment_sums is not None:
-        step = step - update.moment_sums / update.vocab_size
+def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
+    """Update r, and set ``sums.weights`` to r_i^(-a/2), unless ``measure`` has."""
+    assert matrix.exp_avg_sq_row is not None
+    assert sums.row_squares is not None
+    mean_square = _scaled(sums.row_squares, scalars.factor) / matrix.hidden_size
+    r = _average(matrix.exp_avg_sq_row, mean_square, matrix.beta2, scalars.skip)
+    if sums.weights is None:
+        # The inner `where` keeps the gradient of a differentiable step finite.
+        exponent = matrix.group["row_exponent"] / 2
+        sums.weights = torch.where(r == 0, 0.0, torch.where(r == 0, 1.0, r) ** -exponent)
+    sums.rows = torch.stack([r.count_nonzero().to(r.dtype), r.sum()])
+
+
+def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
+    """Set ``sums.updates`` to the sum of w_i m_i over this rank's tokens, [H]."""
+    sums.updates = _weighted_moment(matrix, sums, scalars).sum(0)
+
+
+def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
+    """Update nu, m and e."""
+    rates = step_size(matrix, sums, scalars)
+    step = _weighted_moment(matrix, sums, scalars)
+    if sums.updates is not None:
+        assert sums.weights is not None
+        mean = sums.updates / sums.active
+        step = step - torch.where(sums.weights[:, None] == 0, 0.0, mean)
+    values = matrix.param if scalars.noise is None else matrix.param.float()
+    values.mul_(matrix.decay)
     values.addcmul_(step, rates, value=-1)  # each column has one rate, the same for all rows
-    if update.noise is not None:
-        round_(param, values, update.noise)
+    if scalars.noise is not None:
+        round_(matrix.param, values, scalars.noise)
 
 
-def _update_moment(update: Update) -> None:
-    grad, exp_avg = update.grad, update.exp_avg
-    if isinstance(update.factor, Tensor) or update.factor != 1:  # clips, unscales or maximizes
-        grad = update.factor * grad.to(update.exp_avg_sq.dtype)
-    weight = 1 - update.beta1
-    exp_avg.lerp_(
-        grad.to(exp_avg.dtype), weight.to(exp_avg) if isinstance(weight, Tensor) else weight
-    )
-    if update.group["differentiable"]:  # autograd saves it, but the next step overwrites exp_avg
-        update.exp_avg = exp_avg.clone()
-    update.moment_updated = True
+def step_size(matrix: Matrix, sums: Sums, scalars: Scalars) -> Tensor:
+    """Update nu and its maximum; return the factor of w_i m_i in the update of e_i, [H].
 
-
-def _weighted(update: Update) -> Tensor:
-    """w_i m_i up to a common factor, which is part of :func:`step_size`, [rows, columns]."""
-    if update.weights is None:
-        return update.exp_avg
-    return update.weights[:, None] * update.exp_avg
-
-
-def step_size(update: Update) -> Tensor:
-    """Update nu and its maximum; return the factor of m in the update of e, [H].
-
-    This is all of the arithmetic on vectors [H]. All kernels except the one in C call it. With
-    ``amsgrad`` the running maximum is taken of the average nu; this is not the average of the rows'
-    maxima.
+    This is all of the arithmetic on vectors [H]. All kernels except those in C and Triton call it.
+    With ``amsgrad`` the running maximum is taken of the average nu; this is not the average of the
+    rows' maxima.
     """
-    assert update.sums is not None
-    beta1, beta2, t = update.beta1, update.beta2, update.t
-    lr = update.lr if update.exp_avg_sq_row is None else update.lr * row_scale(update)
-    mean_square = _scaled(update.sums, update.factor) / update.vocab_size
-    nu = beta2 * update.exp_avg_sq + (1 - beta2) * mean_square
-    _store(nu, update.exp_avg_sq, update.skip)
-    if update.max_exp_avg_sq is not None:
-        nu = torch.maximum(update.max_exp_avg_sq.clone(), nu)
-        _store(nu, update.max_exp_avg_sq, update.skip)
-    denominator = (update.group["second_moment_scale"] * nu / (1 - beta2**t)).sqrt()
-    denominator = denominator + update.group["eps"]
-    rates: Tensor = lr / (1 - beta1**t) / denominator
-    return rates.to(update.exp_avg_sq.dtype)
+    group, beta2, t = matrix.group, matrix.beta2, scalars.t
+    mean_square = _scaled(sums.squares, scalars.factor) / matrix.vocab_size
+    nu = _average(matrix.exp_avg_sq, mean_square, beta2, scalars.skip)
+    if matrix.max_exp_avg_sq is not None:
+        nu = torch.maximum(matrix.max_exp_avg_sq.clone(), nu)
+        _store(nu, matrix.max_exp_avg_sq, scalars.skip)
+    scale, lr = group["second_moment_scale"], matrix.lr / (1 - matrix.beta1**t)
+    if sums.rows is not None:
+        scale = scale * matrix.vocab_size / sums.active
+        lr = lr * sums.mean_row ** (group["row_exponent"] / 2)
+    rates: Tensor = lr / ((scale * nu / (1 - beta2**t)).sqrt() + group["eps"])
+    return rates.to(nu.dtype)
 
 
-def weigh_rows(update: Update) -> None:
-    """Update r from ``update.row_sums``, and set ``update.weights`` to r_i^(-a/2), [rows].
-
-    All kernels use this, except that the one in C may have done the same in ``measure``.
-    """
-    state, exponent = update.exp_avg_sq_row, update.group["row_exponent"] / 2
-    assert state is not None
-    assert update.row_sums is not None
-    mean_square = _scaled(update.row_sums, update.factor) / update.hidden_size
-    rows = update.beta2 * state + (1 - update.beta2) * mean_square.to(state.dtype)
-    _store(rows, state, update.skip)
-    # The inner `where` keeps the gradient of a differentiable step finite.
-    nonzero = torch.where(rows == 0, 1.0, rows)
-    update.weights = torch.where(rows == 0, 0.0, nonzero**-exponent)
-
-
-def row_scale(update: Update) -> Tensor:
-    """(mean_k r_k)^(a/2) after this step, 0-dim: with a row's weight it makes w_i.
-
-    The mean over the rows of r is the mean over the columns of nu, which must not be updated yet.
-    """
-    assert update.sums is not None
-    new, old = update.totals or (update.sums.sum(), update.exp_avg_sq.sum())
-    mean_square = _scaled(new, update.factor) / update.vocab_size
-    total = update.beta2 * old + (1 - update.beta2) * mean_square
-    scale: Tensor = (total / update.hidden_size) ** (update.group["row_exponent"] / 2)
-    return scale.to(update.exp_avg_sq.dtype)
+def _weighted_moment(matrix: Matrix, sums: Sums, scalars: Scalars) -> Tensor:
+    """Update m once; return w_i m_i, [rows, columns]."""
+    if sums.moment is None:
+        grad, exp_avg, weight = matrix.grad, matrix.exp_avg, 1 - matrix.beta1
+        if isinstance(scalars.factor, Tensor) or scalars.factor != 1:  # clips, unscales, maximizes
+            grad = scalars.factor * grad.to(matrix.exp_avg_sq.dtype)
+        if exp_avg is None:
+            sums.moment = grad.to(matrix.exp_avg_sq.dtype)
+        else:
+            sums.moment = exp_avg.lerp_(
+                grad.to(exp_avg.dtype), weight.to(exp_avg) if isinstance(weight, Tensor) else weight
+            )
+        if matrix.group["differentiable"]:  # autograd saves it, but the next step overwrites it
+            sums.moment = sums.moment.clone()
+    return sums.moment if sums.weights is None else sums.weights[:, None] * sums.moment
 
 
-def _scaled(sums: Tensor, factor: float | Tensor) -> Tensor:
+def _average(
+    old: Tensor, mean_square: Tensor, beta2: float | Tensor, skip: Tensor | None
+) -> Tensor:
+    """Move an average of squares on by one step, and return it."""
+    new = beta2 * old + (1 - beta2) * mean_square.to(old.dtype)
+    _store(new, old, skip)
+    return new.to(old.dtype)
+
+
+def _scaled(squares: Tensor, factor: float | Tensor) -> Tensor:
     """The sums of (factor g)^2; 0 if the factor is 0, even where a sum has overflowed to inf."""
     if isinstance(factor, Tensor):
-        return torch.where(factor == 0, 0.0, sums * factor.square())
-    return sums * factor**2 if factor else torch.zeros_like(sums)
+        return torch.where(factor == 0, 0.0, squares * factor.square())
+    return squares * factor**2 if factor else torch.zeros_like(squares)
 
 
 def _store(new: Tensor, old: Tensor, skip: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 With rounding to nearest, an update smaller than half the distance between neighbouring bfloat16
 numbers is lost at every step. With stochastic rounding it is applied on average. The random numbers
-are a function of the step and of the element's position in the full matrix. So no random state has
+are a function of the step, the matrix and the element's position in it. So no random state has
 to be saved, and all ranks, replicas and kernels round in the same way.
 """
 
@@ -22,17 +22,19 @@ class Noise(NamedTuple):
     Attributes:
         step: the number of the step, starting with 1; a 0-dim tensor if it must not be read.
         row, column: the position of the part's first element in the full matrix.
+        salt: a number below 2^32 that differs from matrix to matrix.
     """
 
     step: float | Tensor
     row: int = 0
     column: int = 0
+    salt: int = 0
 
     @property
     def key(self) -> int | Tensor:
-        """The hash of the step, int64 below 2^32; a tensor if the step is one."""
+        """The hash of the step and the salt, int64 below 2^32; a tensor if the step is one."""
         step = self.step
-        return mix(step.long() if isinstance(step, Tensor) else int(step))
+        return mix((step.long() if isinstance(step, Tensor) else int(step)) ^ self.salt)
 
 
 def rounds_stochastically(group: dict[str, Any], p: Tensor) -> bool:
@@ -49,18 +51,20 @@ def mix(number: int | Tensor) -> int | Tensor:
     return number ^ (number >> 16)
 
 
-def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor) -> Noise | None:
+def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor, index: int) -> Noise | None:
     """The noise for this rank's part of a parameter, or None to round to nearest.
 
     Args:
         group: the parameter's param group.
         p: the parameter, a plain tensor or a DTensor.
         step: the number of the step, or a 0-dim tensor.
+        index: the matrix's number among the optimizer's.
     """
     if not rounds_stochastically(group, p):
         return None
     row, column = global_offset(p) if group["vocab_dim"] == 0 else reversed(global_offset(p))
-    return Noise(step, row, column)
+    # Spread over the upper bits, as steps are small numbers: no two pairs of both are the same.
+    return Noise(step, row, column, salt=(index * 0x9E3779B1) & _MASK)
 
 
 def round_(target: Tensor, values: Tensor, noise: Noise) -> None:

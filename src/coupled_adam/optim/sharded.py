@@ -13,7 +13,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from coupled_adam.optim.update import Update
+Ranks = tuple[Any, ...]
+"""Process groups, or pairs of a device mesh and one of its dimensions."""
 
 PLAIN = (Tensor, torch.nn.Parameter)
 """The types of plain tensors, in contrast to subclasses such as DTensor."""
@@ -88,76 +89,34 @@ def splits(p: Tensor, dimension: int) -> tuple[int, ...]:
     return tuple(i for i, placement in enumerate(placements) if shards(placement, dimension))
 
 
-def splits_columns(update: "Update") -> bool:
-    """Whether this rank may hold only a part of each row."""
-    return update.shard is not None or bool(splits(update.parameter, 1 - update.group["vocab_dim"]))
+def ranks_over(p: Tensor, dimension: int) -> Ranks:
+    """The ranks over which a dimension of a matrix is sharded, as :func:`add_up` takes them."""
+    return tuple((p.device_mesh, i) for i in splits(p, dimension))  # type: ignore[attr-defined]
 
 
-def all_reduce(updates: Sequence["Update"]) -> None:
-    """Replace each update's sums over this rank's part of the gradient by those over the whole.
-
-    ``sums`` are added over the rows of all ranks, and so are ``moment_sums`` if ``measure`` has
-    computed them. ``row_sums`` are added over the columns of all ranks. Those of flattened matrices
-    are of all rows and columns already, and are added over the ranks that share the matrix.
-    """
-    updates = _shared(updates)
-    if not updates:
-        return
-    _all_reduce([(u, name, u.group["vocab_dim"]) for u in updates for name in _SUMS_OVER_ROWS])
-    _all_reduce([(u, "row_sums", 1) for u in updates if u.shard is not None])
-    weighted = [
-        u for u in updates if u.row_sums is not None and u.shard is None and splits_columns(u)
-    ]
-    for update in weighted:
-        assert update.row_sums is not None
-        assert update.sums is not None
-        totals = torch.stack([update.sums.sum(), update.exp_avg_sq.sum().to(update.sums)])
-        update.row_sums = torch.cat([update.row_sums.to(totals), totals])
-    _all_reduce([(u, "row_sums", 1 - u.group["vocab_dim"]) for u in weighted])
-    for update in weighted:
-        assert update.row_sums is not None
-        new, old = update.row_sums[-2:]
-        update.row_sums, update.totals = update.row_sums[:-2], (new, old)
-
-
-def all_reduce_moments(updates: Sequence["Update"]) -> None:
-    """Replace ``moment_sums`` over this rank's rows by those over the rows of all ranks."""
-    _all_reduce([(u, "moment_sums", u.group["vocab_dim"]) for u in _shared(updates)])
-
-
-def _shared(updates: Sequence["Update"]) -> list["Update"]:
-    """Those whose matrix may be shared with other ranks."""
-    return [u for u in updates if u.shard is not None or is_dtensor(u.parameter)]
-
-
-_SUMS_OVER_ROWS = ("sums", "moment_sums", "present")
-
-
-def _all_reduce(vectors: Iterable[tuple["Update", str, int]]) -> None:
-    """Add vectors, given as attributes, over the ranks that share a dimension of their matrix.
+def all_reduce(vectors: Iterable[tuple[Any, str, Ranks]]) -> None:
+    """Replace vectors by their sums over ranks.
 
     Vectors that are added over the same ranks are concatenated, so that they need only one
-    all-reduce for each mesh dimension over which the matrices' dimension is sharded.
+    all-reduce for each process group or dimension of a mesh.
+
+    Args:
+        vectors: an object and its attribute that holds the vector, or None, and the ranks.
     """
-    groups: dict[Any, list[tuple[Update, str, Tensor]]] = {}
-    for update, name, dimension in vectors:
-        p, vector = update.parameter, getattr(update, name)
-        if update.shard is not None:
-            ranks = ranks_of(update.shard.process_group)
-        else:
-            ranks = tuple((p.device_mesh, i) for i in splits(p, dimension))  # type: ignore[attr-defined]
-        if ranks and vector is not None:
-            groups.setdefault((ranks, p.device), []).append((update, name, vector))
+    groups: dict[Any, list[tuple[Any, str, Tensor]]] = {}
+    for owner, name, ranks in vectors:
+        if ranks and (vector := getattr(owner, name)) is not None:
+            groups.setdefault((ranks, vector.device), []).append((owner, name, vector))
     for (ranks, device), members in groups.items():
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if device.type == "cpu" else torch.float32
         total = add_up(torch.cat([vector.to(wide) for *_, vector in members]), ranks)
-        parts = total.split([len(vector) for *_, vector in members])
-        for (update, name, old), part in zip(members, parts):
-            setattr(update, name, part.to(old))
+        sizes = [len(vector) for *_, vector in members]
+        for (owner, name, vector), added in zip(members, total.split(sizes)):
+            setattr(owner, name, added.to(vector))
 
 
-def ranks_of(process_group: "ProcessGroup | None") -> tuple[Any, ...]:
+def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
     """The ranks of a process group, of the default one if None, as :func:`add_up` takes them."""
     if process_group is not None:
         return (process_group,)
@@ -166,13 +125,12 @@ def ranks_of(process_group: "ProcessGroup | None") -> tuple[Any, ...]:
     return (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
 
 
-def add_up(total: Tensor, ranks: tuple[Any, ...]) -> Tensor:
+def add_up(total: Tensor, ranks: Ranks) -> Tensor:
     """Add a vector over ranks.
 
     Args:
         total: this rank's vector, on any device.
-        ranks: process groups, or pairs of a device mesh and one of its dimensions, over which to
-            add one after the other.
+        ranks: those over which to add, one process group or dimension after the other.
     """
     if not ranks:
         return total
@@ -187,22 +145,6 @@ def add_up(total: Tensor, ranks: tuple[Any, ...]) -> Tensor:
         total = collectives.all_reduce(total, "sum", each)
     added: Tensor = collectives.wait_tensor(total).to(device)
     return added
-
-
-def as_dtensor(part: Tensor, like: Tensor) -> Tensor:
-    """Make a DTensor with the layout of ``like`` from each rank's part of a vector [H].
-
-    If ``like`` is a plain tensor, ``part`` is returned as it is.
-    """
-    if not is_dtensor(like):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(like, DTensor)
-    whole: Tensor = DTensor.from_local(
-        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-    )
-    return whole
 
 
 def mean_over(values: Tensor, dim: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import (
     _device_dtype_check_for_fused,
     _get_capturable_supported_devices,
@@ -16,53 +17,73 @@ from torch.optim.optimizer import (
 )
 
 from coupled_adam.optim import flat, sharded
+from coupled_adam.optim.matrix import OPTIONS
 from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
 
-OPTIONS = (
-    "coupled",
-    "second_moment_scale",
-    "row_exponent",
-    "zero_sum",
-    "vocab_dim",
-    "stochastic_rounding",
-)
-"""Options of a param group that torch.optim.Adam does not have."""
-
 _METHOD = ("coupled", "row_exponent", "zero_sum")
-"""Those that make it another optimizer: a checkpoint does not change them without a warning."""
+"""Options that make it another optimizer: a checkpoint does not change them without a warning."""
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The states that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
 
 ROW_MOMENT = "exp_avg_sq_row"
-"""The state of shape [V] that ``row_exponent`` adds."""
+"""The state of shape [V] that ``row_exponent`` and ``zero_sum`` add."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
 Group = dict[str, Any]
 
 
-def new_state(group: Group, p: Tensor) -> dict[str, Tensor]:
-    """The state before the first step: all zeros, the second moments in float32 or wider."""
-    if group["fused"]:
-        _device_dtype_check_for_fused(p)
-    on_device = group["capturable"] or group["fused"]
-    dtype = _get_scalar_dtype(is_fused=group["fused"])
-    state = {
+def fit_state(group: Group, p: Tensor, state: dict[str, Tensor]) -> None:
+    """Give a state exactly the entries that the group's options need.
+
+    A new state is all zeros, with the second moments in float32 or wider. Options may change
+    between two steps, and then an entry that is no longer needed is dropped, since nobody would
+    keep it up to date. One that is needed from now on begins: ``exp_avg`` at zero,
+    ``exp_avg_sq_row`` with the mean of ``exp_avg_sq`` for all tokens, and ``max_exp_avg_sq`` with
+    ``exp_avg_sq``.
+    """
+    moments = _moments(group)
+    if state and state.keys() == {"step", *moments, *(["exp_avg"] if has_momentum(group) else [])}:
+        return
+    is_new = not state
+    if is_new:
+        if group["fused"]:
+            _device_dtype_check_for_fused(p)
+        on_device = (group["capturable"] or group["fused"]) and not p.is_cpu
+        dtype = _get_scalar_dtype(is_fused=group["fused"])
         # On a CPU a constant, whose value can be read even under FakeTensorMode.
-        "step": torch.zeros((), dtype=dtype, device=p.device)
-        if on_device and not p.is_cpu
-        else torch.tensor(0.0, dtype=dtype),
-        "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-    }
-    shards = flat.shards_of(group).get(p)
-    for name, dim in _moments(group).items():
-        if shards is None:
-            state[name] = sharded.zero_moment(p, dim, _moment_dtype(p))
-        else:
-            shape = _moment_shape(group, p, dim)
-            state[name] = torch.zeros(shape, dtype=_moment_dtype(p), device=p.device)
-    return state
+        state["step"] = (
+            torch.zeros((), dtype=dtype, device=p.device)
+            if on_device
+            else torch.tensor(0.0, dtype=dtype)
+        )
+    if not has_momentum(group):
+        state.pop("exp_avg", None)
+    elif "exp_avg" not in state:
+        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    for name in (*SECOND_MOMENTS, ROW_MOMENT):
+        if name not in moments:
+            state.pop(name, None)
+        elif name not in state:
+            state[name] = _zero_moment(group, p, moments[name])
+            if not is_new and name == ROW_MOMENT:
+                state[name] += sharded.full_tensor(state["exp_avg_sq"].mean())
+            elif not is_new and name in SECOND_MOMENTS[1:]:
+                state[name].copy_(state["exp_avg_sq"])
+
+
+def has_momentum(group: Group) -> bool:
+    """Whether a coupled matrix has a first moment; a tensor's value is not asked for."""
+    beta1 = group["betas"][0]
+    return isinstance(beta1, Tensor) or beta1 != 0
+
+
+def _zero_moment(group: Group, p: Tensor, dim: int) -> Tensor:
+    if p in flat.shards_of(group):
+        shape = _moment_shape(group, p, dim)
+        return torch.zeros(shape, dtype=_moment_dtype(p), device=p.device)
+    return sharded.zero_moment(p, dim, _moment_dtype(p))
 
 
 def _moments(group: Group) -> dict[str, int]:
@@ -70,13 +91,28 @@ def _moments(group: Group) -> dict[str, int]:
     names = SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]
     vocab_dim: int = group["vocab_dim"]
     moments = dict.fromkeys(names, vocab_dim)
-    if group["row_exponent"] != 0:
+    if group["row_exponent"] != 0 or group["zero_sum"]:
         moments[ROW_MOMENT] = 1 - vocab_dim
     return moments
 
 
 def check_group(group: Group) -> None:
-    """Raise ValueError for coupling options out of range, or parameters that cannot be coupled."""
+    """Raise ValueError for options out of range, or parameters that cannot be coupled."""
+    check_options(group)
+    _check_flat_shards(group)
+    if group["coupled"]:
+        for index, p in enumerate(group["params"]):
+            _check_matrix(group, index)
+            check_not_tensor_parallel(p, group["vocab_dim"], _describe(group, index))
+
+
+def check_options(group: Group, read_tensors: bool = True) -> None:
+    """Raise ValueError for options out of range.
+
+    Args:
+        group: the param group.
+        read_tensors: whether to wait for the values of tensors on a device.
+    """
     if not isinstance(group["coupled"], bool):
         raise ValueError(f"Invalid coupled value: {group['coupled']!r} (True or False)")
     if not 0.0 < group["second_moment_scale"] < math.inf:
@@ -99,7 +135,6 @@ def check_group(group: Group) -> None:
         raise ValueError(
             f"Invalid stochastic_rounding: {group['stochastic_rounding']!r} (True or False)"
         )
-    _check_flat_shards(group)
     if not group["coupled"]:
         return
     if group["stochastic_rounding"] and group["differentiable"]:
@@ -113,18 +148,15 @@ def check_group(group: Group) -> None:
             "maximum is taken of the shared moment only: set one of them to its default"
         )
     # torch checks these only for the constructor's arguments, not for those of a group.
-    if not group["lr"] >= 0.0:
-        raise ValueError(f"Invalid learning rate: {group['lr']}")
     if not group["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {group['eps']}")
     if not group["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    if (read_tensors or not isinstance(group["lr"], Tensor)) and not group["lr"] >= 0.0:
+        raise ValueError(f"Invalid learning rate: {group['lr']}")
     for index, beta in enumerate(group["betas"]):
-        if not 0.0 <= beta < 1.0:
+        if (read_tensors or not isinstance(beta, Tensor)) and not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    for index, p in enumerate(group["params"]):
-        _check_matrix(group, index)
-        check_not_tensor_parallel(p, group["vocab_dim"], _describe(group, index))
 
 
 def check_parameter(group: Group, index: int) -> None:
@@ -157,39 +189,65 @@ def check_parameter(group: Group, index: int) -> None:
 def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     """Raise RuntimeError if an existing state does not fit its parameter."""
     p = group["params"][index]
-    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-    if exp_avg.device != p.device or exp_avg_sq.device != p.device:
-        raise RuntimeError(
-            f"{_describe(group, index)} is on {p.device}, but its optimizer state is on "
-            f"{exp_avg.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the state"
-        )
-    vocab_dim = group["vocab_dim"]
-    shape = _moment_shape(group, p, vocab_dim)
-    if exp_avg.shape != p.shape or exp_avg_sq.shape != shape:
-        raise RuntimeError(
-            f"the state of {_describe(group, index)} has exp_avg {list(exp_avg.shape)} and "
-            f"exp_avg_sq {list(exp_avg_sq.shape)}; the shapes must be {list(p.shape)} and "
-            f"{list(shape)}. If 'coupled' was set after the first step, "
-            "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
-        )
-    rows = state.get(ROW_MOMENT)
-    if group["row_exponent"] != 0 and (
-        rows is None or rows.shape != _moment_shape(group, p, 1 - vocab_dim)
-    ):
-        raise RuntimeError(
-            f"the state of {_describe(group, index)} has no {ROW_MOMENT} with a number for each "
-            "token. If 'row_exponent' was set after the first step, "
-            "optimizer.load_state_dict(optimizer.state_dict()) adds it"
-        )
-    if not (
-        sharded.same_layout(p, exp_avg)
-        and sharded.moment_is_placed(exp_avg_sq, p, vocab_dim)
-        and (rows is None or sharded.moment_is_placed(rows, p, 1 - vocab_dim))
-    ):
-        raise RuntimeError(
-            f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out differently: "
-            f"exp_avg is a {_kind(exp_avg)}, exp_avg_sq a {_kind(exp_avg_sq)}. {_HOW_TO_LOAD}"
-        )
+    for name, value in state.items():
+        if name == "step":
+            continue
+        dim = _averaged_dim(group, name)
+        shape = p.shape if dim is None else _moment_shape(group, p, dim)
+        if value.device != p.device:
+            raise RuntimeError(
+                f"{_describe(group, index)} is on {p.device}, but {name} in its optimizer state is "
+                f"on {value.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the "
+                "state"
+            )
+        if value.shape != shape:
+            raise RuntimeError(
+                f"the state of {_describe(group, index)} has {name} {list(value.shape)}; the shape "
+                f"must be {list(shape)}. If 'coupled' was set after the first step, "
+                "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+            )
+        if not (
+            sharded.same_layout(p, value)
+            if dim is None
+            else sharded.moment_is_placed(value, p, dim)
+        ):
+            raise RuntimeError(
+                f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out "
+                f"differently: {name} is a {_kind(value)}. {_HOW_TO_LOAD}"
+            )
+
+
+def warn_of_rows_without_gradient(group: Group, index: int) -> None:
+    """Warn if most rows have no gradient, and the shared second moment averages over them.
+
+    The other rows then move too far: by Adam's steps times the root of V over their number.
+    """
+    p = group["params"][index]
+    grad = p.grad
+    if grad is None or grad.is_meta or type(grad) is not Tensor or ROW_MOMENT in _moments(group):
+        return
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a captured step must not wait for the device
+    rows = p.shape[group["vocab_dim"]]
+    active = grad.count_nonzero(1 - group["vocab_dim"]).count_nonzero()
+    if isinstance(active, FakeTensor) or active == 0 or active > rows / 10:
+        return
+    warnings.warn(
+        f"in the first step only {active} of the {rows} rows of {_describe(group, index)} have a "
+        "gradient. The shared second moment averages over all rows, so these move up to "
+        f"{math.sqrt(rows / int(active)):.0f} times as far as with Adam, until more rows have had "
+        "one. With zero_sum=True or row_exponent=0.5 the average leaves out rows that never had a "
+        "gradient; or warm the learning rate up",
+        stacklevel=2,
+    )
+
+
+def _averaged_dim(group: Group, name: str) -> int | None:
+    """The dimension over which a second moment is averaged; None for any other state."""
+    if name in SECOND_MOMENTS:
+        vocab_dim: int = group["vocab_dim"]
+        return vocab_dim
+    return 1 - group["vocab_dim"] if name == ROW_MOMENT else None
 
 
 def from_adam(
@@ -238,6 +296,14 @@ def from_adam(
                 )
         fitted = {**group, **saved, "params": group["params"]}
         check_group(fitted)
+        if saved["coupled"] and has_momentum(group) != has_momentum(saved):
+            warnings.warn(
+                f"param group {number} was constructed with betas={group['betas']}, but the "
+                f"checkpoint has betas={saved['betas']}, which are used from now on, as every "
+                "option is, and decide whether the group has momentum. To keep the constructed "
+                "ones, set them in the checkpoint's group before loading",
+                stacklevel=2,
+            )
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
             is_flat = p in flat.shards_of(fitted)
             if not state.get(key) and not (is_flat and saved["coupled"]):
@@ -251,8 +317,15 @@ def from_adam(
             if is_flat and saved["coupled"]:
                 state[key], moments[p] = _flat_averages(fitted, index, state.get(key, {}))
             elif saved["coupled"]:
+                if missing := {"step", "exp_avg_sq"} - state[key].keys():
+                    raise ValueError(
+                        f"cannot load the state of {_describe(fitted, index)}: it has no "
+                        f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
+                    )
                 moments[p] = _averages(fitted, index, state[key])
                 state[key] = {**state[key], **moments[p]}
+            if saved["coupled"] and not has_momentum(fitted):
+                state[key] = {k: v for k, v in state[key].items() if k != "exp_avg"}
             shapes = {name: value.shape for name, value in state[key].items() if name != "step"}
             _check_shapes(fitted, index, shapes)
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
@@ -262,10 +335,15 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert the state dict of Coupled Adam to one that ``torch.optim.Adam(W)`` can load.
 
     The shared second moment [H] is copied to each of the V rows, in the dtype of ``exp_avg``, and
-    the coupling options are removed from the groups. With ``row_exponent`` each row's copy is
-    multiplied by the row's average squared gradient relative to that of all rows. A
+    the coupling options are removed from the groups. With ``row_exponent`` or ``zero_sum`` each
+    row's copy is multiplied by the row's average squared gradient relative to that of all rows. A
     ``second_moment_scale`` other than 1 is lost, as it is applied in the update and is not
     contained in the moment.
+
+    Without momentum (``betas[0] == 0``) the first moment is filled with zeros: Adam continues
+    exactly where its betas stay as they are, and with short steps at first where a momentum begins.
+    A state without ``exp_avg`` and ``exp_avg_sq_row``, which does not say how many rows there are,
+    is left out with a warning, and Adam begins this matrix anew.
 
     Args:
         state_dict: as returned by ``CoupledAdam(W).state_dict()``; it is not changed.
@@ -278,7 +356,13 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     for group in state_dict["param_groups"]:
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
-                state[key] = _spread(state[key], group["vocab_dim"])
+                state[key] = _spread(state[key], group)
+                if not state[key]:
+                    warnings.warn(
+                        f"the state of parameter {key} has neither exp_avg nor {ROW_MOMENT}, and "
+                        "is left out: Adam begins this matrix anew",
+                        stacklevel=2,
+                    )
         left_out = (*OPTIONS, "flat_shards")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
@@ -299,6 +383,8 @@ def without_shards(param_groups: list[Group], state_dict: dict[str, Any]) -> dic
             if not group["coupled"] or p not in shards or not state.get(key):
                 continue
             adam = {name: value for name, value in state[key].items() if name != ROW_MOMENT}
+            # FSDP1 gathers a state of all parameters that it has flattened into one, or of none.
+            adam.setdefault("exp_avg", torch.zeros_like(p))
             relative: Tensor | float = 1.0
             if ROW_MOMENT in state[key]:
                 tokens = [shard.shape[group["vocab_dim"]] for shard in shards[p]]
@@ -307,21 +393,26 @@ def without_shards(param_groups: list[Group], state_dict: dict[str, Any]) -> dic
             for name in SECOND_MOMENTS:
                 if name in adam:
                     moment = flat.spread(adam[name], shards[p], group["vocab_dim"], p)
-                    adam[name] = (moment * relative).to(adam["exp_avg"].dtype)
+                    adam[name] = (moment * relative).to(p.dtype)
             state[key] = adam
         groups.append({name: value for name, value in saved.items() if name != "flat_shards"})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _spread(state: dict[str, Tensor], vocab_dim: int) -> dict[str, Tensor]:
-    """A state of Coupled Adam as Adam's, with second moments of the shape [V, H]."""
+def _spread(state: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
     adam = {name: value for name, value in state.items() if name != ROW_MOMENT}
+    vocab_dim, rows, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
+    if exp_avg is None and rows is None:
+        return {}
     for name in SECOND_MOMENTS:
-        if name in state and state[name].shape != state["exp_avg"].shape:  # not flat shards'
+        # State dicts of flattened matrices have Adam's layout already.
+        if name in state and (exp_avg is None or state[name].shape != exp_avg.shape):
             moment = state[name].unsqueeze(vocab_dim)
-            if ROW_MOMENT in state:
-                moment = moment * _relative(state[ROW_MOMENT]).unsqueeze(1 - vocab_dim)
-            adam[name] = torch.empty_like(state["exp_avg"]).copy_(moment)
+            if rows is not None:
+                moment = moment * _relative(rows).unsqueeze(1 - vocab_dim)
+            adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)
+    adam.setdefault("exp_avg", torch.zeros_like(adam["exp_avg_sq"]))
     return adam
 
 
@@ -401,7 +492,8 @@ def _flat_averages(
         if means is not None:
             averages[name] = means.to(_moment_dtype(p))
     if averages and not state:  # of an empty piece, for which wrappers save nothing
-        state = new_state(group, p)
+        state = {}
+        fit_state(group, p, state)
     return {**state, **averages}, averages
 
 

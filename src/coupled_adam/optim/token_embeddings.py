@@ -6,8 +6,11 @@ The docstring of :func:`embedding_parameters` states the rule.
 import dataclasses
 import difflib
 import fnmatch
+import functools
 import inspect
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -26,7 +29,30 @@ _GETTERS = {
     "get_per_layer_input_embeddings": "input",  # Gemma 3n and 4
     "get_output_embeddings": "output",
 }
-_CONFIGURED = ("vocab_size", "src_vocab_size", "tgt_vocab_size")
+_CONFIGURED = re.compile("(?!type_)(\\w+_)?vocab_size")  # type_vocab_size counts segments
+
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+
+# Words in the names of modules and parameters, in the singular.
+_OF_TOKENS = re.compile(
+    "token|tok|word|wte|vocab|vocabulary|char|character|byte|text|src|tgt|source|target"
+)
+_OF_TOKEN_HEADS = re.compile("lm|mlm|unembed|unembedding|logit|vocab|vocabulary|generator")
+_OF_HEADS = re.compile(f"head|{_OF_TOKEN_HEADS.pattern}")  # maybe of a classifier
+_OF_ANYTHING_ELSE = re.compile(
+    # positions in time and space
+    "pos|position|positional|wpe|rel|relative|distance|rotary|time|timestep|step|row|column|patch|"
+    # kinds
+    "type|segment|seg|class|label|cls|lang|language|style|emotion|domain|task|user|"
+    # parts of layers, and the codes of sounds and images
+    "bias|expert|router|gate|query|queries|codebook|code|quantizer|quantize|"
+    # adapters, whose factors have V rows, too
+    "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix"
+)
+_SILENT = re.compile(
+    "weight|emb|embed|embedding|embedder|table|lut|linear|proj|projection|layer|module|default|"
+    "original[01]?|orig|base|to|save|fsdp|wrapped|mod|checkpoint"
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -36,6 +62,7 @@ class Matrix:
     Attributes:
         name: its name in the model.
         parameter: the parameter itself.
+        in_block: whether it is inside of one of several blocks with the same names and shapes.
         shard: the piece of the matrix that FSDP1 has left in the parameter; None if it is whole.
         modules: the modules that hold it; two or more for a tied matrix, none if only the
             parameter is known.
@@ -48,6 +75,7 @@ class Matrix:
     modules: list[nn.Module] = dataclasses.field(default_factory=list)
     sides: set[str] = dataclasses.field(default_factory=set)
     vocab_dim: int = 0
+    in_block: bool = False
     shard: FlatShard | None = None
 
     def __str__(self) -> str:
@@ -85,6 +113,21 @@ class Matrix:
         """The number of tokens, if it is a token embedding."""
         return self.shape[self.vocab_dim]
 
+    @functools.cached_property
+    def words(self) -> set[str]:
+        """What its name, or the class of a hand-written module that holds it, says it is for."""
+        said = {
+            word for m in self.modules if _kind(m) != "layer" for word in _words(type(m).__name__)
+        }
+        for component in reversed(self.name.split(".")):
+            if words := {word for word in _words(component) if not _SILENT.fullmatch(word)}:
+                return said | words
+        return said
+
+    def is_named(self, words: re.Pattern[str]) -> bool:
+        """Whether its name has one of these words."""
+        return any(words.fullmatch(word) for word in self.words)
+
     def fits(self, n: int) -> bool:
         """Whether it may be a token embedding for a vocabulary of n tokens."""
         if self.kinds == {"layer"}:
@@ -105,20 +148,27 @@ def embedding_parameters(
 ) -> dict[str, Tensor]:
     """Find the trainable token embeddings of a model, which :func:`param_groups` couples.
 
-    They are found as follows:
+    The rule, of which each step leaves what it does not answer to the next:
 
-    1. The vocabulary size V is the argument ``vocab_size``. If it is not given, V is taken from the
-       model's configuration (``model.config.vocab_size``, also in nested configurations) and from
-       the number of rows of the weights that ``get_input_embeddings()`` and
-       ``get_output_embeddings()`` return. If there are neither, V is the number of rows of the tied
-       embedding, or else of the largest ``nn.Embedding``.
-    2. Every matrix with V rows or V columns that belongs to an ``nn.Embedding``, an ``nn.Linear``
-       or a hand-written module is a token embedding. If a parametrization such as ``weight_norm``
-       has replaced such a weight, its original matrices count in its place.
-    3. If other matrices have this size as well (for example, if there are as many positions as
-       tokens, or V = H), only those are token embeddings that are tied or that the getters return,
-       and a warning names the others. If there are no such matrices, an error asks for
-       ``embeddings``.
+    1. *Getters and ties.* What ``get_input_embeddings()`` and ``get_output_embeddings()`` of the
+       model and its submodules return is a token embedding, and so is an ``nn.Embedding`` whose
+       matrix another kind of module shares. The numbers of their rows, and ``vocab_size`` in the
+       model's configuration, are the sizes V of vocabularies. The argument ``vocab_size`` replaces
+       them. If both sides, input and output, have their embedding, the search for this V ends here.
+    2. *Names.* What is named for something else (positions, token types, adapters, ...) is no token
+       embedding. An ``nn.Embedding`` that is named for tokens (``wte``, ``embed_tokens``, ...) or
+       a linear layer that is named for them (``lm_head``, ``unembed``, ...) is one, and says V if
+       nothing else has said it.
+    3. *Blocks.* Nothing in a block that is repeated, as in ``layers.3.mlp``, is one.
+    4. *Sizes.* What is left and has V rows is one: an ``nn.Embedding``, an ``nn.Linear``, or a
+       hand-written matrix, which may also have V columns. If nothing has said V, it is the number
+       of rows of the largest ``nn.Embedding``, and a warning calls it a guess unless there is a
+       linear layer of this size.
+    5. *Doubt.* If step 4 leaves several that cannot all be one, an error asks for ``embeddings``.
+       If there are token embeddings already, a warning names what else looks like one.
+
+    If a parametrization such as ``weight_norm`` has replaced a weight, its original matrices count
+    in its place.
 
     A tied matrix appears once, and biases are never included. Per-layer embeddings (Gemma 3n, Gemma
     4) are included, as their rows belong to tokens as well. They count as input embeddings, so
@@ -150,8 +200,8 @@ def embedding_parameters(
             a matrix by its rows.
 
     Warns:
-        UserWarning: if some matrices have the size of the vocabulary but are not coupled, or if the
-            vocabulary size is only a guess.
+        UserWarning: if matrices that are not coupled look like token embeddings, or if the size of
+            the vocabulary is only a guess.
     """
     found, _ = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
     return {m.name: m.parameter for m in found}
@@ -198,25 +248,44 @@ def coupled_matrices(
 def matrices_of_size(
     parameters: Iterable[tuple[str, Tensor]], vocab_size: int | Iterable[int]
 ) -> dict[Tensor, int]:
-    """Find the token embeddings among named parameters of an unknown model by their size alone.
+    """Find the token embeddings among the parameters of an unknown model.
+
+    These are the matrices with V rows or V columns, except for those that are named for something
+    else, or as in a block that is repeated.
 
     Returns:
-        A dict from each matrix with V rows or V columns to the dimension that indexes tokens.
+        A dict from each of them to the dimension that indexes tokens.
 
     Raises:
-        ValueError: if no matrix has the size ``vocab_size``, or if some have V rows and others have
-            V columns, as hidden layers have.
+        ValueError: if no matrix has the size ``vocab_size``, or if there are more than can be token
+            embeddings: some with V rows and others with V columns, as hidden layers have, or three
+            of the same shape without names.
     """
     matrices = [Matrix(name, p) for name, p in parameters if p.dim() == 2]
+    _mark_blocks(matrices, {})
     for n in sorted(_given_sizes(vocab_size)):
-        if not any(m.fits(n) for m in matrices):
+        fitting = [m for m in matrices if m.fits(n)]
+        if not fitting:
             largest = sorted(matrices, key=lambda m: -max(m.shape))
             raise ValueError(
                 f"vocab_size={n}: none of the parameters that were passed is a matrix with {n} "
-                f"rows or columns. The largest matrices: {_listed(largest) or 'none'}. Pass the "
+                f"rows or columns. The largest matrices: {listed(largest) or 'none'}. Pass the "
                 "number of rows of the embedding matrix, padding included"
             )
-        _choose(matrices, n)
+        unnamed = [m for m in fitting if m.name.startswith("parameter ")]
+        if len(unnamed) > 2:
+            raise ValueError(
+                f"vocab_size={n}: {len(unnamed)} matrices have this size, so hidden layers must be "
+                f"among them: {listed(unnamed)}. Pass names, as in model.named_parameters(), or "
+                "coupled_adam.param_groups(model)"
+            )
+        _search(matrices, n)
+        if not any(m.sides for m in fitting):
+            raise ValueError(
+                f"vocab_size={n}: the matrices of this size are named for something else, or as in "
+                f"a repeated block: {listed(fitting)}. If one of them embeds tokens, put it into a "
+                "param group with 'coupled': True"
+            )
     return {m.parameter: m.vocab_dim for m in matrices if m.sides}
 
 
@@ -241,7 +310,46 @@ def _matrices(model: nn.Module, shards: dict[Tensor, FlatShard]) -> list[Matrix]
         for p in _own_parameters(module):
             if p in matrices:
                 matrices[p].modules.append(module)
+    classes = {
+        _without_wrappers(name): type(module)
+        for name, module in model.named_modules()
+        if _kind(module) == "own"
+    }
+    _mark_blocks([*matrices.values()], classes)
     return list(matrices.values())
+
+
+def _mark_blocks(matrices: list[Matrix], classes: Mapping[str, type]) -> None:
+    """Set ``in_block``, for an only element of a list, and for elements that are alike.
+
+    These have an equal matrix, or the same class. A matrix in a block has a name such as
+    ``blocks.0.module.weight``. In ``heads.0.weight`` the element is the layer itself, and a list of
+    layers is no stack of blocks.
+    """
+    lists: defaultdict[str, dict[str, set[object]]] = defaultdict(dict)
+    inside: defaultdict[tuple[str, str], list[Matrix]] = defaultdict(list)
+    for m in matrices:
+        path = _without_wrappers(m.name).split(".")
+        for at, number in enumerate(path[:-1]):
+            if not number.isdigit():
+                continue
+            container = ".".join(path[:at])
+            features = lists[container].setdefault(number, set())
+            if len(path) > at + 2:
+                features.add((".".join(path[at + 1 :]), m.shape))
+                features.add(classes.get(".".join(path[: at + 1]), object()))
+                inside[container, number].append(m)
+    for (container, number), within in inside.items():
+        others = [of for key, of in lists[container].items() if key != number]
+        if not others or any(lists[container][number] & of for of in others):
+            for m in within:
+                m.in_block = True
+
+
+def _without_wrappers(name: str) -> str:
+    """The name of a module or parameter as it was before FSDP, PEFT or a parametrization."""
+    name = re.sub(r"\.parametrizations\.\w+\.original\d?$", ".weight", name)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -253,6 +361,13 @@ def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
         assert isinstance(module.parametrizations, nn.ModuleDict)
         for originals in module.parametrizations.values():
             yield from originals.parameters(recurse=False)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a name in snake or camel case, in lower case, and their singular."""
+    name = re.sub("^weight_[gv]$", "weight", name)  # of weight_norm
+    words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", name)
+    return [form for word in words for form in (word.lower(), word.lower().removesuffix("s"))]
 
 
 def _kind(module: nn.Module) -> str:
@@ -273,22 +388,29 @@ def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str
         tables = [m for m in matrices if "embedding" in m.kinds]
         raise ValueError(
             f"vocab_size={_spelled(given - sizes)}: no embedding or linear layer of the model has "
-            f"this size. Its nn.Embedding weights: {_listed(tables) or 'none'}"
+            f"this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
         )
-    returned = _ask_getters(model, matrices, told)
-    if not given:
-        sizes |= {m.tokens for m in returned}
-    warned: list[str] = []
-    if not sizes:
-        sizes, warned = _guess_sizes(matrices)
+    has_getters = _ask_getters(model, matrices, told)
     for m in matrices:
-        if m.sides and m.tokens not in sizes:  # it belongs to another vocabulary
+        if m.is_tied and ("embedding" in m.kinds or told & {*m.shape}):
+            m.sides = {"input", "output"}
+        if m.sides and given and m.tokens not in given:  # it belongs to another vocabulary
             m.sides.clear()
-    left = [m for n in sorted(sizes) for m in _choose(matrices, n) if m.parameter.requires_grad]
-    if left:
+    warned: list[str] = []
+    if not given:
+        sizes |= {m.tokens for m in matrices if m.sides}
+    if not sizes and not has_getters:
+        sizes, warned = _sizes_by_name(matrices), []
+    if not sizes and not has_getters:
+        sizes, warned = _guess_sizes(matrices)
+    for n in sorted(sizes):
+        _search(matrices, n, has_getters)
+    if alike := [
+        m for m in matrices if m.parameter.requires_grad and _looks_alike(m, matrices, told)
+    ]:
         warned.append(
-            f"not coupled, although as large as the vocabulary: {_listed(left)}. They do not seem "
-            "to be token embeddings; if they are, pass embeddings= with all matrices to couple"
+            f"not coupled, although they may be token embeddings by their sizes: {listed(alike)}. "
+            "If they are, pass embeddings= with all matrices to couple"
         )
     return warned
 
@@ -310,45 +432,62 @@ def _configured_sizes(model: nn.Module) -> set[int]:
     for module in model.modules():
         config = getattr(module, "config", None)
         if id(config) not in configs:
-            nested = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
-            configs |= {id(c): c for c in (config, *nested.values())}
-    values = (
-        config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
+            configs |= {id(c): c for c in (config, *_options(config).values())}
+    return {
+        n
         for config in configs.values()
-        for key in _CONFIGURED
-    )
-    return {n for n in values if isinstance(n, int) and n > 1}
+        for key, n in _options(config).items()
+        if _CONFIGURED.fullmatch(str(key)) and isinstance(n, int) and n > 1
+    }
 
 
-def _ask_getters(model: nn.Module, matrices: list[Matrix], sizes: set[int]) -> list[Matrix]:
-    """Call the model's getters; return the matrices that they return, with ``sides`` set."""
+def _options(config: Any) -> Mapping[Any, Any]:
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+
+
+def _ask_getters(model: nn.Module, matrices: list[Matrix], sizes: set[int]) -> bool:
+    """Set ``sides`` of what the getters return; return whether the model has any."""
     by_parameter = {m.parameter: m for m in matrices}
-    found = []
+    has_getters = False
     for module in model.modules():
         for getter, side in _GETTERS.items():
-            for p in _weights(_call(getattr(module, getter, None))):
+            if not _is_getter(getattr(module, getter, None)):
+                continue
+            has_getters = True
+            may_fail = module is not model or "per_layer" in getter
+            for p in _weights(_call(getattr(module, getter), may_fail)):
                 m = by_parameter.get(p)
                 # The "input embeddings" of a vision or audio encoder are a projection of patches.
                 if m is None or (side == "input" and m.kinds == {"linear"}):
                     continue
-                m.sides.add(side)
+                if m.shape[0] == 1:  # the Decision Transformer has a GPT-2 without tokens
+                    continue
+                # FSMT returns the decoder's table, and has a head beside it.
+                m.sides.add("input" if m.kinds == {"embedding"} else side)
                 if m.kinds == {"own"} and m.shape[0] not in sizes and m.shape[1] in sizes:
                     m.vocab_dim = 1
-                found.append(m)
-    return found
+    return has_getters
 
 
-def _call(getter: Any) -> Any:
-    """Call a getter; None if it is not a getter as in ``transformers``."""
+def _is_getter(getter: Any) -> bool:
+    """Whether it can be called as in ``transformers``, without arguments."""
     if not callable(getter):
-        return None
+        return False
     try:
         inspect.signature(getter).bind()
-    except (TypeError, ValueError):  # it needs arguments, so it is something else of that name
-        return None
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _call(getter: Any, may_fail: bool) -> Any:
     try:
         return getter()
     except NotImplementedError:  # transformers raises this in submodels without such embeddings
+        return None
+    except AttributeError:  # and some inherit a getter for what they do not have
+        if not may_fail:
+            raise
         return None
 
 
@@ -363,8 +502,26 @@ def _weights(embedding: Any) -> Iterator[Tensor]:
         yield weight
 
 
+def _sizes_by_name(matrices: list[Matrix]) -> set[int]:
+    """The numbers of rows of what is named for tokens: embeddings, and heads about as large."""
+    open_to_names = [m for m in matrices if not m.in_block and not m.is_named(_OF_ANYTHING_ELSE)]
+    tables = [m for m in open_to_names if "embedding" in m.kinds]
+    heads = [m for m in open_to_names if m.kinds == {"linear"} and m.is_named(_OF_TOKEN_HEADS)]
+    sizes = {m.shape[0] for m in tables if m.is_named(_OF_TOKENS)}
+    for m in heads:
+        near = [t.shape[0] for t in tables if _near(t.shape[0], m.shape[0])]
+        if near and (m.modules[0].bias is None or m.shape[0] in near):
+            sizes |= {m.shape[0], *near}
+    return sizes
+
+
+def _near(n: int, other: int) -> bool:
+    """Whether two sizes may be of one vocabulary, with and without padding."""
+    return 20 * abs(n - other) <= max(n, other)
+
+
 def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
-    """Guess the vocabulary size from the tied or else the largest ``nn.Embedding``.
+    """Guess that the vocabulary is as large as the largest ``nn.Embedding``.
 
     Returns:
         The sizes, and the warnings to issue.
@@ -372,23 +529,24 @@ def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
     Raises:
         ValueError: if it is not clear that the largest embeds tokens.
     """
-    tables = [m for m in matrices if "embedding" in m.kinds]
+    unclear = [m for m in matrices if not m.in_block and not m.is_named(_OF_ANYTHING_ELSE)]
+    tables = [m for m in unclear if "embedding" in m.kinds]
+    rest = [m for m in unclear if "embedding" not in m.kinds]
     rows = sorted({m.shape[0] for m in tables}, reverse=True)
-    tied = {m.shape[0] for m in tables if "linear" in m.kinds}
-    rest = [m for m in matrices if "embedding" not in m.kinds]
     with_head = [n for n in rows if _is_head_size(rest, n)]
-    sizes = tied or set(rows[:1])
+    sizes = set(rows[:1])
     # An embedding with at least half as many rows may be a second vocabulary.
-    close = [n for n in rows if n not in sizes and 2 * n >= max(sizes)]
+    close = [n for n in rows[1:] if 2 * n >= rows[0]]
     hint = (
         f"pass vocab_size={_spelled(sizes)} if this is correct, otherwise the correct number, or "
         "all sizes if there are several vocabularies"
     )
-    guess = f"The vocabulary size may be {_spelled(sizes)}, but the model has {_listed(tables)}"
-    if not tied and (close or (with_head and with_head[0] not in sizes)):
+    guess = f"The vocabulary size may be {_spelled(sizes)}, but the model has {listed(tables)}"
+    if close or (with_head and with_head[0] not in sizes):
         raise ValueError(f"cannot tell which nn.Embedding embed tokens. {guess}: {hint}")
-    unsure = close or (len(rows) > 1 and not tied and not with_head)
-    return sizes, [f"{guess}: {hint}"] if unsure else []
+    if sizes and not with_head:
+        return sizes, [f"it is only a guess that {listed(tables[:1])} embeds tokens: {hint}"]
+    return sizes, []
 
 
 def _is_head_size(matrices: list[Matrix], n: int) -> bool:
@@ -402,22 +560,28 @@ def _is_width(matrices: list[Matrix], n: int) -> bool:
     return any(m.shape[0] == n for m in matrices) and any(m.shape[1] == n for m in matrices)
 
 
-def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
-    """Mark the token embeddings for a vocabulary of size n.
-
-    Returns:
-        The matrices of this size that are not token embeddings.
+def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
+    """Mark the token embeddings for a vocabulary of size n by names, blocks and sizes.
 
     Raises:
         ValueError: if token embeddings cannot be told apart from other matrices.
     """
-    fitting = [m for m in matrices if m.fits(n)]
-    for m in fitting:
-        if m.is_tied:
-            m.sides = {"input", "output"}
-    known = [m for m in fitting if m.sides]
-    tables = [m for m in fitting if not m.sides and "embedding" in m.kinds]
-    layers = [m for m in fitting if not m.sides and "embedding" not in m.kinds]
+    known = [m for m in matrices if m.sides and _near(m.tokens, n)]
+    if _sides(known) == {"input", "output"}:
+        return
+    fitting = [
+        m
+        for m in matrices
+        if m.fits(n) and not (m.sides or m.in_block or m.is_named(_OF_ANYTHING_ELSE))
+    ]
+    tables = [m for m in fitting if "embedding" in m.kinds]
+    layers = [m for m in fitting if "embedding" not in m.kinds]
+    if len(tables) > 1:
+        tables = [m for m in tables if m.is_named(_OF_TOKENS)] or tables
+    one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
+    nothing_else = not known and not tables
+    if _is_width(layers, n) and not (one_each_way and nothing_else):
+        layers = [m for m in layers if m.is_named(_OF_HEADS)] or layers
     unclear = []
 
     if "input" in _sides(known) or len({m.modules[0] for m in tables}) > 1:
@@ -426,10 +590,15 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
         for m in tables:
             m.take(n, {"input"})
 
-    one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
-    if not _is_width(layers, n):
+    widths = {length for m in matrices if m.in_block and m.modules for length in m.shape}
+    if n in widths.union(*(m.shape[1:] for m in known + tables)):
+        # Hidden layers have this size, too: only a name can tell.
+        unclear += [m for m in layers if not ("linear" in m.kinds and m.is_named(_OF_HEADS))]
+        layers = [m for m in layers if m not in unclear]
+    alone = len(layers) == 1 and layers[0].is_named(_OF_HEADS)  # and maybe square
+    if alone or not _is_width(layers, n):
         unclear += _take_layers(layers, n, _sides(known + tables))
-    elif one_each_way and not known and not tables:
+    elif one_each_way and nothing_else:
         # Hand-written matrices [V, H] and [H, V], or a projection of one-hot tokens and a head.
         for m in layers:
             is_head = (m.shape[0] == n) == ("linear" in m.kinds)
@@ -437,10 +606,11 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
     else:
         unclear += layers
 
-    if unclear and not known:
+    known += [m for m in tables if m.sides and m.is_named(_OF_TOKENS)]
+    if unclear and not known and not has_getters:
         raise ValueError(
             f"cannot tell which of these matrices embed tokens, as all have the vocabulary's size "
-            f"{n}: {_listed(unclear)}. "
+            f"{n}: {listed(unclear)}. "
             + (
                 f"Name all that do, e.g. embeddings=[{unclear[0].name!r}, ...]"
                 if unclear[0].modules
@@ -448,7 +618,6 @@ def _choose(matrices: list[Matrix], n: int) -> list[Matrix]:
                 "coupled_adam.param_groups(model)"
             )
         )
-    return unclear + [m for m in matrices if m.kinds == {"layer"} and m.shape[0] == n]
 
 
 def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
@@ -456,7 +625,10 @@ def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
     linear = [m for m in layers if "linear" in m.kinds]
     own = [m for m in layers if "linear" not in m.kinds]
     for m in linear:
-        m.take(n, {"output"} if m.shape[0] == n or "input" in sides else {"input"})
+        if m.shape[0] == n or not m.modules:
+            m.take(n, {"output"})
+        elif "input" not in sides:  # of one-hot tokens
+            m.take(n, {"input"})
     missing = {"input", "output"} - sides - _sides(linear)
     if missing and len(own) == 1:
         own[0].take(n, missing)
@@ -464,11 +636,39 @@ def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
     return own
 
 
+def _looks_alike(m: Matrix, matrices: list[Matrix], told: set[int]) -> bool:
+    """Whether a matrix that is not coupled looks like a token embedding nevertheless."""
+    if m.sides or m.is_named(_OF_ANYTHING_ELSE) or m.kinds == {"layer"}:
+        return False
+    is_table, rows = "embedding" in m.kinds, m.shape[0]
+    sizes = {other.tokens for other in matrices if other.sides}
+    widths = {length for other in matrices if other.sides for length in other.shape} - sizes
+    widths |= {other.tokens for other in matrices if other.sides and len({*other.shape}) == 1}
+    if rows in sizes or any(m.fits(n) for n in sizes - widths):
+        return is_table or not m.in_block or m.is_named(_OF_HEADS)
+    if m.in_block:
+        return False
+    is_near = any(_near(rows, n) for n in sizes)
+    pairs = ({"embedding"}, {"linear"})
+    if any(
+        other.shape[0] == rows and (m.kinds, other.kinds) in (pairs, pairs[::-1])
+        for other in matrices
+        if not (other.sides or other.in_block or other.is_named(_OF_ANYTHING_ELSE))
+    ):
+        return True
+    if is_table:  # if nothing has told the sizes, there may be one vocabulary more
+        more = any(16 * rows >= n for n in sizes) if not told else m.is_named(_OF_TOKENS)
+        return is_near or more or any(rows % n == 0 for n in sizes | told)  # several in one
+    without_bias = "linear" in m.kinds and m.modules[0].bias is None
+    return is_near and (without_bias or m.is_named(_OF_HEADS))
+
+
 def _sides(matrices: list[Matrix]) -> set[str]:
     return {side for m in matrices for side in m.sides}
 
 
-def _listed(matrices: list[Matrix]) -> str:
+def listed(matrices: list[Matrix]) -> str:
+    """The names and shapes of the first five, for messages."""
     most = 5
     more = f" and {len(matrices) - most} more" if len(matrices) > most else ""
     return ", ".join(map(str, matrices[:most])) + more

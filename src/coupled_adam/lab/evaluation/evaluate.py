@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,11 +31,12 @@ from coupled_adam.lab.evaluation.loading import (
     check_model,
     load_model,
     load_model_tokenizer,
+    load_trained,
     recipe_of_run,
     require_causal,
 )
-from coupled_adam.lab.models import build_model, count_parameters, output_embeddings
-from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.lab.models import count_parameters, output_embeddings
+from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.runs import COUNTS, EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -53,6 +55,7 @@ def evaluate_run(
     sets: Sets | None = None,
     downstream: Downstream | None = None,
     device: str = "cpu",
+    variant: str | None = None,
 ) -> dict[str, Any]:
     """Complete the evaluation of a finished run, and return the content of its ``evaluation.json``.
 
@@ -75,12 +78,13 @@ def evaluate_run(
             that is null, the whole split.
         sets: if given, word similarity is evaluated, even if it was evaluated before.
         downstream: if given, accuracies are evaluated, even if they were evaluated before.
+        variant: as for :func:`~coupled_adam.lab.evaluation.loading.recipe_of_run`.
 
     Raises:
         UsageError: the folder is not that of a run, or the run's training has not finished.
         OSError: the folder cannot be written.
     """
-    recipe = recipe_of_run(run)
+    recipe = recipe_of_run(run, variant)
     if not (run / MODEL).exists():
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
@@ -93,15 +97,16 @@ def evaluate_run(
     has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
         return done
-    model = load_model(run / MODEL, device)
+    model, trained = load_trained(run, recipe, device)
     if not has_loss:
         tokens = (corpus() if callable(corpus) else corpus).tokens("test")
         sequences = None if batches is None else batches * recipe.training.batch_size
-        loss = held_out_loss(model, tokens, recipe.training.sequence_length, sequences)
+        length, losses = recipe.training.sequence_length, trained.sequence_losses
+        loss = held_out_loss(model, tokens, length, sequences, losses)
         _merge(path, {**loss, "test_batches": batches})
     if not has_measures:
         with torch.device("meta"):
-            parameters = count_parameters(build_model(recipe))
+            parameters = count_parameters(trained.build_model(recipe))
         try:
             counts = read_array(run / COUNTS)
         except ValueError as error:
@@ -199,23 +204,34 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
 
 
 def held_out_loss(
-    model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
+    model: PreTrainedModel,
+    tokens: Tokens | NDArray[Any],
+    length: int,
+    sequences: int | None,
+    losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses,
 ) -> dict[str, Any]:
     """Compute the mean cross-entropy of all complete blocks, or of the first ``sequences``.
 
     The result also contains the number of predicted tokens.
 
+    Args:
+        losses: the loss of each sequence of a batch, as in a :class:`Variant`.
+
     Raises:
         UsageError: the loss is not finite.
     """
-    total, predicted = _summed_loss(model, tokens, length, sequences)
+    total, predicted = _summed_loss(model, tokens, length, sequences, losses)
     if not math.isfinite(total):
         raise UsageError(f"{model.name_or_path}: the test loss is not finite")
     return {"test_loss": total / predicted, "test_tokens": predicted}
 
 
 def _summed_loss(
-    model: PreTrainedModel, tokens: Tokens | NDArray[Any], length: int, sequences: int | None
+    model: PreTrainedModel,
+    tokens: Tokens | NDArray[Any],
+    length: int,
+    sequences: int | None,
+    losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses,
 ) -> tuple[float, int]:
     """The sum of the cross-entropy over all predicted tokens, and their number."""
     if sequences is not None:
@@ -229,7 +245,7 @@ def _summed_loss(
         for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
             size = blocks[:, 1:].numel()
             bar.update(size)
-            total += next_token_loss(model, blocks.to(model.device)).item() * size
+            total += losses(model, blocks.to(model.device)).mean().item() * size
             predicted += size
     return total, predicted
 

@@ -15,7 +15,8 @@ from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.safe_yaml import read_yaml
-from coupled_adam.runs import CONFIG, SWEEP, inner_runs
+from coupled_adam.lab.training.variant import Variant, load_variant
+from coupled_adam.runs import CONFIG, MODEL, SWEEP, inner_runs
 from coupled_adam.text.hub import hub_error, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -23,12 +24,14 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """What configurations call the number of layers."""
 
 
-def recipe_of_run(folder: Path) -> Recipe:
+def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
     """Read the recipe of a run from the run's folder.
 
+    Args:
+        variant: the variant whose code may be executed; a folder may be another person's.
+
     Raises:
-        UsageError: the folder has no readable recipe, or the run was trained with a variant of its
-            recipe, so that only the program that trained it knows its model and loss.
+        UsageError: the folder has no readable recipe, or the run was trained with another variant.
     """
     path = folder / CONFIG
     try:
@@ -40,6 +43,11 @@ def recipe_of_run(folder: Path) -> Recipe:
         raise UsageError(
             f"{folder} was trained with the variant {config['variant']!r}, which no recipe "
             "describes: evaluate it with the program that trained it"
+        )
+    if recipe.variant not in (None, variant):
+        raise UsageError(
+            f"{folder} was trained with the code of {recipe.variant}, which only coupled-adam "
+            f"evaluate {folder} --variant {recipe.variant} executes: add this if you trust it"
         )
     return recipe
 
@@ -59,13 +67,19 @@ def check_model(source: Path | str) -> None:
     )
 
 
-def load_model(source: Path | str, device: str, revision: str | None = None) -> PreTrainedModel:
+def load_model(
+    source: Path | str,
+    device: str,
+    revision: str | None = None,
+    cls: type[Any] = AutoModelForCausalLM,
+) -> PreTrainedModel:
     """Load a causal language model in float32; only safetensors are read, never pickle files.
 
     Args:
         source: the model's folder, or its id on the Hugging Face hub.
         device: where to load it.
         revision: a branch, tag or commit on the hub.
+        cls: its class, where its configuration does not tell.
 
     Raises:
         UsageError: there is no such model, or weights are damaged or missing.
@@ -78,7 +92,7 @@ def load_model(source: Path | str, device: str, revision: str | None = None) -> 
         reach_hub()
     model: PreTrainedModel
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = cls.from_pretrained(
             source,
             revision=revision or "main",
             dtype=torch.float32,
@@ -124,6 +138,16 @@ def _check_layers(folder: Path) -> None:
                     f"{folder / 'config.json'}: {name} is {layers}, but there are weights of "
                     f"{tensors} tensors: it is another model's, or damaged"
                 )
+
+
+def load_trained(run: Path, recipe: Recipe, device: str) -> tuple[PreTrainedModel, Variant]:
+    """The model of a finished run, and the variant of its recipe, whose code is executed."""
+    if recipe.variant is None:
+        return load_model(run / MODEL, device), Variant()
+    variant = load_variant(recipe.variant)
+    with torch.device("meta"):
+        cls = type(variant.build_model(recipe))
+    return load_model(run / MODEL, device, cls=cls), variant
 
 
 def load_model_tokenizer(

@@ -165,6 +165,44 @@ class MetricsFile(Logger):
         """Nothing: they are in config.yaml."""
 
 
+class TrackioLogger(Logger):
+    """A run of trackio, which has wandb's functions; Lightning has no logger for it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+        self._run: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the run in the project."""
+        return self._name
+
+    @property
+    def version(self) -> str:
+        """Empty: a run has one version."""
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Log the numbers of a step; a run that is resumed goes on."""
+        if self._run is None:
+            import trackio  # where it is installed
+
+            self._run = trackio.init(project="coupled-adam", name=self._name, resume="allow")
+        self._run.log(metrics, step=step)
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Nothing: they are in config.yaml."""
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Wait until everything has been stored."""
+        if self._run is not None:
+            self._run.finish()
+
+
 def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None:
     """Drop the lines of ``metrics.jsonl`` after the checkpoint from which a run continues.
 

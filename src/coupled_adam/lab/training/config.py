@@ -5,18 +5,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.variant import Variant
+from coupled_adam.lab.training.variant import Variant, load_variant
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """One run: an arm of a recipe and a seed, trained into a folder."""
+    """One run: an arm of a recipe and a seed, trained into a folder.
+
+    variant: by default that of the recipe, whose code it executes.
+    """
 
     recipe: Recipe
     arm: str
     seed: int
     folder: Path
     variant: Variant = dataclasses.field(default_factory=Variant)
+
+    def __post_init__(self) -> None:
+        """Load the recipe's variant."""
+        if self.recipe.variant is not None:
+            object.__setattr__(self, "variant", load_variant(self.recipe.variant))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -26,7 +34,7 @@ class TrainingRun:
             "seed": self.seed,
             "recipe": self.recipe.only(self.arm, self.seed).to_dict(),
         }
-        if self.variant.name is not None:
+        if self.variant.name is not None and self.recipe.variant is None:
             config["variant"] = self.variant.name
         return config
 
@@ -49,5 +57,5 @@ class Execution:
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: int | None = None
     compile: bool = False
-    log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
     skip_damaged: bool = False

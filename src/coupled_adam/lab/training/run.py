@@ -2,20 +2,21 @@
 
 import contextlib
 import ctypes
+import os
 import platform
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from coupled_adam.errors import UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, cut_log
+from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, TrackioLogger, cut_log
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
@@ -155,9 +156,14 @@ def _loggers(folder: Path, execution: Execution, step: int | None) -> list[Logge
     loggers: list[Logger] = [MetricsFile(folder / METRICS)]
     if "tensorboard" in execution.log:
         loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last_step + 1))
+    name = f"{folder.parent.name}/{folder.name}"
     if "wandb" in execution.log:
-        name = f"{folder.parent.name}/{folder.name}"
         loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
+    if "mlflow" in execution.log:
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
+        loggers.append(MLFlowLogger("coupled-adam", name, tracking_uri=uri))
+    if "trackio" in execution.log:
+        loggers.append(TrackioLogger(name))
     return loggers
 
 

@@ -1,12 +1,14 @@
 """Runs that differ from their recipe in code: other models, optimizers, losses, interventions."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import sequence_losses
@@ -57,3 +59,19 @@ class Variant:
         ]
         if changed and self.name is None:
             raise ValueError(f"a variant with its own {changed[0]} needs a name")
+
+
+def load_variant(name: str) -> Variant:
+    """The variant ``module:name``; importing its module executes code.
+
+    Raises:
+        UsageError: Python does not find it, or it is no variant.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        variant = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"variant={name}: {one_line(error)}") from None
+    if not isinstance(variant, Variant):
+        raise UsageError(f"variant={name} is a {type(variant).__name__}, and must be a Variant")
+    return variant

@@ -1,6 +1,6 @@
-"""Fast implementations of the two passes over a matrix, ``measure`` and ``apply``.
+"""Fast implementations of the passes over a matrix, ``measure``, ``center`` and ``apply``.
 
-Each is a module that implements :class:`coupled_adam.optim.update.Kernel`: ``native`` is written in
+Each is a module that implements :class:`coupled_adam.optim.matrix.Kernel`: ``native`` is written in
 C, for CPUs; ``triton`` is for GPUs; ``operations`` uses torch's operations, for everything else.
 All are tested against :mod:`coupled_adam.optim.reference`, which is itself used where autograd or a
 compiler records the step, and for rare options.
@@ -12,10 +12,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import flat, reference
+from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import native, operations
+from coupled_adam.optim.matrix import OPTIONS, Kernel, Matrix
 from coupled_adam.optim.sharded import PLAIN
-from coupled_adam.optim.update import Kernel, Update
 
 
 def kernels() -> dict[str, str]:
@@ -45,44 +45,43 @@ def kernels() -> dict[str, str]:
     return found
 
 
-def choose(update: Update) -> Kernel:
-    """Choose the kernel for a matrix, and for each part of a piece that was flattened.
+def choose(matrix: Matrix) -> Kernel:
+    """Choose the kernel for a matrix, or a segment. Ranks of one matrix may choose different ones.
 
-    The ranks of one matrix may choose different ones.
+    What a fast kernel does not serve goes to the reference: its ``serves`` names the options of
+    Coupled Adam that it implements, and all others must have their default.
     """
-    group, param = update.group, update.param
-    if param.dim() == 1:
-        update.memo = flat.split(update)
-        for part in update.memo:
-            part.update.kernel = choose(part.update)
-        return flat
-    if group["fused"] is False or update.traced or isinstance(update.beta1, Tensor):
+    group, param = matrix.group, matrix.param
+    if group["fused"] is False or matrix.traced or isinstance(matrix.beta1, Tensor):
         return reference
+    kernel: Kernel = operations
     if param.is_cpu:
-        return native if native.fits(update) else operations
-    has_triton = param.is_cuda or param.is_xpu
-    if has_triton and _fits_triton(update) and _triton_works(param.device, param.dtype):
+        kernel = native if native.fits(matrix) else operations
+    elif (
+        (param.is_cuda or param.is_xpu)
+        and _fits_triton(matrix)
+        and _triton_works(param.device, param.dtype)
+    ):
         from coupled_adam.optim.kernels import triton
 
-        return triton
-    return operations
+        kernel = triton
+    if any(group[name] != OPTIONS[name] for name in OPTIONS.keys() - kernel.serves):
+        return reference
+    return kernel
 
 
-def _fits_triton(update: Update) -> bool:
+def _fits_triton(matrix: Matrix) -> bool:
     """Whether the Triton kernel supports these tensors.
 
     It needs plain tensors, as a subclass may have no memory of its own, and contiguous float32
     second moments. The matrices may have any strides.
     """
-    param = update.param
-    second = (update.exp_avg_sq, update.max_exp_avg_sq, update.exp_avg_sq_row)
+    second = (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
     moments = [moment for moment in second if moment is not None]
+    matrices = [x for x in (matrix.param, matrix.grad, matrix.exp_avg) if x is not None]
     return (
-        param.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(
-            type(x) in PLAIN and x.device == param.device
-            for x in (param, update.grad, update.exp_avg, *moments)
-        )
+        matrix.param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(type(x) in PLAIN and x.device == matrix.param.device for x in matrices + moments)
         and all(x.dtype == torch.float32 and x.stride() == (1,) for x in moments)
     )
 

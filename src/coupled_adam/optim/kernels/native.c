@@ -16,28 +16,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The passes are compiled for several instruction sets. The best one is chosen when the library is
- * loaded, so that one library is fast on all machines. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GLIBC__) && !defined(__clang__)
-#define FOR_EACH_CPU __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FOR_EACH_CPU
-#endif
-
-/* Tell the compiler that parameter, gradient and first moment do not overlap in memory. */
-#if defined(__clang__)
-#define NO_ALIASES _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define NO_ALIASES _Pragma("GCC ivdep")
-#endif
-
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define BLOCK 128    /* columns whose cache lines are prefetched together */
+#define BLOCK 512    /* bytes of a row that are worked on before those of the next pair of rows */
 #define AHEAD 1024   /* bytes by which cache lines are prefetched ahead of their use */
-#define SUM_ROWS 256 /* rows summed in single precision before they are added in double precision */
+#define SUM_ROWS 128 /* rows summed in single precision before they are added in double precision */
+#define APPLY_PAIRS 1
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };
+enum { GRAD, MOMENT, PARAM, UPDATE }; /* the kinds of rows */
 
 /* One update of one matrix, filled in by native.py. Strides are between rows, in elements. */
 typedef struct {
@@ -47,20 +34,25 @@ typedef struct {
     int64_t param_stride, grad_stride, exp_avg_stride;
     void *exp_avg_sq, *max_exp_avg_sq; /* [H]; the maximum is NULL without amsgrad */
     double *sums;                      /* [H]: written by measure, read by apply */
-    /* With row_exponent, measure writes row_sums [V]. Unless exp_avg_sq_row (r) is NULL, it also
-     * updates r with beta2 and row_share, and writes weights = r^-exponent [V]; apply reads these. */
-    void *row_sums, *exp_avg_sq_row, *weights;
-    /* apply multiplies lr by the mean of nu, to the power of exponent. */
+    void *row_sums;                    /* [V]: sums of squares, written by measure; NULL if not needed */
+    /* r [V]. If it is not NULL, measure writes the rows' weights: r'^-exponent, where r' is beta2 r +
+     * row_share row_sums, and 0 where that is 0; and apply makes r' the new r. Otherwise center and
+     * apply read the weights; NULL for 1. */
+    void *exp_avg_sq_row;
+    void *weights;
     double row_share, exponent;
-    /* With zero_sum: the sums over the rows of weights times the first moment, [H]. Written by measure
-     * or by center, read by apply. NULL without zero_sum. */
+    /* With zero_sum: the sums over the rows of the updates, which are weights times the first moment or,
+     * without one, times factor times the gradient, [H]. Written by measure (for a factor of 1) or by
+     * center, read by apply. NULL without zero_sum. */
     double *moment_sums;
-    double weight;                     /* 1 - beta1 */
-    int32_t update_moment;             /* measure updates the first moment, otherwise apply does */
+    double active;         /* the number of weights that are not 0: written with them, read by apply */
+    double weight;         /* 1 - beta1; exp_avg is NULL if this is 1 */
+    int32_t update_moment; /* measure updates the first moment, otherwise center or apply does */
     double beta2;
-    /* The following fields are for apply only. nu becomes beta2 nu + share sums. The step size is
-     * lr / (sqrt(scale nu) + eps), where lr is already divided by 1 - beta1^t and scale by 1 - beta2^t.
-     * factor multiplies the gradient, decay the parameter. */
+    /* The following fields are not for measure. nu becomes beta2 nu + share sums. The step size is
+     * lr / (sqrt(scale nu) + eps), where lr is already divided by 1 - beta1^t and scale by 1 - beta2^t;
+     * apply multiplies lr by the mean of r to the power of exponent if exp_avg_sq_row is not NULL, and
+     * otherwise that has been done. factor multiplies the gradient, decay the parameter. */
     int32_t stochastic;
     double share, scale, eps, lr, factor, decay, vocab_size;
     uint32_t noise_key, noise_row, noise_column; /* see rounding.py */
@@ -69,45 +61,21 @@ typedef struct {
 /* One thread's share of the rows. */
 typedef struct {
     const Update *update;
-    int64_t first, last; /* rows */
-    double *sums, *moment_sums;
-    const void *step_size, *mean;
+    int64_t first, last;           /* rows */
+    double *sums, *update_sums;    /* [H], NULL if not needed */
+    const void *step_size, *mean;  /* for apply; see place in native_passes.h */
+    double active;
     int failed;
 } Share;
 
-/* How many streams of rows a thread reads at a time: 2, or 4 with prefetching. Measured: on Intel
- * processors two take 1.1 times as long as four, on AMD processors four take 1.2 times as long as two.
- * The results are bit-identical. */
-int coupled_adam_streams = 2;
+typedef void Pass(Share *);
+typedef struct {
+    Pass *measure, *center, *apply;
+} Passes;
 
-__attribute__((constructor)) static void choose_streams(void) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_is("intel")) coupled_adam_streams = 4;
-#endif
-}
-
-typedef uint16_t bfloat16;
-
-static inline float from_bfloat16(bfloat16 x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline bfloat16 to_bfloat16(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16; /* to nearest, ties to even */
-    return value == value ? (bfloat16)rounded : 0x7fc0;
-}
-
-static inline bfloat16 to_bfloat16_stochastically(float value, uint32_t random) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return value == value ? (bfloat16)((bits + (random >> 16)) >> 16) : 0x7fc0;
-}
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef int32_t SignedBits __attribute__((vector_size(64)));
+static const Bits EVEN_COLUMNS = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 
 static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
     x = (x ^ (x >> 16)) * 0x85ebca6b;
@@ -115,43 +83,49 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
     return x ^ (x >> 16);
 }
 
-#define T float
-#define WIDE float
-#define SQRT sqrtf
-#define LOAD(x) (x)
-#define STORE(x) (x)
-#define STORE_STOCHASTICALLY(x, random) (x)
-#define HAS_STOCHASTIC 0
-#define NAME(x) x##_float32
-#include "native_passes.h"
+/* Zeros that start with a cache line; NULL if there is no memory. */
+static void *zeros(int64_t size) {
+    const size_t whole = (size_t)size / 64 * 64 + 64;
+    void *memory = aligned_alloc(64, whole);
+    return memory == NULL ? NULL : memset(memory, 0, whole);
+}
 
-#define T double
-#define WIDE double
-#define SQRT sqrt
-#define LOAD(x) (x)
-#define STORE(x) (x)
-#define STORE_STOCHASTICALLY(x, random) (x)
-#define HAS_STOCHASTIC 0
-#define NAME(x) x##_float64
-#include "native_passes.h"
+/* The passes are compiled for several instruction sets, so that one library is fast on all machines.
+ * (target_clones would split the vectors before it knows the instruction set.) */
+#define TARGET(x) x##_baseline
+#include "native_dtypes.h"
+#if defined(__x86_64__)
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#define TARGET(x) x##_avx2
+#include "native_dtypes.h"
+#pragma clang attribute pop
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx512f")
+#pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
+#define TARGET(x) x##_avx512
+#include "native_dtypes.h"
+#pragma clang attribute pop
+#pragma GCC pop_options
+static const Passes *const PASSES[] = {passes_baseline, passes_avx2, passes_avx512};
+#else
+static const Passes *const PASSES[] = {passes_baseline};
+#endif
 
-#define T bfloat16
-#define WIDE float
-#define SQRT sqrtf
-#define LOAD(x) from_bfloat16(x)
-#define STORE(x) to_bfloat16(x)
-#define STORE_STOCHASTICALLY(x, random) to_bfloat16_stochastically(x, random)
-#define HAS_STOCHASTIC 1
-#define NAME(x) x##_bfloat16
-#include "native_passes.h"
+/* The best instruction set of this machine, as an index of PASSES. */
+int coupled_adam_instructions = 0;
 
-typedef void Pass(Share *);
-static Pass *const MEASURE[] = {measure_float32, measure_float64, measure_bfloat16};
-static Pass *const CENTER[] = {center_float32, center_float64, center_bfloat16};
-static Pass *const APPLY[] = {apply_float32, apply_float64, apply_bfloat16};
+__attribute__((constructor)) static void choose_instructions(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    coupled_adam_instructions = __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+#endif
+}
+
 typedef void StepSizes(const Update *, void *, void *);
-static StepSizes *const STEP_SIZES[] = {step_sizes_float32, step_sizes_float64,
-                                        step_sizes_bfloat16};
+static StepSizes *const STEP_SIZES[] = {step_sizes_float32_baseline, step_sizes_float64_baseline, step_sizes_bfloat16_baseline};
 
 /* Use the threads of torch's OpenMP runtime: they spin while they wait, and would compete with threads
  * of our own. Torch loads the runtime with its symbols visible to other libraries; if they are not, we
@@ -222,50 +196,76 @@ int64_t coupled_adam_update_size(void) { return sizeof(Update); }
 
 /* Run a pass that sums over the rows, and add up the sums of all threads. Returns 1 if memory could not
  * be allocated. */
-static int sum(Pass *pass, Update *u) {
+static int sum(Pass *pass, Update *u, double *sums, double *update_sums) {
     Share shares[MAX_THREADS];
     const int count = split(u, shares);
-    const int64_t each = u->moment_sums ? 2 * u->columns : u->columns;
     double *others = NULL;
     if (count > 1) {
-        others = malloc((size_t)(count - 1) * (size_t)each * sizeof(double) + 1);
+        others = malloc(2 * (size_t)(count - 1) * (size_t)u->columns * sizeof(double) + 1);
         if (others == NULL) return 1;
     }
     for (int i = 0; i < count; i++) {
-        shares[i].sums = i ? others + (i - 1) * each : u->sums;
-        if (u->moment_sums) shares[i].moment_sums = i ? shares[i].sums + u->columns : u->moment_sums;
+        double *own = others + 2 * (i - 1) * u->columns;
+        if (sums != NULL) shares[i].sums = i ? own : sums;
+        if (update_sums != NULL) shares[i].update_sums = i ? own + u->columns : update_sums;
     }
     run(pass, shares, count);
     int failed = shares[0].failed;
+    double active = shares[0].active;
     for (int i = 1; i < count; i++) { /* in a fixed order, so that results are reproducible */
         failed |= shares[i].failed;
-        for (int64_t j = 0; pass != CENTER[u->dtype] && j < u->columns; j++)
-            u->sums[j] += shares[i].sums[j];
-        for (int64_t j = 0; u->moment_sums && j < u->columns; j++)
-            u->moment_sums[j] += shares[i].moment_sums[j];
+        active += shares[i].active;
+        for (int64_t j = 0; sums != NULL && j < u->columns; j++) sums[j] += shares[i].sums[j];
+        for (int64_t j = 0; update_sums != NULL && j < u->columns; j++)
+            update_sums[j] += shares[i].update_sums[j];
     }
+    if (sums != NULL && u->exp_avg_sq_row != NULL) u->active = active;
     free(others);
     return failed;
 }
 
-/* Write u->sums. Returns 0 on success, or 1 if memory could not be allocated; the first moment may then
- * have been updated in part. */
-int coupled_adam_measure(Update *u) { return sum(MEASURE[u->dtype], u); }
+/* Write sums, and row_sums, weights, active and moment_sums as described above. Returns 0 on success, or
+ * 1 if memory could not be allocated; the first moment may then have been updated in part. */
+int coupled_adam_measure(Update *u) {
+    const int early = u->exp_avg == NULL || u->update_moment;
+    return sum(PASSES[coupled_adam_instructions][u->dtype].measure, u, u->sums, early ? u->moment_sums : NULL);
+}
 
 /* Update the first moment unless measure has, and write u->moment_sums. Returns as measure does. */
-int coupled_adam_center(Update *u) { return sum(CENTER[u->dtype], u); }
+int coupled_adam_center(Update *u) {
+    return sum(PASSES[coupled_adam_instructions][u->dtype].center, u, NULL, u->moment_sums);
+}
 
-/* Update nu and its maximum, the first moment unless measure has done so, and the parameter. Returns 0
- * on success, or 1 if memory could not be allocated; nothing has been changed then. */
+/* Make r' the new r, as measure has computed it for the weights; return the sum over all rows. */
+static double update_rows(const Update *u) {
+    double total = 0;
+    for (int64_t i = 0; i < u->rows; i++)
+        if (u->dtype == FLOAT64) {
+            double *r = (double *)u->exp_avg_sq_row + i;
+            total += *r = u->beta2 * *r + u->row_share * ((const double *)u->row_sums)[i];
+        } else {
+            float *r = (float *)u->exp_avg_sq_row + i;
+            total += *r = (float)(u->beta2 * *r + u->row_share * ((const float *)u->row_sums)[i]);
+        }
+    return total;
+}
+
+/* Update r, nu and its maximum, the first moment unless measure has done so, and the parameter. Returns
+ * 0 on success, or 1 if memory could not be allocated. */
 int coupled_adam_apply(Update *u) {
-    double *vectors = malloc(2 * (size_t)u->columns * sizeof(double) + 1); /* + 1 for zero columns */
-    if (vectors == NULL) return 1;
-    void *step_size = vectors, *mean = vectors + u->columns;
-    STEP_SIZES[u->dtype](u, step_size, mean);
-    Share shares[MAX_THREADS];
-    const int count = split(u, shares);
-    for (int i = 0; i < count; i++) shares[i].step_size = step_size, shares[i].mean = mean;
-    run(APPLY[u->dtype], shares, count);
-    free(vectors);
-    return 0;
+    const size_t size = (size_t)u->columns + 64; /* up to a whole cache line */
+    double *step_size = zeros((int64_t)(size * sizeof(double))), *mean = zeros((int64_t)(size * sizeof(double)));
+    int failed = step_size == NULL || mean == NULL;
+    if (!failed) {
+        if (u->exp_avg_sq_row != NULL) u->lr *= pow(update_rows(u) / u->active, u->exponent);
+        STEP_SIZES[u->dtype](u, step_size, mean);
+        Share shares[MAX_THREADS];
+        const int count = split(u, shares);
+        for (int i = 0; i < count; i++) shares[i].step_size = step_size, shares[i].mean = mean;
+        run(PASSES[coupled_adam_instructions][u->dtype].apply, shares, count);
+        for (int i = 0; i < count; i++) failed |= shares[i].failed;
+    }
+    free(step_size);
+    free(mean);
+    return failed;
 }

@@ -12,10 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.reference import row_scale
-from coupled_adam.optim.sharded import PLAIN, splits_columns
-from coupled_adam.optim.update import Update
+from coupled_adam.optim import reference
+from coupled_adam.optim.matrix import Matrix, Scalars, Sums
+from coupled_adam.optim.sharded import PLAIN
 
+serves = frozenset(
+    {"coupled", "second_moment_scale", "row_exponent", "zero_sum", "vocab_dim"}
+    | {"stochastic_rounding"}
+)
 skips = False
 PATH = Path(__file__).with_name("libcoupled_adam.so")
 
@@ -36,6 +40,7 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("row_sums", "exp_avg_sq_row", "weights")),
         *((name, ctypes.c_double) for name in ("row_share", "exponent")),
         ("moment_sums", ctypes.c_void_p),
+        ("active", ctypes.c_double),
         ("weight", ctypes.c_double),
         ("update_moment", ctypes.c_int32),
         ("beta2", ctypes.c_double),
@@ -46,115 +51,137 @@ class _Record(ctypes.Structure):
     ]
 
 
-def fits(update: Update) -> bool:
-    """Whether the library is built and supports these tensors; if so, fill ``update.memo``.
+def fits(matrix: Matrix) -> bool:
+    """Whether the library is built and supports these tensors.
 
     The matrices, on the CPU, must be plain tensors of the same dtype (float32, float64 or bfloat16)
     with contiguous rows. The second moments, nu, its maximum and r, must be contiguous, and float64
     if the matrices are float64, otherwise float32.
     """
-    param, maximum = update.param, update.max_exp_avg_sq
-    dtype = param.dtype
+    dtype = matrix.param.dtype
     if dtype not in _DTYPES or library() is None:
         return False
-    pointers: list[int | None] = []
-    strides = []
-    for matrix in (param, update.grad, update.exp_avg):
-        row, column = matrix.stride()
+    for rows in (matrix.param, matrix.grad, matrix.exp_avg):
         # A subclass of Tensor may have no memory of its own.
-        if type(matrix) not in PLAIN or matrix.dtype != dtype or column != 1:
+        if rows is not None and not (
+            type(rows) in PLAIN and rows.dtype == dtype and rows.stride(1) == 1
+        ):
             return False
-        pointers.append(matrix.data_ptr())
-        strides.append(row)
-    for moment in (update.exp_avg_sq, maximum, update.exp_avg_sq_row):
-        if moment is None:
-            pointers.append(None)
-            continue
-        if type(moment) is not Tensor or moment.dtype != _WIDE[dtype] or moment.stride() != (1,):
-            return False
-        pointers.append(moment.data_ptr())
-    rows, columns = param.shape
-    threads = max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD))
-    update.memo = _Record(_DTYPES[dtype], threads, rows, columns, *pointers[:3], *strides)
-    update.memo.exp_avg_sq, update.memo.max_exp_avg_sq = pointers[3:5]
-    return True
+    return all(
+        moment is None
+        or (type(moment) is Tensor and moment.dtype == _WIDE[dtype] and moment.stride() == (1,))
+        for moment in (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
+    )
 
 
-def measure(update: Update, update_moment: bool) -> None:
-    """Sum the squared gradient in float64; with ``update_moment`` also update ``exp_avg``.
+def _record(matrix: Matrix) -> _Record:
+    rows, columns = matrix.param.shape
+    record = _Record(
+        dtype=_DTYPES[matrix.param.dtype],
+        threads=max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD)),
+        rows=rows,
+        columns=columns,
+        param=matrix.param.data_ptr(),
+        param_stride=matrix.param.stride(0),
+        grad=matrix.grad.data_ptr(),
+        grad_stride=matrix.grad.stride(0),
+        exp_avg_sq=matrix.exp_avg_sq.data_ptr(),
+        factor=1.0,
+        weight=1 - matrix.beta1,
+        vocab_size=matrix.vocab_size,
+        active=matrix.vocab_size,
+    )
+    if matrix.exp_avg is not None:
+        record.exp_avg, record.exp_avg_stride = matrix.exp_avg.data_ptr(), matrix.exp_avg.stride(0)
+    if matrix.max_exp_avg_sq is not None:
+        record.max_exp_avg_sq = matrix.max_exp_avg_sq.data_ptr()
+    return record
 
-    Then, with ``zero_sum``, it also does the work of ``center``, unless rows are sharded.
+
+def measure(matrix: Matrix, as_is: bool) -> Sums:
+    """Sum the squared gradient in float64; with ``as_is`` also update ``exp_avg``.
+
+    With whole rows it does the work of ``center``, too, unless that would need an ``exp_avg`` that
+    cannot be updated yet.
     """
-    record: _Record = update.memo
-    update.sums = torch.empty(record.columns, dtype=torch.float64)
-    record.sums = update.sums.data_ptr()
-    record.weight = 1 - update.beta1
-    record.update_moment = update.moment_updated = update_moment
-    rows = update.exp_avg_sq_row
+    record, rows = _record(matrix), matrix.exp_avg_sq_row
+    sums = Sums(torch.empty(record.columns, dtype=torch.float64), memo=record)
+    record.sums = sums.squares.data_ptr()
+    updates_moment = as_is and matrix.exp_avg is not None
+    record.update_moment = updates_moment
     if rows is not None:
-        update.row_sums = torch.empty_like(rows)
-        record.row_sums = update.row_sums.data_ptr()
-    if update_moment and (rows is None or not splits_columns(update)):
-        if rows is not None:
-            update.weights = torch.empty_like(rows)
-            record.exp_avg_sq_row, record.weights = rows.data_ptr(), update.weights.data_ptr()
-            record.beta2 = update.beta2
-            record.row_share = (1 - update.beta2) / update.hidden_size
-            record.exponent = update.group["row_exponent"] / 2
-        if update.group["zero_sum"]:
-            _new_moment_sums(update)
+        sums.row_squares = torch.empty_like(rows)
+        record.row_sums = sums.row_squares.data_ptr()
+    if rows is not None and matrix.has_whole_rows and (updates_moment or matrix.exp_avg is None):
+        sums.weights = torch.empty_like(rows)
+        record.exp_avg_sq_row, record.weights = rows.data_ptr(), sums.weights.data_ptr()
+        record.beta2 = matrix.beta2
+        record.row_share = (1 - matrix.beta2) / matrix.hidden_size
+        record.exponent = matrix.group["row_exponent"] / 2
+        if matrix.group["zero_sum"]:
+            _new_updates(sums, record)
     _call("coupled_adam_measure", record)
+    if updates_moment:
+        sums.moment = matrix.exp_avg
+    return sums
 
 
-def center(update: Update) -> None:
+def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
+    """Leave r to ``apply`` if ``measure`` has weighed the rows and no rank has others."""
+    if sums.weights is None or matrix.row_ranks or matrix.shard is not None:
+        reference.weigh_rows(matrix, sums, scalars)
+
+
+def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update ``exp_avg``, unless ``measure`` has, and sum it over the rows with their weights."""
-    record: _Record = update.memo
-    record.factor = update.factor
-    if update.weights is not None:
-        record.weights = update.weights.data_ptr()
-    _new_moment_sums(update)
+    record: _Record = sums.memo
+    _set_weights(sums, record)
+    record.factor = scalars.factor
+    _new_updates(sums, record)
     _call("coupled_adam_center", record)
-    record.update_moment = update.moment_updated = True
+    record.update_moment, sums.moment = True, matrix.exp_avg
 
 
-def _new_moment_sums(update: Update) -> None:
-    assert update.sums is not None
-    update.moment_sums = torch.empty_like(update.sums)
-    update.memo.moment_sums = update.moment_sums.data_ptr()
-
-
-def apply(update: Update) -> None:
+def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update nu, the first moment and the parameter, given the sums over all ranks."""
-    assert update.sums is not None
-    beta1, beta2, t, group = update.beta1, update.beta2, update.t, update.group
-    record, factor = update.memo, update.factor
-    record.sums = update.sums.data_ptr()  # all_reduce may have replaced them
-    if update.weights is not None:
-        record.weights = update.weights.data_ptr()
-    if update.moment_sums is not None:
-        record.moment_sums = update.moment_sums.data_ptr()
-    record.vocab_size = update.vocab_size
+    beta1, beta2, t, group = matrix.beta1, matrix.beta2, scalars.t, matrix.group
+    record, factor = sums.memo, scalars.factor
+    _set_weights(sums, record)
+    record.sums = sums.squares.data_ptr()  # the sums over all ranks may be other tensors
+    record.moment_sums = None if sums.updates is None else sums.updates.data_ptr()
     record.beta2 = beta2
-    record.share = (1 - beta2) / update.vocab_size * factor * factor
+    record.share = (1 - beta2) / matrix.vocab_size * factor * factor
     record.scale = group["second_moment_scale"] / (1 - beta2**t)
     record.eps = group["eps"]
-    record.lr = update.lr / (1 - beta1**t)
-    if update.totals is not None:
-        record.lr *= float(row_scale(update))
-    elif update.exp_avg_sq_row is not None:
-        record.exponent = group["row_exponent"] / 2
+    record.lr = matrix.lr / (1 - beta1**t)
+    if sums.rows is not None:
+        record.exp_avg_sq_row = None  # r has been updated
+        count, total = sums.rows.tolist()
+        record.active = max(count, 1)
+        record.lr *= (total / record.active) ** (group["row_exponent"] / 2)
+    record.active = max(record.active, 1)  # no row has had a gradient
+    record.scale *= matrix.vocab_size / record.active
     record.factor = factor
-    record.decay = update.decay
-    if update.noise is not None:
-        noise = update.noise
+    record.decay = matrix.decay
+    if scalars.noise is not None:
+        noise = scalars.noise
         record.stochastic = True
         record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
     _call("coupled_adam_apply", record)
     # Tell autograd about the in-place change, as torch's own operations do.
-    changed = [update.param, update.exp_avg, update.exp_avg_sq]
-    if update.exp_avg_sq_row is not None:
-        changed.append(update.exp_avg_sq_row)
-    torch.autograd.graph.increment_version(changed)
+    moments = (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
+    changed = [matrix.param, matrix.exp_avg, *moments]
+    torch.autograd.graph.increment_version([x for x in changed if x is not None])
+
+
+def _set_weights(sums: Sums, record: _Record) -> None:
+    """Let the library read the weights, wherever they have been computed."""
+    record.weights = None if sums.weights is None else sums.weights.data_ptr()
+
+
+def _new_updates(sums: Sums, record: _Record) -> None:
+    sums.updates = torch.empty_like(sums.squares)
+    record.moment_sums = sums.updates.data_ptr()
 
 
 def _call(function: str, record: _Record) -> None:

@@ -1,377 +1,429 @@
-/* The two passes over a matrix's rows for one dtype; native.c includes this file once for each dtype.
+/* The passes over a matrix's rows, for one dtype and one instruction set (see native_dtypes.h).
  *
- * T is the dtype in memory, WIDE the dtype of the arithmetic, LOAD and STORE convert between them,
- * and NAME(x) is x with the dtype's suffix.
+ * Two things make them fast. A core spends its time waiting for cache lines; so a thread divides its
+ * rows into runs of adjacent rows that are far apart, works on a row of each run at a time, and
+ * prefetches them, which keeps more requests in flight than one stream of rows. And the loops over
+ * columns, the functions whose names end in _columns, work on a cache line at a time, with vectors of
+ * its size, which the compiler splits into those of the processor. They take a pair of rows at a time,
+ * so that a column's sum or step size is loaded once for both.
  *
- * A thread divides its rows into four long runs of adjacent rows, and works on one row from each of
- * two runs, or of all four, at a time. A core spends its time waiting for cache lines, and reading
- * several streams keeps more requests in flight than reading a single one. How many streams are
- * best, and whether prefetching helps, depends on the processor (native.c chooses). A column's sum
- * or step size is loaded once for all these rows.
- *
- * Results are bit-identical on all processors, whatever the number of streams: each pair of runs has
- * its own sums, no loop over columns is a reduction, and -ffp-contract is off.
+ * Results are bit-identical for all instruction sets: the order of every sum is written here, and
+ * -ffp-contract is off. They depend on the number of threads.
  */
 
-/* As torch.lerp, exact at both ends: without momentum the first moment equals the gradient. */
-#define LERP(old, x) (light ? old + weight * (x - old) : x - (1 - weight) * (x - old))
-#define LINE (64 / (int)sizeof(T)) /* elements of a cache line */
-#define LANES 8                    /* sums of a row's squares that are computed at a time */
+#define LINE (64 / (int)sizeof(T))     /* elements of a cache line */
+#define LANES (64 / (int)sizeof(WIDE)) /* elements of a vector */
+#define PARTS (LINE / LANES)           /* vectors of a cache line: 2 for bfloat16, otherwise 1 */
 
-/* What measure does besides summing the squared gradient, as constants: whether it updates the first
- * moment, sums each row's squares, and sums the first moment, with the rows' weights if they are
- * known from the rows' squares. */
-typedef struct {
-    int moment, rows, center;
-} NAME(Work);
+typedef WIDE NAME(Vector) __attribute__((vector_size(64)));
+#define VECTOR NAME(Vector)
 
-/* The sums of one or two pairs of runs: of the squared gradient and of the weighted first moment; in
- * WIDE for some rows, and in double precision for all. A row's weight is known after its last column:
- * `m` and `weight` are those of the rows before, which are still in the cache; they are added while
- * the next rows are on their way from memory. Before the first rows there are `zeros`. */
-typedef struct {
-    WIDE *partial, *partial_moment;
-    double *sums[2], *moment_sums[2];
-    const T *m[4], *zeros;
-    WIDE weight[4];
-} NAME(Sums);
-
-/* r^-exponent, and 0 for a row that never had a gradient. */
-ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
-    if (r == 0) return 0;
-    if (exponent == 0.25) return 1 / SQRT(SQRT(r));
-    if (exponent == 0.5) return 1 / SQRT(r);
-    return (WIDE)pow(r, -exponent); /* slow, and its last bit may depend on the C library */
+/* A cache line of bfloat16 is read as 16 numbers of 32 bits. Their lower halves make the first vector,
+ * their upper halves the second: that takes one operation each on every processor, but each vector
+ * then holds every other column. All vectors over the columns (sums, step sizes) have this order, in
+ * which a column is at this place. */
+static int64_t NAME(place)(int64_t column) {
+    return column / LINE * LINE + column % PARTS * LANES + column % LINE / PARTS;
 }
 
-/* Given the sums of a row's squares in lanes, store their sum, update r and return the weight. */
-ALWAYS_INLINE static WIDE NAME(weigh_row)(const Update *u, int64_t row, WIDE *restrict lanes) {
+ALWAYS_INLINE static VECTOR NAME(load)(const T *line, const int part) {
+#if IS_BFLOAT16
+    Bits bits;
+    memcpy(&bits, line, sizeof bits);
+    bits = part ? bits & 0xffff0000 : bits << 16;
+    return (VECTOR)bits;
+#else
+    (void)part;
+    VECTOR values;
+    memcpy(&values, line, sizeof values);
+    return values;
+#endif
+}
+
+/* Round to nearest, ties to even; or, with `noise`, stochastically. */
+ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const Bits *noise) {
+#if IS_BFLOAT16
+    Bits rounded[2];
+    for (int part = 0; part < 2; part++) {
+        const Bits bits = (Bits)values[part];
+        const Bits added = noise ? noise[part] >> 16 : 0x7fff + ((bits >> 16) & 1);
+        /* All ones for NaN, which a carry could turn into another number. (The compiler would compare
+         * vectors one number at a time.) */
+        const Bits nan = (Bits)((SignedBits)(0x7f800000 - (bits & 0x7fffffff)) >> 31);
+        rounded[part] = ((bits + added) & ~nan) | (0x7fc00000 & nan);
+    }
+    const Bits both = (rounded[0] >> 16) | (rounded[1] & 0xffff0000);
+    memcpy(line, &both, sizeof both);
+#else
+    (void)noise;
+    memcpy(line, values, sizeof *values);
+#endif
+}
+
+/* All that the loops over columns need to know of a pair of rows. A row without a partner is paired
+ * with a row of zeros. */
+typedef struct {
+    const Update *update;
+    /* A row of the gradient, of the first moment and of the parameter, from column `origin` on; and a
+     * row of the updates, which are the first moment or, where there is none, the gradient, but for the
+     * factor `weight`. */
+    T *rows[4][2];
+    int64_t origin;
+    WIDE weight[2];
+    VECTOR squares[2];         /* the sums of each row's squares, in lanes */
+    WIDE *sums, *update_sums;  /* the columns' sums of squares and of updates, over some rows */
+    const WIDE *step_size;
+    const WIDE *mean[2];       /* the mean update; zeros for a row that must not move */
+    uint32_t key[2];           /* of the random numbers */
+    int64_t row[2];            /* negative for a row of zeros */
+} NAME(Pair);
+#define PAIR NAME(Pair)
+#define ROW(kind, r) (pair->rows[kind][r] + start - pair->origin)
+#define PREFETCH(line) __builtin_prefetch((const char *)(line) + AHEAD)
+
+/* Update a cache line of the first moment as torch.lerp does, exact at both ends. */
+ALWAYS_INLINE static void NAME(lerp)(T *moment, const T *grad, WIDE factor, WIDE weight) {
+    VECTOR values[PARTS];
+    for (int part = 0; part < PARTS; part++) {
+        const VECTOR old = NAME(load)(moment, part), x = factor * NAME(load)(grad, part);
+        const VECTOR change = x - old;
+        values[part] = weight < (WIDE)0.5 ? old + weight * change : x - (1 - weight) * change;
+    }
+    NAME(store)(moment, values, NULL);
+}
+
+/* Sum the squared gradient over the rows. With `by_row` also sum it over the columns; with `moment`
+ * also update the first moment. */
+ALWAYS_INLINE static void NAME(square)(PAIR *pair, int64_t start, int64_t count, const int by_row,
+                                       const int moment) {
+    const T *g0 = ROW(GRAD, 0), *g1 = ROW(GRAD, 1);
+    T *m0 = ROW(MOMENT, 0), *m1 = ROW(MOMENT, 1);
+    WIDE *sums = pair->sums + start;
+    const WIDE weight = (WIDE)pair->update->weight;
+    VECTOR squares0 = pair->squares[0], squares1 = pair->squares[1];
+    for (int64_t i = 0; i < count; i += LINE) {
+        PREFETCH(g0 + i);
+        PREFETCH(g1 + i);
+        for (int part = 0; part < PARTS; part++) {
+            const VECTOR x0 = NAME(load)(g0 + i, part), x1 = NAME(load)(g1 + i, part);
+            VECTOR *sum = (VECTOR *)(sums + i) + part;
+            *sum += x0 * x0 + x1 * x1;
+            if (by_row) squares0 += x0 * x0, squares1 += x1 * x1;
+        }
+        if (moment) {
+            PREFETCH(m0 + i);
+            PREFETCH(m1 + i);
+            NAME(lerp)(m0 + i, g0 + i, 1, weight);
+            NAME(lerp)(m1 + i, g1 + i, 1, weight);
+        }
+    }
+    pair->squares[0] = squares0;
+    pair->squares[1] = squares1;
+}
+
+/* As constants, the options cost nothing where they are not used. */
+typedef void NAME(Columns)(PAIR *pair, int64_t start, int64_t count);
+#define COLUMNS __attribute__((noinline)) static void
+COLUMNS NAME(square_columns)(PAIR *pair, int64_t start, int64_t count) {
+    NAME(square)(pair, start, count, 0, 0);
+}
+COLUMNS NAME(square_rows_columns)(PAIR *pair, int64_t start, int64_t count) {
+    NAME(square)(pair, start, count, 1, 0);
+}
+COLUMNS NAME(square_moment_columns)(PAIR *pair, int64_t start, int64_t count) {
+    NAME(square)(pair, start, count, 0, 1);
+}
+COLUMNS NAME(square_rows_moment_columns)(PAIR *pair, int64_t start, int64_t count) {
+    NAME(square)(pair, start, count, 1, 1);
+}
+
+/* Update the first moment. */
+COLUMNS NAME(moment_columns)(PAIR *pair, int64_t start, int64_t count) {
+    const T *g0 = ROW(GRAD, 0), *g1 = ROW(GRAD, 1);
+    T *m0 = ROW(MOMENT, 0), *m1 = ROW(MOMENT, 1);
+    const WIDE factor = (WIDE)pair->update->factor, weight = (WIDE)pair->update->weight;
+    for (int64_t i = 0; i < count; i += LINE) {
+        PREFETCH(g0 + i);
+        PREFETCH(g1 + i);
+        PREFETCH(m0 + i);
+        PREFETCH(m1 + i);
+        NAME(lerp)(m0 + i, g0 + i, factor, weight);
+        NAME(lerp)(m1 + i, g1 + i, factor, weight);
+    }
+}
+
+/* Sum the updates over the rows. */
+COLUMNS NAME(sum_columns)(PAIR *pair, int64_t start, int64_t count) {
+    const T *u0 = ROW(UPDATE, 0), *u1 = ROW(UPDATE, 1);
+    WIDE *sums = pair->update_sums + start;
+    const WIDE weight0 = pair->weight[0], weight1 = pair->weight[1];
+    for (int64_t i = 0; i < count; i += LINE) {
+        for (int part = 0; part < PARTS; part++) {
+            VECTOR *sum = (VECTOR *)(sums + i) + part;
+            *sum += weight0 * NAME(load)(u0 + i, part) + weight1 * NAME(load)(u1 + i, part);
+        }
+    }
+}
+
+/* Update the parameter. */
+ALWAYS_INLINE static void NAME(update)(PAIR *pair, int64_t start, int64_t count,
+                                       const int stochastic) {
+    const WIDE decay = (WIDE)pair->update->decay, weight[2] = {pair->weight[0], pair->weight[1]};
+    const WIDE *step_sizes = pair->step_size + start;
+    const WIDE *means[2] = {pair->mean[0] + start, pair->mean[1] + start};
+    const T *u[2] = {ROW(UPDATE, 0), ROW(UPDATE, 1)};
+    T *p[2] = {ROW(PARAM, 0), ROW(PARAM, 1)};
+    for (int64_t i = 0; i < count; i += LINE) {
+        for (int r = 0; r < 2; r++) {
+            PREFETCH(u[r] + i);
+            PREFETCH(p[r] + i);
+            VECTOR values[PARTS];
+            for (int part = 0; part < PARTS; part++) {
+                const VECTOR *step_size = (const VECTOR *)(step_sizes + i) + part;
+                const VECTOR *mean = (const VECTOR *)(means[r] + i) + part;
+                const VECTOR step = weight[r] * NAME(load)(u[r] + i, part) - *mean;
+                values[part] = decay * NAME(load)(p[r] + i, part) - *step_size * step;
+            }
+#if IS_BFLOAT16
+            if (stochastic) {
+                const uint32_t column = pair->update->noise_column + (uint32_t)(start + i);
+                Bits noise[2];
+                for (int part = 0; part < 2; part++) {
+                    Bits x = (EVEN_COLUMNS + (column + (uint32_t)part)) ^ pair->key[r];
+                    x = (x ^ (x >> 16)) * 0x85ebca6b; /* mix */
+                    x = (x ^ (x >> 13)) * 0xc2b2ae35;
+                    noise[part] = x ^ (x >> 16);
+                }
+                NAME(store)(p[r] + i, values, noise);
+                continue;
+            }
+#endif
+            NAME(store)(p[r] + i, values, NULL);
+        }
+    }
+}
+
+COLUMNS NAME(update_columns)(PAIR *pair, int64_t start, int64_t count) {
+    NAME(update)(pair, start, count, 0);
+}
+#if IS_BFLOAT16
+COLUMNS NAME(update_stochastically_columns)(PAIR *pair, int64_t start, int64_t count) {
+    NAME(update)(pair, start, count, 1);
+}
+#endif
+
+/* Run a loop over some columns, and over the last ones, fewer than a cache line, in a copy. */
+static void NAME(over)(NAME(Columns) *columns, PAIR *pair, int64_t start, int64_t stop) {
+    const int64_t whole = (stop - start) / LINE * LINE, rest = stop - start - whole;
+    columns(pair, start, whole);
+    if (rest == 0) return;
+    start += whole;
+    T lines[4][2][LINE] = {0};
+    PAIR copy = *pair;
+    copy.origin = start;
+    for (int kind = 0; kind < 4; kind++)
+        for (int r = 0; r < 2; r++) {
+            copy.rows[kind][r] = lines[kind][r];
+            if (pair->rows[kind][r] != NULL)
+                memcpy(lines[kind][r], ROW(kind, r), (size_t)rest * sizeof(T));
+        }
+    columns(&copy, start, LINE);
+    for (int r = 0; r < 2; r++) {
+        pair->squares[r] = copy.squares[r];
+        if (pair->rows[MOMENT][r] != NULL)
+            memcpy(ROW(MOMENT, r), lines[MOMENT][r], (size_t)rest * sizeof(T));
+        if (pair->rows[PARAM][r] != NULL)
+            memcpy(ROW(PARAM, r), lines[PARAM][r], (size_t)rest * sizeof(T));
+    }
+}
+
+/* r^-exponent, and 0 for a row that never had a gradient. Square roots are the same everywhere, unlike
+ * pow, and faster: r^-3/8 is 1 / (r^1/4 r^1/8). */
+static WIDE NAME(weight)(WIDE r, double exponent) {
+    if (r == 0) return 0;
+    if (exponent * 8 != (int)(exponent * 8) || exponent < 0 || exponent >= 1)
+        return (WIDE)pow(r, -exponent);
+    WIDE root = r, product = 1;
+    for (int rest = (int)(exponent * 8), bit = 4; rest != 0; rest &= ~bit, bit /= 2) {
+        root = SQRT(root);
+        if (rest & bit) product *= root;
+    }
+    return 1 / product;
+}
+
+/* Write the sum of a row's squares and the row's weight; return the weight. */
+static WIDE NAME(weigh)(Share *share, int64_t row, const VECTOR *squares) {
+    const Update *u = share->update;
+    WIDE lanes[LANES];
+    memcpy(lanes, squares, sizeof lanes);
     for (int half = LANES / 2; half > 0; half /= 2) /* always in the same order */
         for (int k = 0; k < half; k++) lanes[k] += lanes[k + half];
     ((WIDE *)u->row_sums)[row] = lanes[0];
     if (u->exp_avg_sq_row == NULL) return 1;
-    WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
-    *r = (WIDE)(u->beta2 * *r + u->row_share * lanes[0]);
-    return ((WIDE *)u->weights)[row] = NAME(weight)(*r, u->exponent);
+    const WIDE r = (WIDE)(u->beta2 * ((const WIDE *)u->exp_avg_sq_row)[row] + u->row_share * lanes[0]);
+    const WIDE weight = NAME(weight)(r, u->exponent);
+    share->active += weight != 0;
+    return ((WIDE *)u->weights)[row] = weight;
 }
 
-/* The pointers of measure_columns, to one row of each run. */
+/* A thread's work in a pass: two loops over columns for each pair of rows. */
 typedef struct {
-    const T *g[4];
-    T *m[4];
-    WIDE lanes[4][LANES];
-} NAME(Rows);
+    Share *share;
+    NAME(Columns) *loops[2]; /* NULL if there is nothing to do */
+    int measures, moment;    /* whether this is the pass that measures; whether it updates the moment */
+    PAIR pairs[2];
+    int64_t padded;          /* columns, rounded up to whole cache lines */
+    WIDE *partial;           /* the pairs' sums over some rows */
+    double *total;           /* the sums over all rows */
+    WIDE *no_mean;           /* zeros, the mean for a row that must not move */
+    T *no_row;               /* zeros, the partner of a row without one */
+} NAME(Work);
 
-/* Measure `count` columns, starting with `first`, of one row of each run. */
-ALWAYS_INLINE static void NAME(measure_columns)(const Update *u, int64_t first, const int64_t count,
-                                                const int pairs, const int width,
-                                                const NAME(Work) work,
-                                                NAME(Rows) *restrict rows,
-                                                NAME(Sums) *restrict s) {
-    const WIDE weight = (WIDE)u->weight;
-    const int light = weight < (WIDE)0.5;
-    NO_ALIASES
-    for (int64_t k = 0; k < count; k++)
-        for (int pair = 0; pair < pairs; pair++) {
-            const int64_t i = first + k, at = pair * u->columns + i;
-            WIDE total = 0, moments = 0;
-            for (int r = pair * width; r < (pair + 1) * width; r++) {
-                const WIDE x = LOAD(rows->g[r][i]);
-                total += x * x;
-                if (work.rows) rows->lanes[r][k] += x * x;
-                if (work.moment) {
-                    const WIDE old = LOAD(rows->m[r][i]);
-                    rows->m[r][i] = STORE(LERP(old, x));
-                }
-                if (work.center)
-                    moments += work.rows ? s->weight[r] * LOAD(s->m[r][i]) : LOAD(rows->m[r][i]);
-            }
-            s->partial[at] += total;
-            if (work.center) s->partial_moment[at] += moments;
-        }
-}
-
-/* The last columns, fewer than LANES. Its options are no constants, as that would be compiled often. */
-__attribute__((noinline)) static void NAME(measure_last)(const Update *u, int64_t first, int pairs,
-                                                         int width, NAME(Work) work,
-                                                         NAME(Rows) *rows, NAME(Sums) *s) {
-    NAME(measure_columns)(u, first, u->columns - first, pairs, width, work, rows, s);
-}
-
-/* For one row of each run in `pairs` pairs of `width` runs: add the squared gradient to the pair's
- * partial sums, and do the other work. `row` is the row of the first run, and each further run starts
- * `run` rows after the one before. */
-ALWAYS_INLINE static void NAME(measure_row)(const Update *u, int64_t row, int64_t run,
-                                            const int pairs, const int width,
-                                            const NAME(Work) work, NAME(Sums) *s) {
-    const int64_t columns = u->columns;
-    const int runs = pairs * width;
-    NAME(Rows) rows;
-    for (int r = 0; r < runs; r++) {
-        rows.g[r] = (const T *)u->grad + (row + r * run) * u->grad_stride;
-        rows.m[r] = work.moment ? (T *)u->exp_avg + (row + r * run) * u->exp_avg_stride : NULL;
-        for (int k = 0; work.rows && k < LANES; k++) rows.lanes[r][k] = 0;
-    }
-    const int64_t block = pairs == 2 ? BLOCK : columns;
-    for (int64_t start = 0; start < columns; start += block) {
-        const int64_t stop = start + block < columns ? start + block : columns;
-        if (pairs == 2) /* four streams: prefetch their cache lines */
-            for (int64_t i = start; i < stop; i += LINE)
-                for (int r = 0; r < runs; r++) {
-                    __builtin_prefetch((const char *)(rows.g[r] + i) + AHEAD);
-                    if (work.moment) __builtin_prefetch((const char *)(rows.m[r] + i) + AHEAD);
-                }
-        int64_t i = start;
-        for (; i + LANES <= stop; i += LANES)
-            NAME(measure_columns)(u, i, LANES, pairs, width, work, &rows, s);
-        if (i < stop) NAME(measure_last)(u, i, pairs, width, work, &rows, s);
-    }
-    for (int r = 0; work.rows && r < runs; r++) {
-        s->weight[r] = NAME(weigh_row)(u, row + r * run, rows.lanes[r]);
-        s->m[r] = rows.m[r];
-    }
-}
-
-/* Add the first moments of the last rows of `pairs` pairs of `width` runs, with their weights. */
-ALWAYS_INLINE static void NAME(add_last)(const Update *u, const int pairs, const int width,
-                                         const NAME(Work) work, NAME(Sums) *s) {
-    if (!work.rows || !work.center) return;
-    for (int r = 0; r < pairs * width; r++) {
-        WIDE *restrict partial = s->partial_moment + r / width * u->columns;
-        NO_ALIASES
-        for (int64_t i = 0; i < u->columns; i++) partial[i] += s->weight[r] * LOAD(s->m[r][i]);
-        s->m[r] = s->zeros;
-    }
-}
-
-/* For one row of each of two runs that are `run` rows apart: update the first moment, unless measure
- * has, and add it to `partial` with the rows' weights. */
-ALWAYS_INLINE static void NAME(center_row)(const Update *u, int64_t row, int64_t run, const int runs,
-                                           WIDE *restrict partial) {
-    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor;
-    const int light = weight < (WIDE)0.5, moment = !u->update_moment;
-    const T *g[2];
-    T *m[2];
-    WIDE row_weight[2];
-    for (int r = 0; r < runs; r++) {
-        const int64_t at = row + r * run;
-        g[r] = (const T *)u->grad + at * u->grad_stride;
-        m[r] = (T *)u->exp_avg + at * u->exp_avg_stride;
-        row_weight[r] = u->weights != NULL ? ((const WIDE *)u->weights)[at] : 1;
-    }
-    if (moment) {
-        NO_ALIASES
-        for (int64_t i = 0; i < u->columns; i++)
-            for (int r = 0; r < runs; r++) {
-                const WIDE x = factor * LOAD(g[r][i]), old = LOAD(m[r][i]);
-                m[r][i] = STORE(LERP(old, x));
-                partial[i] += row_weight[r] * LOAD(m[r][i]);
-            }
-    } else {
-        NO_ALIASES
-        for (int64_t i = 0; i < u->columns; i++)
-            for (int r = 0; r < runs; r++) partial[i] += row_weight[r] * LOAD(m[r][i]);
-    }
-}
-
-/* Add the partial sums in WIDE to the sums in double precision, and reset them. */
-static void NAME(collect)(WIDE *restrict partial, double *restrict sums, int64_t columns) {
-    for (int64_t i = 0; i < columns; i++) {
-        sums[i] += (double)partial[i];
-        partial[i] = 0;
-    }
-}
-
-ALWAYS_INLINE static void NAME(collect_all)(NAME(Sums) *s, int pair, int from, int64_t columns) {
-    NAME(collect)(s->partial + from * columns, s->sums[pair], columns);
-    if (s->partial_moment != NULL)
-        NAME(collect)(s->partial_moment + from * columns, s->moment_sums[pair], columns);
-}
-
-/* Measure all rows of the `pair`-th pair of runs, or of both pairs. */
-ALWAYS_INLINE static void NAME(measure_runs)(const Update *u, int64_t first, int64_t run,
-                                             const int pairs, int pair, const NAME(Work) work,
-                                             NAME(Sums) *s) {
-    for (int64_t done = 1; done <= run; done++) {
-        NAME(measure_row)(u, first + done - 1, run, pairs, 2, work, s);
-        if (done == run) NAME(add_last)(u, pairs, 2, work, s);
-        if (done % (SUM_ROWS / 2) == 0 || done == run)
-            for (int k = 0; k < pairs; k++) NAME(collect_all)(s, pair + k, k, u->columns);
-    }
-}
-
-ALWAYS_INLINE static void NAME(measure_share)(Share *share, const NAME(Work) work, NAME(Sums) *s) {
+/* Make a pair point at two rows. A negative second row is one of zeros. */
+static void NAME(go_to)(NAME(Work) *work, PAIR *pair, int64_t first, int64_t second) {
+    const Share *share = work->share;
     const Update *u = share->update;
-    const int64_t first = share->first, run = (share->last - first) / 4;
-    if (coupled_adam_streams == 4) {
-        NAME(measure_runs)(u, first, run, 2, 0, work, s);
-    } else {
-        for (int pair = 0; pair < 2; pair++)
-            NAME(measure_runs)(u, first + 2 * pair * run, run, 1, pair, work, s);
+    const int64_t rows[2] = {first, second};
+    for (int r = 0; r < 2; r++) {
+        const int64_t row = pair->row[r] = rows[r];
+        const int none = row < 0;
+        T *g = none ? work->no_row : (T *)u->grad + row * u->grad_stride;
+        T *m = none || u->exp_avg == NULL ? work->no_row : (T *)u->exp_avg + row * u->exp_avg_stride;
+        pair->rows[GRAD][r] = g;
+        if (work->moment) pair->rows[MOMENT][r] = m;
+        if (work->measures) continue;
+        pair->rows[UPDATE][r] = u->exp_avg == NULL ? g : m;
+        pair->weight[r] = none ? 0 : u->weights == NULL ? 1 : ((const WIDE *)u->weights)[row];
+        pair->mean[r] = pair->weight[r] == 0 ? work->no_mean : share->mean;
+        if (u->exp_avg == NULL) pair->weight[r] *= (WIDE)u->factor;
+        if (share->step_size == NULL) continue;
+        pair->rows[PARAM][r] = none ? work->no_row : (T *)u->param + row * u->param_stride;
+        pair->key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
     }
-    for (int64_t row = first + 4 * run; row < share->last; row++) {
-        NAME(measure_row)(u, row, 0, 1, 1, work, s);
-        NAME(add_last)(u, 1, 1, work, s);
-    }
-    NAME(collect_all)(s, 0, 0, u->columns);
 }
 
-/* As constants, the options cost nothing where they are not used. */
-ALWAYS_INLINE static void NAME(measure_with)(Share *share, const int moment, NAME(Sums) *s) {
-    const int rows = share->update->row_sums != NULL, center = share->moment_sums != NULL;
-    if (center)
-        rows ? NAME(measure_share)(share, (NAME(Work)){moment, 1, 1}, s)
-             : NAME(measure_share)(share, (NAME(Work)){moment, 0, 1}, s);
-    else
-        rows ? NAME(measure_share)(share, (NAME(Work)){moment, 1, 0}, s)
-             : NAME(measure_share)(share, (NAME(Work)){moment, 0, 0}, s);
-}
-
-FOR_EACH_CPU static void NAME(center)(Share *share) {
-    const Update *u = share->update;
-    const int64_t run = (share->last - share->first) / 2;
-    WIDE *partial = calloc((size_t)u->columns + 1, sizeof(WIDE));
-    if (partial == NULL) {
-        share->failed = 1;
-        return;
-    }
-    memset(share->moment_sums, 0, (size_t)u->columns * sizeof(double));
-    for (int64_t done = 1; done <= run; done++) {
-        NAME(center_row)(u, share->first + done - 1, run, 2, partial);
-        if (done % (SUM_ROWS / 2) == 0) NAME(collect)(partial, share->moment_sums, u->columns);
-    }
-    for (int64_t row = share->first + 2 * run; row < share->last; row++)
-        NAME(center_row)(u, row, 0, 1, partial);
-    NAME(collect)(partial, share->moment_sums, u->columns);
-    free(partial);
-}
-
-FOR_EACH_CPU static void NAME(measure)(Share *share) {
-    const Update *u = share->update;
-    const size_t columns = (size_t)u->columns;
-    WIDE *partial = calloc(4 * columns + 1, sizeof(WIDE));
-    double *second = calloc(2 * columns + 1, sizeof(double));
-    T *zeros = calloc(columns + 1, sizeof(T));
-    if (partial == NULL || second == NULL || zeros == NULL) {
-        share->failed = 1;
-    } else {
-        NAME(Sums) s = {.partial = partial, .sums = {share->sums, second}, .zeros = zeros};
-        for (int r = 0; r < 4; r++) s.m[r] = zeros, s.weight[r] = 0;
-        memset(share->sums, 0, columns * sizeof(double));
-        if (u->moment_sums != NULL) {
-            s.partial_moment = partial + 2 * columns;
-            s.moment_sums[0] = share->moment_sums;
-            s.moment_sums[1] = second + columns;
-            memset(share->moment_sums, 0, columns * sizeof(double));
-        }
-        if (u->update_moment) /* without it, there is nothing to center yet */
-            NAME(measure_with)(share, 1, &s);
-        else if (u->row_sums != NULL)
-            NAME(measure_share)(share, (NAME(Work)){0, 1, 0}, &s);
+/* Once a pair of rows has been measured, its weights are known. So its updates, which are still in the
+ * cache, are summed with the next pair of rows, while these are on their way from memory. */
+static void NAME(weigh_pair)(NAME(Work) *work, PAIR *pair) {
+    const Update *u = work->share->update;
+    for (int r = 0; r < 2; r++) {
+        pair->rows[UPDATE][r] = pair->rows[u->exp_avg == NULL ? GRAD : MOMENT][r];
+        if (pair->row[r] < 0)
+            pair->weight[r] = 0;
+        else if (u->row_sums == NULL)
+            pair->weight[r] = 1;
         else
-            NAME(measure_share)(share, (NAME(Work)){0, 0, 0}, &s);
-        for (size_t i = 0; i < columns; i++) share->sums[i] += second[i];
-        for (size_t i = 0; u->moment_sums != NULL && i < columns; i++)
-            share->moment_sums[i] += second[columns + i];
+            pair->weight[r] = NAME(weigh)(work->share, pair->row[r], &pair->squares[r]);
+        pair->squares[r] = (VECTOR){0};
     }
-    free(partial);
-    free(second);
-    free(zeros);
 }
 
-/* For one row of each of `runs` runs: update the first moment if `moment` is set, then the
- * parameter. */
-ALWAYS_INLINE static void NAME(apply_row)(const Update *u, int64_t row, int64_t run, const int runs,
-                                          const int moment, const int stochastic,
-                                          const int weigh, const WIDE *restrict step_size,
-                                          const WIDE *restrict mean) {
-    const int64_t columns = u->columns;
-    const WIDE weight = (WIDE)u->weight, factor = (WIDE)u->factor, decay = (WIDE)u->decay;
-    const int light = weight < (WIDE)0.5;
-    const T *g[4];
-    T *m[4], *p[4];
-    uint32_t key[4];
-    WIDE row_weight[4];
-    for (int r = 0; r < runs; r++) {
-        const int64_t at = row + r * run;
-        g[r] = moment ? (const T *)u->grad + at * u->grad_stride : NULL;
-        m[r] = (T *)u->exp_avg + at * u->exp_avg_stride;
-        p[r] = (T *)u->param + at * u->param_stride;
-        row_weight[r] = weigh && u->weights != NULL ? ((const WIDE *)u->weights)[at] : 1;
-        key[r] = stochastic ? mix(mix(u->noise_row + (uint32_t)at) ^ u->noise_key) : 0;
+/* Add the sums over some rows to those over all rows, in double precision. */
+static void NAME(collect)(NAME(Work) *work) {
+    const int64_t size = 2 * work->padded;
+    for (int64_t i = 0; i < size; i++) {
+        work->total[i] += (double)work->partial[i];
+        work->total[i] += (double)work->partial[size + i];
     }
-    const int64_t block = runs == 4 ? BLOCK : columns;
-    for (int64_t start = 0; start < columns; start += block) {
-        const int64_t stop = start + block < columns ? start + block : columns;
-        if (runs == 4)
-            for (int64_t i = start; i < stop; i += LINE)
-                for (int r = 0; r < runs; r++) {
-                    if (moment) __builtin_prefetch((const char *)(g[r] + i) + AHEAD);
-                    __builtin_prefetch((const char *)(m[r] + i) + AHEAD);
-                    __builtin_prefetch((const char *)(p[r] + i) + AHEAD);
-                }
-        NO_ALIASES
-        for (int64_t i = start; i < stop; i++)
-            for (int r = 0; r < runs; r++) {
-                if (moment) {
-                    const WIDE x = factor * LOAD(g[r][i]), old = LOAD(m[r][i]);
-                    m[r][i] = STORE(LERP(old, x));
-                }
-                WIDE step = LOAD(m[r][i]);
-                if (weigh) step = row_weight[r] * step - mean[i];
-                const WIDE value = decay * LOAD(p[r][i]) - step_size[i] * step;
-                p[r][i] = stochastic ? STORE_STOCHASTICALLY(
-                                           value, mix(key[r] ^ (u->noise_column + (uint32_t)i)))
-                                     : STORE(value);
-            }
-    }
-    (void)key;
-    (void)row_weight;
+    memset(work->partial, 0, 2 * (size_t)size * sizeof(WIDE));
 }
 
-ALWAYS_INLINE static void NAME(apply_runs)(Share *share, const int runs, const int moment,
-                                           const int stochastic, const int weigh) {
+/* Work on one or two pairs of rows, starting with `row` and `run` rows apart, on some columns of each
+ * pair at a time. */
+static void NAME(over_rows)(NAME(Work) *work, int count, int64_t row, int64_t run) {
+    const int64_t columns = work->share->update->columns;
+    for (int k = 0; k < count; k++)
+        NAME(go_to)(work, &work->pairs[k], row + 2 * k * run, run ? row + (2 * k + 1) * run : -1);
+    for (int64_t start = 0; start < columns; start += BLOCK / (int)sizeof(T)) {
+        const int64_t block = start + BLOCK / (int)sizeof(T);
+        const int64_t stop = block < columns ? block : columns;
+        for (int k = 0; k < count; k++)
+            for (int loop = 0; loop < 2; loop++)
+                if (work->loops[loop] != NULL)
+                    NAME(over)(work->loops[loop], &work->pairs[k], start, stop);
+    }
+    for (int k = 0; work->measures && k < count; k++) NAME(weigh_pair)(work, &work->pairs[k]);
+}
+
+/* A pass over a thread's rows, which are divided into `pairs` pairs of runs. */
+static void NAME(pass)(Share *share, NAME(Work) *work, int pairs) {
+    const int64_t columns = share->update->columns;
+    const int64_t padded = (columns + LINE - 1) / LINE * LINE;
+    work->share = share;
+    work->padded = padded;
+    work->partial = zeros(5 * padded * (int64_t)sizeof(WIDE));
+    work->total = zeros(2 * padded * (int64_t)sizeof(double));
+    work->no_row = zeros(padded * (int64_t)sizeof(T));
+    share->failed = work->partial == NULL || work->total == NULL || work->no_row == NULL;
+    if (!share->failed) {
+        work->no_mean = work->partial + 4 * padded;
+        for (int k = 0; k < 2; k++) {
+            PAIR *pair = &work->pairs[k];
+            pair->update = share->update;
+            pair->sums = work->partial + 2 * k * padded;
+            pair->update_sums = pair->sums + padded;
+            pair->step_size = share->step_size;
+            for (int r = 0; r < 2; r++) pair->rows[UPDATE][r] = work->no_row;
+        }
+        const int64_t run = (share->last - share->first) / (2 * pairs);
+        for (int64_t done = 0; done < run; done++) {
+            NAME(over_rows)(work, pairs, share->first + done, run);
+            if (share->step_size == NULL && done % SUM_ROWS == SUM_ROWS - 1) NAME(collect)(work);
+        }
+        for (int64_t row = share->first + 2 * pairs * run; row < share->last; row++)
+            NAME(over_rows)(work, 1, row, 0);
+        if (work->measures && share->update_sums != NULL) /* of the last rows */
+            for (int k = 0; k < pairs; k++)
+                NAME(over)(NAME(sum_columns), &work->pairs[k], 0, columns);
+        NAME(collect)(work);
+        for (int64_t i = 0; i < columns; i++) {
+            if (share->sums != NULL) share->sums[i] = work->total[NAME(place)(i)];
+            if (share->update_sums != NULL)
+                share->update_sums[i] = work->total[padded + NAME(place)(i)];
+        }
+    }
+    free(work->partial);
+    free(work->total);
+    free(work->no_row);
+}
+
+static void NAME(measure)(Share *share) {
     const Update *u = share->update;
-    const WIDE *step_size = share->step_size, *mean = share->mean;
-    const int64_t run = (share->last - share->first) / runs;
-    for (int64_t row = share->first; row < share->first + run; row++)
-        NAME(apply_row)(u, row, run, runs, moment, stochastic, weigh, step_size, mean);
-    for (int64_t row = share->first + runs * run; row < share->last; row++)
-        NAME(apply_row)(u, row, 0, 1, moment, stochastic, weigh, step_size, mean);
+    NAME(Columns) *loop = NAME(square_columns);
+    if (u->update_moment && u->row_sums != NULL)
+        loop = NAME(square_rows_moment_columns);
+    else if (u->update_moment)
+        loop = NAME(square_moment_columns);
+    else if (u->row_sums != NULL)
+        loop = NAME(square_rows_columns);
+    NAME(Columns) *second = share->update_sums != NULL ? NAME(sum_columns) : NULL;
+    NAME(pass)(share, &(NAME(Work)){.measures = 1, .moment = u->update_moment, .loops = {loop, second}}, 2);
 }
 
-ALWAYS_INLINE static void NAME(apply_share)(Share *share, const int moment, const int stochastic,
-                                            const int weigh) {
-    if (coupled_adam_streams == 4)
-        NAME(apply_runs)(share, 4, moment, stochastic, weigh);
-    else
-        NAME(apply_runs)(share, 2, moment, stochastic, weigh);
-}
-
-/* As constants, the options cost nothing where they are not used. */
-ALWAYS_INLINE static void NAME(apply_with)(Share *share, const int stochastic, const int weigh) {
-    if (share->update->update_moment) /* measure has already updated the first moment */
-        NAME(apply_share)(share, 0, stochastic, weigh);
-    else
-        NAME(apply_share)(share, 1, stochastic, weigh);
-}
-
-FOR_EACH_CPU static void NAME(apply)(Share *share) {
+static void NAME(center)(Share *share) {
     const Update *u = share->update;
-    const int weigh = u->weights != NULL || u->moment_sums != NULL;
-    if (HAS_STOCHASTIC && u->stochastic)
-        weigh ? NAME(apply_with)(share, HAS_STOCHASTIC, 1)
-              : NAME(apply_with)(share, HAS_STOCHASTIC, 0);
-    else
-        weigh ? NAME(apply_with)(share, 0, 1) : NAME(apply_with)(share, 0, 0);
+    const int moment = u->exp_avg != NULL && !u->update_moment;
+    NAME(Columns) *loop = moment ? NAME(moment_columns) : NULL;
+    NAME(pass)(share, &(NAME(Work)){.moment = moment, .loops = {loop, NAME(sum_columns)}}, 2);
 }
 
-/* Update nu and its maximum, and compute each column's step size, and the mean of the rows' weighted
- * first moments, which is 0 without zero_sum. */
-static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
+static void NAME(apply)(Share *share) {
+    const Update *u = share->update;
+    const int moment = u->exp_avg != NULL && !u->update_moment;
+    NAME(Columns) *loop = moment ? NAME(moment_columns) : NULL;
+    NAME(Columns) *update = NAME(update_columns);
+#if IS_BFLOAT16
+    if (u->stochastic) update = NAME(update_stochastically_columns);
+#endif
+    NAME(pass)(share, &(NAME(Work)){.moment = moment, .loops = {loop, update}}, APPLY_PAIRS);
+}
+
+/* Update nu and its maximum; compute each column's step size, and the mean of the rows' updates, which
+ * is 0 without zero_sum. */
+__attribute__((unused)) static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
     WIDE *step_size = step_sizes, *mean = means, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
-    double total = 0;
     for (int64_t i = 0; i < u->columns; i++) {
+        const int64_t place = NAME(place)(i);
         /* A gradient clipped to zero contributes zero, even where its sum has overflowed to inf. */
         const double share = u->share == 0 ? 0 : u->share * u->sums[i];
         nu[i] = (WIDE)(u->beta2 * nu[i] + share);
@@ -380,24 +432,21 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
             if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
             maximum[i] = highest;
         }
-        total += nu[i];
-        step_size[i] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
-        mean[i] = u->moment_sums == NULL ? 0 : (WIDE)(u->moment_sums[i] / u->vocab_size);
-    }
-    if (u->exponent != 0) {
-        const double scale = pow(total / (double)u->columns, u->exponent);
-        for (int64_t i = 0; i < u->columns; i++) step_size[i] = (WIDE)(step_size[i] * scale);
+        step_size[place] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
+        mean[place] = u->moment_sums == NULL ? 0 : (WIDE)(u->moment_sums[i] / u->active);
     }
 }
 
-#undef LERP
 #undef LINE
-#undef SQRT
 #undef LANES
+#undef PARTS
+#undef VECTOR
+#undef PAIR
+#undef ROW
+#undef PREFETCH
+#undef COLUMNS
 #undef T
 #undef WIDE
-#undef LOAD
-#undef STORE
-#undef STORE_STOCHASTICALLY
-#undef HAS_STOCHASTIC
+#undef SQRT
+#undef IS_BFLOAT16
 #undef NAME

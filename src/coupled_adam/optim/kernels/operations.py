@@ -1,8 +1,9 @@
-"""The two passes with torch's operations, on any device.
+"""The passes with torch's operations, on any device.
 
 On a CPU they work block by block, so that each operation finds in the cache what the one before it
 has read, and every matrix passes through memory only once in each pass. No temporary is as large as
-the matrix. On other devices blocks only limit the size of temporaries.
+the matrix: the largest is a block in single precision. On other devices blocks only limit the size
+of temporaries.
 """
 
 import functools
@@ -11,82 +12,93 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.reference import step_size
+from coupled_adam.optim import reference
+from coupled_adam.optim.matrix import Matrix, Scalars, Sums
 from coupled_adam.optim.rounding import round_
-from coupled_adam.optim.update import Update
 
+serves = frozenset(
+    {"coupled", "second_moment_scale", "row_exponent", "zero_sum", "vocab_dim"}
+    | {"stochastic_rounding"}
+)
 skips = False
+weigh_rows = reference.weigh_rows
 
 _BLOCK_BYTES = 2**21  # per tensor and thread: the blocks of three tensors share a core's cache
 _DEVICE_BLOCK_BYTES = 2**26  # on other devices: large, so that launches are few
 _SUM_ROWS = 4096  # summed sequentially in float32, with a relative rounding error of about 5e-7
 
 
-def measure(update: Update, update_moment: bool) -> None:
+def measure(matrix: Matrix, as_is: bool) -> Sums:
     """Sum the squared gradient; on a CPU also update ``exp_avg`` if neither is transposed."""
-    grad, exp_avg = update.grad, update.exp_avg
-    dtype = update.exp_avg_sq.dtype
-    if update.exp_avg_sq_row is not None:
-        update.row_sums = _norms(grad, 1, dtype).square()
+    grad, exp_avg = matrix.grad, matrix.exp_avg
+    dtype = matrix.exp_avg_sq.dtype
+    row_squares = None
+    if matrix.exp_avg_sq_row is not None:
+        row_squares = _norms(grad, 1, dtype).square()
     if not grad.numel():
-        update.sums = torch.zeros_like(update.exp_avg_sq)
-        return
+        return Sums(torch.zeros_like(matrix.exp_avg_sq), row_squares)
     if not grad.is_cpu or _is_transposed(grad):
-        update.sums = _norms(grad, 0, dtype).square()
-        return
-    update.moment_updated = update_moment and not _is_transposed(exp_avg)
-    sums = []
-    for part in _blocks(grad, _SUM_ROWS):
-        if update.moment_updated:
-            exp_avg[part].lerp_(grad[part].to(exp_avg.dtype), 1 - update.beta1)
-        sums.append(_sum_of_squares(grad[part], dtype))
-    update.sums = functools.reduce(Tensor.add_, sums)
+        return Sums(_norms(grad, 0, dtype).square(), row_squares)
+    updates_moment = as_is and exp_avg is not None and not _is_transposed(exp_avg)
+    squares = []
+    for rows in _blocks(grad, _SUM_ROWS):
+        if updates_moment:
+            _update_moment(matrix, rows, 1.0)
+        squares.append(_sum_of_squares(grad[rows], dtype))
+    sums = Sums(functools.reduce(Tensor.add_, squares), row_squares)
+    sums.moment = exp_avg if updates_moment else None
+    return sums
 
 
-def center(update: Update) -> None:
+def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update ``exp_avg`` and sum it over the rows, each with its weight, block by block."""
-    dtype = update.exp_avg_sq.dtype
-    update.moment_sums = torch.zeros_like(update.exp_avg_sq)
-    for part in _blocks(update.exp_avg, _SUM_ROWS):
-        if not update.moment_updated:
-            _update_moment(update, part)
-        m = update.exp_avg[part].to(dtype)
-        if update.weights is None:
-            update.moment_sums += m.sum(0)
-        else:
-            update.moment_sums.addmv_(m.T, update.weights[part])
-    update.moment_updated = True
+    assert sums.weights is not None
+    sums.updates = torch.zeros_like(matrix.exp_avg_sq)
+    for rows in _blocks(matrix.grad, _SUM_ROWS):
+        m = _moment(matrix, sums, scalars, rows).to(matrix.exp_avg_sq.dtype)
+        sums.updates.addmv_(m.T, sums.weights[rows])
+    sums.moment = matrix.exp_avg
 
 
-def apply(update: Update) -> None:
+def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update nu; then, block by block, m + (1 - beta1) (factor g - m) and decay e - rate m."""
-    rates = step_size(update)
-    decay, mean = update.decay, update.moment_sums
-    if mean is not None:
-        mean = mean / update.vocab_size
-    for part in _blocks(update.param):
-        if not update.moment_updated:
-            _update_moment(update, part)
-        p, m = update.param[part], update.exp_avg[part]
-        if update.weights is not None:
-            m = update.weights[part, None] * m
-        if mean is not None:
-            m = m - mean
-        if update.noise is not None:
+    rates = reference.step_size(matrix, sums, scalars)
+    decay, weights = matrix.decay, sums.weights
+    mean = None if sums.updates is None else sums.updates / sums.active
+    for rows in _blocks(matrix.param):
+        p, m = matrix.param[rows], _moment(matrix, sums, scalars, rows)
+        if weights is not None:
+            m = weights[rows, None] * m
+        if mean is not None and weights is not None:  # no gradient yet: the row does not move
+            m -= torch.outer(weights[rows].ne(0).to(m.dtype), mean)
+        if scalars.noise is not None:
             values = (decay * p.to(rates.dtype)).addcmul_(m.to(rates.dtype), rates, value=-1)
-            round_(p, values, update.noise._replace(row=update.noise.row + part.start))
+            noise = scalars.noise
+            round_(p, values, noise._replace(row=noise.row + rows.start))
             continue
         if isinstance(decay, Tensor) or decay != 1:
             p.mul_(decay)
         p.addcmul_(m, rates, value=-1)
 
 
-def _update_moment(update: Update, part: slice) -> None:
+def _moment(matrix: Matrix, sums: Sums, scalars: Scalars, rows: slice) -> Tensor:
+    """m of some rows, updated unless it has been; without momentum the scaled gradient."""
+    if matrix.exp_avg is None:
+        grad = matrix.grad[rows].to(matrix.exp_avg_sq.dtype)
+        is_scaled = isinstance(scalars.factor, Tensor) or scalars.factor != 1
+        return grad * scalars.factor if is_scaled else grad
+    if sums.moment is None:
+        _update_moment(matrix, rows, scalars.factor)
+    return matrix.exp_avg[rows]
+
+
+def _update_moment(matrix: Matrix, rows: slice, factor: float | Tensor) -> None:
     """m + (1 - beta1) (factor g - m) for some rows."""
-    g, m, factor = update.grad[part], update.exp_avg[part], update.factor
+    assert matrix.exp_avg is not None
+    g, m = matrix.grad[rows], matrix.exp_avg[rows]
     if isinstance(factor, Tensor) or factor != 1:
-        g = g.to(update.exp_avg_sq.dtype) * factor
-    m.lerp_(g.to(m.dtype), 1 - update.beta1)
+        g = g.to(matrix.exp_avg_sq.dtype) * factor
+    m.lerp_(g.to(m.dtype), 1 - matrix.beta1)
 
 
 def _norms(matrix: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,194 @@
+"""Which matrices param_groups couples, in classes of transformers and in hand-written models.
+
+    python benchmarks/which_tables.py --out benchmarks/results/which_tables.json
+
+What is right is not told by names or by the rule itself. A class of transformers is built twice,
+the second time with larger vocabularies: the matrices that have grown are its token embeddings. It
+is then tried as its configuration has it by default, and with a vocabulary as large as some of its
+layers are wide. Hand-written models say themselves what is right.
+
+An outcome is "right", "named" (not right, but a warning names the matrices), "refused" (an error),
+or "silent" (not right, and nothing said so).
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from hand_written_models import MODELS
+from torch import nn
+from transformers.models.auto import modeling_auto
+
+from coupled_adam import param_groups
+
+MAPPINGS = re.findall(
+    r"\w+",
+    "CAUSAL_LM MASKED_LM SEQ_TO_SEQ_CAUSAL_LM PRETRAINING MULTIMODAL_LM SEQUENCE_CLASSIFICATION "
+    "IMAGE_CLASSIFICATION OBJECT_DETECTION AUDIO_CLASSIFICATION CTC TEXT_TO_WAVEFORM "
+    "TIME_SERIES_PREDICTION DEPTH_ESTIMATION AUDIO_TOKENIZATION",
+)
+WIDTHS = {
+    "V = H": ("hidden_size", "d_model", "n_embd", "dim", "emb_dim"),
+    "V = F": ("intermediate_size", "d_ff", "ffn_dim", "encoder_ffn_dim", "n_inner", "ffn_hidden"),
+    "V = KV": (),
+}
+
+
+def class_names() -> list[str]:
+    """All classes of these tasks, and the models without a head."""
+    names: set[str] = set()
+    for task in [f"MODEL_FOR_{m}_MAPPING_NAMES" for m in MAPPINGS] + ["MODEL_MAPPING_NAMES"]:
+        for entry in getattr(modeling_auto, task, {}).values():
+            names.update([entry] if isinstance(entry, str) else entry)
+    return sorted(name for name in names if hasattr(transformers, name))
+
+
+def configs_in(config: transformers.PretrainedConfig) -> list[transformers.PretrainedConfig]:
+    """A configuration and those nested in it."""
+    nested = [v for v in vars(config).values() if isinstance(v, transformers.PretrainedConfig)]
+    return [config, *(inner for n in nested for inner in configs_in(n))]
+
+
+def sizes_of(config: transformers.PretrainedConfig) -> list[tuple[Any, str]]:
+    """Where the sizes of vocabularies are."""
+    return [
+        (c, key)
+        for c in configs_in(config)
+        for key, value in vars(c).items()
+        if "vocab_size" in key and "type" not in key and isinstance(value, int) and value > 1
+    ]
+
+
+def width(config: Any, kind: str) -> int | None:
+    """The width of a kind of layers of the configuration that has the vocabulary."""
+    if kind == "V = KV":
+        heads = getattr(config, "num_key_value_heads", None)
+        total, hidden = (
+            getattr(config, "num_attention_heads", None),
+            getattr(config, "hidden_size", None),
+        )
+        if not all(isinstance(n, int) for n in (heads, total, hidden)):
+            return None
+        return int(heads * (getattr(config, "head_dim", None) or hidden // total))
+    found = [getattr(config, name, None) for name in WIDTHS[kind]]
+    return next((n for n in found if isinstance(n, int)), None)
+
+
+def small_config(model_class: Any) -> Any:
+    """The default configuration, with two layers."""
+    config = model_class.config_class()
+    for c in configs_in(config):
+        for key, value in list(vars(c).items()):
+            layers = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
+            if isinstance(value, int) and value > 2 and key.endswith((*layers, "decoder_layers")):
+                setattr(c, key, 2)
+    return config
+
+
+def build(model_class: Any, change: Any) -> nn.Module:
+    """Build a model on the meta device, with sizes of vocabularies that ``change`` has set."""
+    for make in (small_config, lambda c: c.config_class()):
+        config = make(model_class)
+        for c, key in sizes_of(config):
+            size = change(c, getattr(c, key))
+            if size is None:
+                raise LookupError("it has no such width")
+            setattr(c, key, size)
+            if size < 2000:  # special tokens beyond a small vocabulary are refused
+                for special in ("pad", "bos", "eos", "cls", "sep", "mask", "unk"):
+                    token = getattr(c, f"{special}_token_id", None)
+                    if isinstance(token, int) and token >= size:
+                        setattr(c, f"{special}_token_id", 0)
+        try:
+            with torch.device("meta"):
+                return model_class(config)
+        except Exception as error:  # other settings count layers, too
+            last = error
+    raise last
+
+
+def tables(model_class: Any) -> set[str]:
+    """The names of matrices that grow with the vocabulary."""
+    small = dict(build(model_class, lambda _, n: n).named_parameters())
+    large = dict(build(model_class, lambda _, n: n + 192).named_parameters())
+    return {
+        name
+        for name, p in small.items()
+        if p.requires_grad and p.dim() == 2 and p.shape != large[name].shape
+    }
+
+
+def outcome(model: nn.Module, right: set[str]) -> dict[str, Any]:
+    """What param_groups does with a model."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            groups = param_groups(model)
+        except ValueError as error:
+            return {"outcome": "refused", "said": [str(error)]}
+        except Exception as error:  # of the model's own code
+            return {"outcome": "failed", "said": [repr(error)]}
+    said = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    coupled = {name for g in groups if g["coupled"] for name in g["param_names"]}
+    differ = sorted(coupled ^ right)
+    cut_off = any(re.search(r" and \d+ more", text) for text in said)
+    named = all(f"'{name}'" in " ".join(said) for name in differ) or cut_off
+    kind = "right" if not differ else "named" if named else "silent"
+    if not coupled and any("no param group is coupled" in text for text in said) and differ:
+        kind = "named"
+    return {"outcome": kind, "differ": differ, "said": said}
+
+
+def main() -> None:
+    """Try all, and write what came out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="classes whose names contain this")
+    parser.add_argument("--hand-written", action="store_true", help="no classes of transformers")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    results: dict[str, dict[str, Any]] = {}
+    for name, (make, right) in MODELS.items():
+        results[f"hand-written: {name}"] = {"": outcome(make(), right)}
+    not_built = []
+    for name in [] if options.hand_written else class_names():
+        if options.only not in name:
+            continue
+        model_class = getattr(transformers, name)
+        try:
+            right = tables(model_class)
+            models = {"default": build(model_class, lambda _, n: n)}
+        except Exception as error:  # for use with more settings, or further packages
+            not_built.append(f"{name}: {type(error).__name__}")
+            continue
+        for kind in WIDTHS if right else ():
+            with contextlib.suppress(Exception):  # it has no such width, or needs a larger one
+                models[kind] = build(model_class, lambda c, n, kind=kind: width(c, kind))
+        results[name] = {kind: outcome(model, right) for kind, model in models.items()}
+        results[name]["default"]["right"] = sorted(right)
+        print(name, *(f"{k}: {v['outcome']}" for k, v in results[name].items()), flush=True)
+    for where in ("hand-written", "transformers"):
+        count: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for name, result in results.items():
+            if name.startswith("hand-written") == (where == "hand-written"):
+                for kind, value in result.items():
+                    count[kind][value["outcome"]] += 1
+        for kind, counts in count.items():
+            print(where, kind, sum(counts.values()), dict(counts), file=sys.stderr)
+    if options.out:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        record = {"versions": versions, "results": results, "not built": not_built}
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -107,3 +107,27 @@ assert loaded == {needed!r}, loaded
     )
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) > 5
+
+
+def test_analyze_needs_none_of_the_laboratory_s_packages(tmp_path):
+    """Nor have its page, tables and questions any use for them: the extra [analyze] is enough."""
+    matrix = np.random.default_rng(0).normal(size=(60, 4))
+    np.save(tmp_path / "matrix.npy", matrix)
+    np.save(tmp_path / "counts.npy", np.arange(60))
+    script = """
+import sys
+laboratory = {"lightning", "datasets", "plotly", "tensorboard", "pyarrow", "pandas", "pydantic"}
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in laboratory:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent())
+from coupled_adam.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+    options = ["--counts", "counts.npy", "--html", "page.html", "--undertrained", "--all"]
+    options += ["--csv", "table.csv", "--neighbours", "#3"]
+    subprocess.run(
+        [sys.executable, "-c", script, "analyze", "matrix.npy", *options], check=True, cwd=tmp_path
+    )
+    assert {"page.html", "table.csv"} <= {path.name for path in tmp_path.iterdir()}

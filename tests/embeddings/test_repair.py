@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from transformers import LlamaForCausalLM as Llama
 
+from coupled_adam.cli import main
 from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError
@@ -265,3 +266,42 @@ def test_what_fails_leaves_nothing(gpt2, tmp_path):
         repair_model(gpt2, tmp_path / "out", Repair(), meanwhile)
     assert (tmp_path / "out" / "config.json").read_text() == "of others"
     assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out"}
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
+def test_a_bare_matrix(suffix, tmp_path, capsys):
+    """As it is in a model: only the rows that are dead get new values; nothing else changes."""
+    matrix = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)) + 0.5
+    matrix[[3, 8]] = torch.tensor([[0.0], [torch.nan]]).expand(2, 6)
+    path, out = tmp_path / f"matrix{suffix}", tmp_path / f"new{suffix}"
+    other = torch.arange(3)
+    if suffix == ".npy":
+        np.save(path, matrix.numpy())
+    else:
+        save_file({"E": matrix, "other": other}, path, {"format": "pt"})
+    arguments = ["repair", str(path), "--out", str(out), "--device", "cpu"]
+    assert main([*arguments, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["matrices"]
+    assert [row["row"] for row in report["rows"]] == [3, 8]
+    if suffix == ".npy":
+        new = torch.from_numpy(np.load(out))
+    else:
+        tensors = load_file(out)
+        new = tensors["E"]
+        assert torch.equal(tensors["other"], other)
+    alive = torch.ones(40, dtype=torch.bool)
+    alive[[3, 8]] = False
+    assert torch.equal(new[alive], matrix[alive])
+    assert (new[~alive].norm(dim=1) > 0.1).all()
+    assert main(arguments) == 2
+    assert f"--out {out} exists" in capsys.readouterr().err
+    for more, message in (
+        (["--text", str(path)], "--text is for the loss of a model"),
+        (["--method", "partner"], "--method partner needs input and output embeddings"),
+    ):
+        again = ["repair", str(path), "--out", str(tmp_path / f"b{suffix}"), *more]
+        assert main(again) == 2
+        assert message in capsys.readouterr().err
+    assert main(["repair", str(path), "--out", str(tmp_path / "folder")]) == 2
+    assert "must both end in .npy or both in .safetensors" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {path.name, out.name}

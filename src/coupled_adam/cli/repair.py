@@ -41,9 +41,11 @@ if TYPE_CHECKING:
 class Options(JsonOption, DeviceOption):
     """The options of ``coupled-adam repair``."""
 
-    model: str = argument("the folder of a model or a run, or a model's id on the hub")
+    model: str = argument(
+        "the folder of a model or a run, a model's id on the hub, or a file with a matrix"
+    )
     revision: str | None = option("the branch, tag or commit, for a model on the hub")
-    out: str = option("the folder to write, which must not exist", dataclasses.MISSING)
+    out: str = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
     undertrained: bool = option(
         "also repair the tokens that cannot be told from unused rows", default=False
     )
@@ -83,6 +85,8 @@ def run(options: Options) -> None:
     quiet_libraries()
     out, text = Path(options.out), optional_path(options.text)
     folder = model_folder(options.model, options.revision)
+    if text is not None and folder.is_file():
+        raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     needed = options.undertrained or text is not None
     tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
 

@@ -7,13 +7,14 @@ are drawn around the mean of the healthy ones, where they take little probabilit
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +34,7 @@ from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, u
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import clear_leftovers, new_folder
+from coupled_adam.files import clear_leftovers, new_folder, write_atomically
 from coupled_adam.runs import MODEL, inner_runs, is_run
 from coupled_adam.text.hub import download_model, hub_error
 
@@ -155,17 +156,48 @@ class Repair:
     seed: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class _Change:
+    """What a matrix [V, H] becomes: some rows are ``new`` [n, H], and a mean is subtracted."""
+
+    matrix: Tensor
+    rows: NDArray[np.int64]
+    new: Tensor
+    subtracted: Tensor | float = 0.0
+
+    def mean(self, on_rows: Callable[[int], object]) -> Tensor:
+        """The mean of all rows, those that are new included."""
+        kept = np.ones(len(self.matrix), np.bool_)
+        kept[self.rows] = False
+        mean: Tensor
+        mean, norms = geometry.mean_and_norms(self.matrix, kept, on_rows)
+        return (mean * len(norms) + self.new.double().sum(0)) / len(self.matrix)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """What the matrix becomes, some thousand rows at a time."""
+        size = max(1, 2**20 // self.matrix.shape[1])
+        for start in range(0, len(self.matrix), size):
+            block = self.matrix[start : start + size].clone()
+            here = (start <= self.rows) & (self.rows < start + size)
+            block[torch.from_numpy(self.rows[here] - start)] = self.new[torch.from_numpy(here)]
+            # In float64 before rounding; nothing is rounded where nothing is subtracted.
+            yield (block.double() - self.subtracted).to(block.dtype)
+
+
 def model_folder(model: str, revision: str | None = None) -> Path:
     """The folder of a model: itself, a run's, or that of a model on the hub, which is downloaded.
 
     Args:
-        model: the folder of a model or a run, or an id on the hub.
+        model: the folder of a model or a run, or an id on the hub; or a file with a matrix, which
+            is returned as it is.
         revision: a branch, tag or commit on the hub.
 
     Raises:
         UsageError: if there is no such model.
     """
     folder = Path(model)
+    if folder.is_file():
+        return folder
     if is_run(folder):
         folder = folder / MODEL
         if not folder.exists():
@@ -201,8 +233,9 @@ def repair_model(
     token may be zero.
 
     Args:
-        folder: a model in Hugging Face format, as safetensors, sharded or not.
-        out: the folder to write, which must not exist.
+        folder: a model in Hugging Face format, as safetensors, sharded or not; or a matrix in a
+            ``.npy`` or ``.safetensors`` file.
+        out: the folder to write, or for a file the file, which must not exist.
         repair: what to repair.
         vocabulary: a function that returns what V rows stand for.
         progress: called with the number of rows done and of all rows to do, over all passes.
@@ -214,6 +247,8 @@ def repair_model(
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
     _check_new(out)
+    if folder.is_file():
+        return [_repair_file(folder, out, repair, vocabulary, progress)]
     if folder.resolve() in out.resolve().parents:
         raise UsageError(f"--out {out} is inside of the model's folder: choose one beside it")
     if not out.parent.is_dir():
@@ -231,7 +266,73 @@ def repair_model(
             raise UsageError(f"{shard} is no file of the model's folder: copy it there")
     _check_shards(folder)
     _check(repair, folder, entries[-1].role, config)
+    reports, changed, shift = _changes(folder, entries, repair, vocabulary, config, progress)
+    clear_leftovers(out.parent)
+    with _explained(out), new_folder(out, replace=False) as temporary:
+        _copy_all_but(shards, folder, temporary)
+        for shard in shards:
+            replaced = _write_shard(shard, temporary / shard.name, changed, shift)
+            for report in reports:
+                same = [name for name, of in replaced.items() if of == report.tensors[0]]
+                report.tensors.extend(name for name in same if name not in report.tensors)
+    return reports
 
+
+def _repair_file(
+    path: Path,
+    out: Path,
+    repair: Repair,
+    vocabulary: Callable[[int], Vocabulary],
+    progress: geometry.Progress | None,
+) -> RepairedMatrix:
+    """Write a copy of a file with a matrix that is repaired; all other tensors keep their bits."""
+    suffixes = (".npy", ".safetensors")
+    if path.suffix not in suffixes or out.suffix != path.suffix:
+        raise UsageError(
+            f"{path} and --out {out} must both end in .npy or both in .safetensors: a single "
+            "matrix is written as it was read"
+        )
+    if not out.parent.is_dir():
+        raise UsageError(f"--out: there is no folder {out.parent}: create it first")
+    try:
+        entries = load_embeddings(path)
+    except (ValueError, OSError) as error:
+        raise UsageError(one_line(error)) from None
+    if len(entries) > 1:
+        raise UsageError(f"{path} has input and output embeddings: name the model's folder")
+    _check(repair, path, entries[0].role, {})
+    (report,), changed, _ = _changes(path, entries, repair, vocabulary, {}, progress)
+    name, matrix = entries[0].tensor, entries[0].matrix
+    if name in changed:
+        matrix = torch.cat([*changed[name].blocks()])
+    clear_leftovers(out.parent)
+    write_atomically(out, _with_matrix(path, name, matrix))
+    return report
+
+
+def _with_matrix(path: Path, name: str, matrix: Tensor) -> bytes:
+    """The content of a file with another matrix of that name."""
+    if path.suffix == ".npy":
+        content = io.BytesIO()
+        np.save(content, matrix.numpy())
+        return content.getvalue()
+    from safetensors import safe_open
+    from safetensors.torch import save
+
+    with safe_open(path, framework="pt") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no dict
+        return save({**tensors, name: matrix}, file.metadata())
+
+
+def _changes(
+    folder: Path,
+    entries: Sequence[EmbeddingMatrix],
+    repair: Repair,
+    vocabulary: Callable[[int], Vocabulary],
+    config: Mapping[str, Any],
+    progress: geometry.Progress | None,
+) -> tuple[list[RepairedMatrix], dict[str, _Change], Tensor | None]:
+    """What is to be changed: reports, changes by tensor, and the shift of GPT-2's positions."""
     passes = 4 + PASSES * repair.undertrained  # norms, mean and covariance, mean of what it becomes
     on_rows = geometry.RowsDone(progress, passes * sum(len(entry.matrix) for entry in entries))
     reports, changed, shift = [], {}, None
@@ -253,15 +354,7 @@ def repair_model(
         reports.append(RepairedMatrix([entry.tensor], entry.role, rows, mean_norm))
         if rows or mean_norm is not None:
             changed[entry.tensor] = change
-    clear_leftovers(out.parent)
-    with _explained(out), new_folder(out, replace=False) as temporary:
-        _copy_all_but(shards, folder, temporary)
-        for shard in shards:
-            replaced = _write_shard(shard, temporary / shard.name, changed, shift)
-            for report in reports:
-                same = [name for name, of in replaced.items() if of == report.tensors[0]]
-                report.tensors.extend(name for name in same if name not in report.tensors)
-    return reports
+    return reports, changed, shift
 
 
 def _check_new(out: Path) -> None:
@@ -348,34 +441,6 @@ def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -
             f"--recenter would change the function of {folder}: its embeddings are tied, and it "
             "has no learned positions like GPT-2's to take up the mean on the input side"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """What a matrix [V, H] becomes: some rows are ``new`` [n, H], and a mean is subtracted."""
-
-    matrix: Tensor
-    rows: NDArray[np.int64]
-    new: Tensor
-    subtracted: Tensor | float = 0.0
-
-    def mean(self, on_rows: Callable[[int], object]) -> Tensor:
-        """The mean of all rows, those that are new included."""
-        kept = np.ones(len(self.matrix), np.bool_)
-        kept[self.rows] = False
-        mean: Tensor
-        mean, norms = geometry.mean_and_norms(self.matrix, kept, on_rows)
-        return (mean * len(norms) + self.new.double().sum(0)) / len(self.matrix)
-
-    def blocks(self) -> Iterator[Tensor]:
-        """What the matrix becomes, some thousand rows at a time."""
-        size = max(1, 2**20 // self.matrix.shape[1])
-        for start in range(0, len(self.matrix), size):
-            block = self.matrix[start : start + size].clone()
-            here = (start <= self.rows) & (self.rows < start + size)
-            block[torch.from_numpy(self.rows[here] - start)] = self.new[torch.from_numpy(here)]
-            # In float64 before rounding; nothing is rounded where nothing is subtracted.
-            yield (block.double() - self.subtracted).to(block.dtype)
 
 
 def _repaired(

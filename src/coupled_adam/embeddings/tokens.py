@@ -229,7 +229,9 @@ def find_neighbours(
     matrix = analysis.embeddings.matrix
     rows = [analysis.vocabulary.row(token) for token in tokens]
     if not tokens and analysis.counts is not None:
-        rows = np.argsort(-analysis.counts, kind="stable")[:NEIGHBOURS].tolist()
+        dead = {*analysis.dead}
+        order = np.argsort(-analysis.counts, kind="stable").tolist()
+        rows = [row for row in order if row not in dead][:NEIGHBOURS]
     try:
         return Neighbourhood(
             analysis,

@@ -267,6 +267,9 @@ def _check(run: Run) -> None:
         raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
     if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
         raise ValueError("evaluation.json: parameters, and the seed, must be whole numbers")
+    tokens = run.evaluation.get("test_tokens")
+    if tokens is not None and not _is_count(tokens):
+        raise ValueError(f"evaluation.json: test_tokens={tokens!r} is not a whole number")
     for measure in (COLUMNS | MORE_COLUMNS).values():
         value = run.value(measure)
         if not _is_number(value) and (value is not None or measure is TEST_LOSS):

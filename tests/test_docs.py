@@ -234,6 +234,8 @@ SETUP = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
+@pytest.mark.filterwarnings("ignore:in the first step only")  # of a batch of a few tokens
+@pytest.mark.filterwarnings("ignore:param group 0 was constructed with betas")  # a page about it
 @pytest.mark.parametrize(
     "page",
     [

@@ -17,10 +17,12 @@
 #include <string.h>
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define BLOCK 512    /* bytes of a row that are worked on before those of the next pair of rows */
-#define AHEAD 1024   /* bytes by which cache lines are prefetched ahead of their use */
-#define SUM_ROWS 128 /* rows summed in single precision before they are added in double precision */
-#define APPLY_PAIRS 1
+#define ROWS 4        /* rows that measure and center work on at a time; apply works on 2 */
+#define BLOCK 1024    /* bytes of a row that both loops of a pass work on before they go on */
+#define SUM_ROWS 128  /* times ROWS are summed in single precision before double precision */
+/* Bytes by which cache lines are prefetched before they are used, where measure and apply use them. */
+#define MEASURE_AHEAD 2048
+#define APPLY_AHEAD 1024
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };
@@ -62,15 +64,17 @@ typedef struct {
 typedef struct {
     const Update *update;
     int64_t first, last;           /* rows */
-    double *sums, *update_sums;    /* [H], NULL if not needed */
-    const void *step_size, *mean;  /* for apply; see place in native_passes.h */
+    double *sums, *update_sums;   /* [H], NULL if not needed */
+    const void *step_size, *mean; /* for apply; see place in native_passes.h */
     double active;
-    int failed;
+    int64_t padded;               /* columns, rounded up to a multiple of 64 */
+    double *memory;               /* 6 times as many numbers, to work with */
 } Share;
 
 typedef void Pass(Share *);
 typedef struct {
     Pass *measure, *center, *apply;
+    void (*step_sizes)(const Update *, void *step_size, void *mean);
 } Passes;
 
 typedef uint32_t Bits __attribute__((vector_size(64)));
@@ -81,13 +85,6 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
     x = (x ^ (x >> 16)) * 0x85ebca6b;
     x = (x ^ (x >> 13)) * 0xc2b2ae35;
     return x ^ (x >> 16);
-}
-
-/* Zeros that start with a cache line; NULL if there is no memory. */
-static void *zeros(int64_t size) {
-    const size_t whole = (size_t)size / 64 * 64 + 64;
-    void *memory = aligned_alloc(64, whole);
-    return memory == NULL ? NULL : memset(memory, 0, whole);
 }
 
 /* The passes are compiled for several instruction sets, so that one library is fast on all machines.
@@ -123,9 +120,6 @@ __attribute__((constructor)) static void choose_instructions(void) {
     coupled_adam_instructions = __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
 #endif
 }
-
-typedef void StepSizes(const Update *, void *, void *);
-static StepSizes *const STEP_SIZES[] = {step_sizes_float32_baseline, step_sizes_float64_baseline, step_sizes_bfloat16_baseline};
 
 /* Use the threads of torch's OpenMP runtime: they spin while they wait, and would compete with threads
  * of our own. Torch loads the runtime with its symbols visible to other libraries; if they are not, we
@@ -184,11 +178,19 @@ static void run(Pass *pass, Share *shares, int count) {
     }
 }
 
-static int split(const Update *u, Share *shares) {
-    const int count = u->threads < 1 ? 1 : u->threads > MAX_THREADS ? MAX_THREADS : u->threads;
-    for (int i = 0; i < count; i++)
-        shares[i] = (Share){.update = u, .first = u->rows * i / count, .last = u->rows * (i + 1) / count};
-    return count;
+/* Divide the rows among the threads. Each gets memory for 8 vectors over the columns, of which the last
+ * two are for its sums; 2 more are left at the start. Returns the memory, or NULL if there is none. */
+static double *split(const Update *u, Share *shares, int *count) {
+    *count = u->threads < 1 ? 1 : u->threads > MAX_THREADS ? MAX_THREADS : u->threads;
+    const int64_t padded = (u->columns + 63) / 64 * 64;
+    double *memory = aligned_alloc(64, (size_t)(2 + 8 * *count) * (size_t)padded * sizeof(double) + 64);
+    for (int i = 0; memory != NULL && i < *count; i++)
+        shares[i] = (Share){.update = u,
+                            .first = u->rows * i / *count,
+                            .last = u->rows * (i + 1) / *count,
+                            .padded = padded,
+                            .memory = memory + (2 + 8 * i) * padded};
+    return memory;
 }
 
 /* The size of the struct, which native.py compares with its own to detect another version. */
@@ -198,43 +200,40 @@ int64_t coupled_adam_update_size(void) { return sizeof(Update); }
  * be allocated. */
 static int sum(Pass *pass, Update *u, double *sums, double *update_sums) {
     Share shares[MAX_THREADS];
-    const int count = split(u, shares);
-    double *others = NULL;
-    if (count > 1) {
-        others = malloc(2 * (size_t)(count - 1) * (size_t)u->columns * sizeof(double) + 1);
-        if (others == NULL) return 1;
-    }
+    int count;
+    double *memory = split(u, shares, &count);
+    if (memory == NULL) return 1;
     for (int i = 0; i < count; i++) {
-        double *own = others + 2 * (i - 1) * u->columns;
+        double *own = shares[i].memory + 6 * shares[i].padded;
         if (sums != NULL) shares[i].sums = i ? own : sums;
-        if (update_sums != NULL) shares[i].update_sums = i ? own + u->columns : update_sums;
+        if (update_sums != NULL) shares[i].update_sums = i ? own + shares[i].padded : update_sums;
     }
     run(pass, shares, count);
-    int failed = shares[0].failed;
     double active = shares[0].active;
     for (int i = 1; i < count; i++) { /* in a fixed order, so that results are reproducible */
-        failed |= shares[i].failed;
         active += shares[i].active;
         for (int64_t j = 0; sums != NULL && j < u->columns; j++) sums[j] += shares[i].sums[j];
         for (int64_t j = 0; update_sums != NULL && j < u->columns; j++)
             update_sums[j] += shares[i].update_sums[j];
     }
     if (sums != NULL && u->exp_avg_sq_row != NULL) u->active = active;
-    free(others);
-    return failed;
+    free(memory);
+    return 0;
 }
 
-/* Write sums, and row_sums, weights, active and moment_sums as described above. Returns 0 on success, or
- * 1 if memory could not be allocated; the first moment may then have been updated in part. */
+static const Passes *passes(const Update *u) { return &PASSES[coupled_adam_instructions][u->dtype]; }
+
+/* All of these return 0 on success, or 1 if memory could not be allocated; nothing has been changed
+ * then. */
+
+/* Write sums, and row_sums, weights, active and moment_sums as described above. */
 int coupled_adam_measure(Update *u) {
-    const int early = u->exp_avg == NULL || u->update_moment;
-    return sum(PASSES[coupled_adam_instructions][u->dtype].measure, u, u->sums, early ? u->moment_sums : NULL);
+    const int known = u->exp_avg == NULL || u->update_moment; /* whether the updates are */
+    return sum(passes(u)->measure, u, u->sums, known ? u->moment_sums : NULL);
 }
 
-/* Update the first moment unless measure has, and write u->moment_sums. Returns as measure does. */
-int coupled_adam_center(Update *u) {
-    return sum(PASSES[coupled_adam_instructions][u->dtype].center, u, NULL, u->moment_sums);
-}
+/* Update the first moment unless measure has, and write moment_sums. */
+int coupled_adam_center(Update *u) { return sum(passes(u)->center, u, NULL, u->moment_sums); }
 
 /* Make r' the new r, as measure has computed it for the weights; return the sum over all rows. */
 static double update_rows(const Update *u) {
@@ -250,22 +249,18 @@ static double update_rows(const Update *u) {
     return total;
 }
 
-/* Update r, nu and its maximum, the first moment unless measure has done so, and the parameter. Returns
- * 0 on success, or 1 if memory could not be allocated. */
+/* Update r, nu and its maximum, the first moment unless measure or center has, and the parameter. */
 int coupled_adam_apply(Update *u) {
-    const size_t size = (size_t)u->columns + 64; /* up to a whole cache line */
-    double *step_size = zeros((int64_t)(size * sizeof(double))), *mean = zeros((int64_t)(size * sizeof(double)));
-    int failed = step_size == NULL || mean == NULL;
-    if (!failed) {
-        if (u->exp_avg_sq_row != NULL) u->lr *= pow(update_rows(u) / u->active, u->exponent);
-        STEP_SIZES[u->dtype](u, step_size, mean);
-        Share shares[MAX_THREADS];
-        const int count = split(u, shares);
-        for (int i = 0; i < count; i++) shares[i].step_size = step_size, shares[i].mean = mean;
-        run(PASSES[coupled_adam_instructions][u->dtype].apply, shares, count);
-        for (int i = 0; i < count; i++) failed |= shares[i].failed;
-    }
+    Share shares[MAX_THREADS];
+    int count;
+    double *step_size = split(u, shares, &count);
+    if (step_size == NULL) return 1;
+    double *mean = step_size + shares[0].padded;
+    memset(step_size, 0, 2 * (size_t)shares[0].padded * sizeof(double));
+    if (u->exp_avg_sq_row != NULL) u->lr *= pow(update_rows(u) / u->active, u->exponent);
+    passes(u)->step_sizes(u, step_size, mean);
+    for (int i = 0; i < count; i++) shares[i].step_size = step_size, shares[i].mean = mean;
+    run(passes(u)->apply, shares, count);
     free(step_size);
-    free(mean);
-    return failed;
+    return 0;
 }

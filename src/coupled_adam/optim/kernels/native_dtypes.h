@@ -25,9 +25,12 @@
 
 /* In the order of the enumeration of dtypes. */
 static const Passes TARGET(passes)[] = {
-    {TARGET(measure_float32), TARGET(center_float32), TARGET(apply_float32)},
-    {TARGET(measure_float64), TARGET(center_float64), TARGET(apply_float64)},
-    {TARGET(measure_bfloat16), TARGET(center_bfloat16), TARGET(apply_bfloat16)},
+    {TARGET(measure_float32), TARGET(center_float32), TARGET(apply_float32),
+     TARGET(step_sizes_float32)},
+    {TARGET(measure_float64), TARGET(center_float64), TARGET(apply_float64),
+     TARGET(step_sizes_float64)},
+    {TARGET(measure_bfloat16), TARGET(center_bfloat16), TARGET(apply_bfloat16),
+     TARGET(step_sizes_bfloat16)},
 };
 
 #undef TARGET

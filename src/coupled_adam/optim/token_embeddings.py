@@ -412,8 +412,11 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     widths = {length for m in matrices if m.in_block and m.modules for length in m.shape}
     if n in widths.union(*(m.shape[1:] for m in known + tables)):
         # Hidden layers have this size, too: only a name can tell.
-        unclear += [m for m in layers if not m.is_named_head]
-        layers = [m for m in layers if m not in unclear]
+        # Models with getters call projections of images and sounds heads, too.
+        named = [m for m in layers if m.is_named_head]
+        named = [m for m in named if not has_getters or m.is_named(OF_TOKEN_HEADS)]
+        unclear += [m for m in layers if m not in named]
+        layers = named
     alone = len(layers) == 1 and layers[0].is_named_head  # and maybe square
     if alone or not _is_width(layers, n):
         unclear += _take_layers(layers, n, _sides(known + tables))

@@ -16,7 +16,6 @@ import collections
 import contextlib
 import json
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -137,6 +136,7 @@ def outcome(model: nn.Module, right: set[str]) -> dict[str, Any]:
         except Exception as error:  # of the model's own code
             return {"outcome": "failed", "said": [repr(error)]}
     said = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    said = [text for text in said if not text.startswith("no param group")] or said
     coupled = {name for g in groups if g["coupled"] for name in g["param_names"]}
     differ = sorted(coupled ^ right)
     cut_off = any(re.search(r" and \d+ more", text) for text in said)
@@ -144,7 +144,7 @@ def outcome(model: nn.Module, right: set[str]) -> dict[str, Any]:
     kind = "right" if not differ else "named" if named else "silent"
     if not coupled and any("no param group is coupled" in text for text in said) and differ:
         kind = "named"
-    return {"outcome": kind, "differ": differ, "said": said}
+    return {"outcome": kind} if kind == "right" else {"outcome": kind, "of": differ, "said": said}
 
 
 def main() -> None:
@@ -174,8 +174,8 @@ def main() -> None:
             with contextlib.suppress(Exception):  # it has no such width, or needs a larger one
                 models[kind] = build(model_class, lambda c, n, kind=kind: width(c, kind))
         results[name] = {kind: outcome(model, right) for kind, model in models.items()}
-        results[name]["default"]["right"] = sorted(right)
         print(name, *(f"{k}: {v['outcome']}" for k, v in results[name].items()), flush=True)
+    counted: dict[str, dict[str, int]] = {}
     for where in ("hand-written", "transformers"):
         count: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for name, result in results.items():
@@ -183,10 +183,12 @@ def main() -> None:
                 for kind, value in result.items():
                     count[kind][value["outcome"]] += 1
         for kind, counts in count.items():
-            print(where, kind, sum(counts.values()), dict(counts), file=sys.stderr)
+            counted[f"{where} {kind}".strip()] = {"all": counts.total(), **counts}
+    print(json.dumps(counted, indent=1))
     if options.out:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        record = {"versions": versions, "results": results, "not built": not_built}
+        record = {"versions": versions, "counts": counted, "results": results}
+        record["not built"] = not_built
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -70,7 +70,8 @@ class CoupledAdamArm:
     """Coupled Adam for the token embeddings.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
-    row_exponent, zero_sum: as in :class:`coupled_adam.CoupledAdamW`; they go beyond the paper.
+    row_exponent: 0 to 1: how far each token has a step size of its own; beyond the paper.
+    zero_sum: whether the updates leave the mean of the embeddings where it is; beyond the paper.
     couple: which of the two embedding matrices of an untied model are coupled.
     lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from coupled_adam.optim.coupled_adam import CoupledAdamW
+from coupled_adam.optim.matrices import Parameters, resolve
 from coupled_adam.optim.param_groups import ParamGroups, param_groups
-from coupled_adam.optim.token_embeddings import Parameters, resolve
 
 
 class MuonWithCoupledAdam(Optimizer):

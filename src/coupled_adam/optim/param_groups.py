@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from coupled_adam.optim.flat import FlatShard, of_fsdp1
+from coupled_adam.optim.matrices import Matrix, Parameters, listed, resolve
 from coupled_adam.optim.token_embeddings import (
     Couple,
     Embeddings,
-    Matrix,
-    Parameters,
     coupled_matrices,
-    listed,
     matrices_of_size,
-    resolve,
 )
 
 _SHOWN = ("weight_decay", "lr", "lr_factor", "betas")

@@ -3,25 +3,31 @@
 The docstring of :func:`embedding_parameters` states the rule.
 """
 
-import dataclasses
-import difflib
-import fnmatch
-import functools
 import inspect
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from coupled_adam.optim.flat import FlatShard, of_fsdp1
+from coupled_adam.optim.matrices import (
+    OF_ANYTHING_ELSE,
+    OF_HEADS,
+    OF_TOKEN_HEADS,
+    OF_TOKENS,
+    Matrix,
+    Parameters,
+    listed,
+    mark_blocks,
+    matching,
+    matrices_of,
+    not_of_the_model,
+    own_parameters,
+)
 
 Couple = Literal["both", "input", "output"]
-Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
 Embeddings = Parameters | Mapping[str, int]
 
 _GETTERS = {
@@ -30,113 +36,6 @@ _GETTERS = {
     "get_output_embeddings": "output",
 }
 _CONFIGURED = re.compile("(?!type_)(\\w+_)?vocab_size")  # type_vocab_size counts segments
-
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
-
-# Words in the names of modules and parameters, in the singular.
-_OF_TOKENS = re.compile(
-    "token|tok|word|wte|vocab|vocabulary|char|character|byte|text|src|tgt|source|target"
-)
-_OF_TOKEN_HEADS = re.compile("lm|mlm|unembed|unembedding|logit|vocab|vocabulary|generator")
-_OF_HEADS = re.compile(f"head|{_OF_TOKEN_HEADS.pattern}")  # maybe of a classifier
-_OF_ANYTHING_ELSE = re.compile(
-    # positions in time and space
-    "pos|position|positional|wpe|rel|relative|distance|rotary|time|timestep|step|row|column|patch|"
-    # kinds
-    "type|segment|seg|class|label|cls|lang|language|style|emotion|domain|task|user|"
-    # parts of layers, and the codes of sounds and images
-    "bias|expert|router|gate|query|queries|codebook|code|quantizer|quantize|"
-    # adapters, whose factors have V rows, too
-    "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix"
-)
-_SILENT = re.compile(
-    "weight|emb|embed|embedding|embedder|table|lut|linear|proj|projection|layer|module|default|"
-    "original[01]?|orig|base|to|save|fsdp|wrapped|mod|checkpoint"
-)
-
-
-@dataclasses.dataclass(eq=False)
-class Matrix:
-    """A parameter with two dimensions.
-
-    Attributes:
-        name: its name in the model.
-        parameter: the parameter itself.
-        in_block: whether it is inside of one of several blocks with the same names and shapes.
-        shard: the piece of the matrix that FSDP1 has left in the parameter; None if it is whole.
-        modules: the modules that hold it; two or more for a tied matrix, none if only the
-            parameter is known.
-        sides: "input", "output" or both for a token embedding; empty for any other matrix.
-        vocab_dim: the dimension that indexes tokens.
-    """
-
-    name: str
-    parameter: Tensor
-    modules: list[nn.Module] = dataclasses.field(default_factory=list)
-    sides: set[str] = dataclasses.field(default_factory=set)
-    vocab_dim: int = 0
-    in_block: bool = False
-    shard: FlatShard | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name!r} {list(self.shape)}"
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows and columns."""
-        return self.parameter.shape if self.shard is None else torch.Size(self.shard.shape)
-
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of its modules.
-
-        They are "embedding", "linear", "own" (hand-written) or "layer" (any other layer of torch).
-        A parameter without modules counts as "linear": only its size can tell what it is.
-        """
-        return {_kind(module) for module in self.modules} or {"linear"}
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether modules of several kinds share it, as input and output embedding do."""
-        return len(self.kinds - {"layer"}) > 1
-
-    @property
-    def is_head(self) -> bool:
-        """Whether it is an output embedding of tokens, and not tied to an input embedding."""
-        if self.sides:
-            return self.sides == {"output"}
-        # It was named outright: what hand-written code stores as [H, V] follows the hidden states.
-        return "embedding" not in self.kinds and ("linear" in self.kinds or self.vocab_dim == 1)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, if it is a token embedding."""
-        return self.shape[self.vocab_dim]
-
-    @functools.cached_property
-    def words(self) -> set[str]:
-        """What its name, or the class of a hand-written module that holds it, says it is for."""
-        said = {
-            word for m in self.modules if _kind(m) != "layer" for word in _words(type(m).__name__)
-        }
-        for component in reversed(self.name.split(".")):
-            if words := {word for word in _words(component) if not _SILENT.fullmatch(word)}:
-                return said | words
-        return said
-
-    def is_named(self, words: re.Pattern[str]) -> bool:
-        """Whether its name has one of these words."""
-        return any(words.fullmatch(word) for word in self.words)
-
-    def fits(self, n: int) -> bool:
-        """Whether it may be a token embedding for a vocabulary of n tokens."""
-        if self.kinds == {"layer"}:
-            return False
-        return n == self.shape[0] if "embedding" in self.kinds else n in self.shape
-
-    def take(self, n: int, sides: set[str]) -> None:
-        """Mark it as a token embedding for a vocabulary of n tokens."""
-        self.sides, self.vocab_dim = sides, 0 if self.shape[0] == n else 1
 
 
 def embedding_parameters(
@@ -225,9 +124,7 @@ def coupled_matrices(
             "matrices to couple: leave one of the two out"
         )
     given = _given_sizes(vocab_size)
-    shards = of_fsdp1(model)
-    _check_not_flattened(model, shards)
-    matrices = _matrices(model, shards)
+    matrices = matrices_of(model)
     if embeddings is not None:
         coupled = _named_outright(model, matrices, embeddings, given or _configured_sizes(model))
     else:
@@ -262,7 +159,7 @@ def matrices_of_size(
             of the same shape without names.
     """
     matrices = [Matrix(name, p) for name, p in parameters if p.dim() == 2]
-    _mark_blocks(matrices, {})
+    mark_blocks(matrices, {})
     for n in sorted(_given_sizes(vocab_size)):
         fitting = [m for m in matrices if m.fits(n)]
         if not fitting:
@@ -300,84 +197,6 @@ def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
             "DTensor (torch.distributed.tensor.parallel.parallelize_module); or, if this rank does "
             "hold all of it, set tensor_model_parallel=False on the parameter"
         )
-
-
-def _matrices(model: nn.Module, shards: dict[Tensor, FlatShard]) -> list[Matrix]:
-    """All parameters with two dimensions, and the modules that hold them."""
-    found = (Matrix(name, p, shard=shards.get(p)) for name, p in model.named_parameters())
-    matrices = {m.parameter: m for m in found if len(m.shape) == 2}
-    for module in model.modules():
-        for p in _own_parameters(module):
-            if p in matrices:
-                matrices[p].modules.append(module)
-    classes = {
-        _without_wrappers(name): type(module)
-        for name, module in model.named_modules()
-        if _kind(module) == "own"
-    }
-    _mark_blocks([*matrices.values()], classes)
-    return list(matrices.values())
-
-
-def _mark_blocks(matrices: list[Matrix], classes: Mapping[str, type]) -> None:
-    """Set ``in_block``, for an only element of a list, and for elements that are alike.
-
-    These have an equal matrix, or the same class. A matrix in a block has a name such as
-    ``blocks.0.module.weight``. In ``heads.0.weight`` the element is the layer itself, and a list of
-    layers is no stack of blocks.
-    """
-    lists: defaultdict[str, dict[str, set[object]]] = defaultdict(dict)
-    inside: defaultdict[tuple[str, str], list[Matrix]] = defaultdict(list)
-    for m in matrices:
-        path = _without_wrappers(m.name).split(".")
-        for at, number in enumerate(path[:-1]):
-            if not number.isdigit():
-                continue
-            container = ".".join(path[:at])
-            features = lists[container].setdefault(number, set())
-            if len(path) > at + 2:
-                features.add((".".join(path[at + 1 :]), m.shape))
-                features.add(classes.get(".".join(path[: at + 1]), object()))
-                inside[container, number].append(m)
-    for (container, number), within in inside.items():
-        others = [of for key, of in lists[container].items() if key != number]
-        if not others or any(lists[container][number] & of for of in others):
-            for m in within:
-                m.in_block = True
-
-
-def _without_wrappers(name: str) -> str:
-    """The name of a module or parameter as it was before FSDP, PEFT or a parametrization."""
-    name = re.sub(r"\.parametrizations\.\w+\.original\d?$", ".weight", name)
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """A module's own parameters, including the originals of its parametrized weights."""
-    if isinstance(module, parametrize.ParametrizationList):
-        return
-    yield from module.parameters(recurse=False)
-    if parametrize.is_parametrized(module):
-        assert isinstance(module.parametrizations, nn.ModuleDict)
-        for originals in module.parametrizations.values():
-            yield from originals.parameters(recurse=False)
-
-
-def _words(name: str) -> list[str]:
-    """The words of a name in snake or camel case, in lower case, and their singular."""
-    name = re.sub("^weight_[gv]$", "weight", name)  # of weight_norm
-    words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", name)
-    return [form for word in words for form in (word.lower(), word.lower().removesuffix("s"))]
-
-
-def _kind(module: nn.Module) -> str:
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "embedding"
-    if isinstance(module, nn.Linear):
-        return "linear"
-    origin = type(module).__module__
-    of_torch = origin.startswith("torch.nn.") and origin != nn.ModuleDict.__module__
-    return "layer" if of_torch else "own"
 
 
 def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str]:
@@ -497,20 +316,20 @@ def _weights(embedding: Any) -> Iterator[Tensor]:
         for one in embedding:
             yield from _weights(one)
     elif isinstance(embedding, nn.Module) and parametrize.is_parametrized(embedding):
-        yield from _own_parameters(embedding)
+        yield from own_parameters(embedding)
     elif isinstance(weight := getattr(embedding, "weight", None), Tensor):
         yield weight
 
 
 def _sizes_by_name(matrices: list[Matrix]) -> set[int]:
     """The numbers of rows of what is named for tokens: embeddings, and heads about as large."""
-    open_to_names = [m for m in matrices if not m.in_block and not m.is_named(_OF_ANYTHING_ELSE)]
+    open_to_names = [m for m in matrices if not m.in_block and not m.is_named(OF_ANYTHING_ELSE)]
     tables = [m for m in open_to_names if "embedding" in m.kinds]
-    heads = [m for m in open_to_names if m.kinds == {"linear"} and m.is_named(_OF_TOKEN_HEADS)]
-    sizes = {m.shape[0] for m in tables if m.is_named(_OF_TOKENS)}
+    heads = [m for m in open_to_names if m.kinds == {"linear"} and m.is_named(OF_TOKEN_HEADS)]
+    sizes = {m.shape[0] for m in tables if m.is_named(OF_TOKENS)}
     for m in heads:
         near = [t.shape[0] for t in tables if _near(t.shape[0], m.shape[0])]
-        if near and (m.modules[0].bias is None or m.shape[0] in near):
+        if near and (not m.has_bias or m.shape[0] in near):
             sizes |= {m.shape[0], *near}
     return sizes
 
@@ -529,7 +348,7 @@ def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
     Raises:
         ValueError: if it is not clear that the largest embeds tokens.
     """
-    unclear = [m for m in matrices if not m.in_block and not m.is_named(_OF_ANYTHING_ELSE)]
+    unclear = [m for m in matrices if not m.in_block and not m.is_named(OF_ANYTHING_ELSE)]
     tables = [m for m in unclear if "embedding" in m.kinds]
     rest = [m for m in unclear if "embedding" not in m.kinds]
     rows = sorted({m.shape[0] for m in tables}, reverse=True)
@@ -572,16 +391,16 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     fitting = [
         m
         for m in matrices
-        if m.fits(n) and not (m.sides or m.in_block or m.is_named(_OF_ANYTHING_ELSE))
+        if m.fits(n) and not (m.sides or m.in_block or m.is_named(OF_ANYTHING_ELSE))
     ]
     tables = [m for m in fitting if "embedding" in m.kinds]
     layers = [m for m in fitting if "embedding" not in m.kinds]
     if len(tables) > 1:
-        tables = [m for m in tables if m.is_named(_OF_TOKENS)] or tables
+        tables = [m for m in tables if m.is_named(OF_TOKENS)] or tables
     one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
     nothing_else = not known and not tables
     if _is_width(layers, n) and not (one_each_way and nothing_else):
-        layers = [m for m in layers if m.is_named(_OF_HEADS)] or layers
+        layers = [m for m in layers if m.is_named(OF_HEADS)] or layers
     unclear = []
 
     if "input" in _sides(known) or len({m.modules[0] for m in tables}) > 1:
@@ -593,9 +412,12 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     widths = {length for m in matrices if m.in_block and m.modules for length in m.shape}
     if n in widths.union(*(m.shape[1:] for m in known + tables)):
         # Hidden layers have this size, too: only a name can tell.
-        unclear += [m for m in layers if not ("linear" in m.kinds and m.is_named(_OF_HEADS))]
-        layers = [m for m in layers if m not in unclear]
-    alone = len(layers) == 1 and layers[0].is_named(_OF_HEADS)  # and maybe square
+        # Models with getters call projections of images and sounds heads, too.
+        named = [m for m in layers if m.is_named_head]
+        named = [m for m in named if not has_getters or m.is_named(OF_TOKEN_HEADS)]
+        unclear += [m for m in layers if m not in named]
+        layers = named
+    alone = len(layers) == 1 and layers[0].is_named_head  # and maybe square
     if alone or not _is_width(layers, n):
         unclear += _take_layers(layers, n, _sides(known + tables))
     elif one_each_way and nothing_else:
@@ -606,7 +428,7 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     else:
         unclear += layers
 
-    known += [m for m in tables if m.sides and m.is_named(_OF_TOKENS)]
+    known += [m for m in tables if m.sides and m.is_named(OF_TOKENS)]
     if unclear and not known and not has_getters:
         raise ValueError(
             f"cannot tell which of these matrices embed tokens, as all have the vocabulary's size "
@@ -638,14 +460,14 @@ def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
 
 def _looks_alike(m: Matrix, matrices: list[Matrix], told: set[int]) -> bool:
     """Whether a matrix that is not coupled looks like a token embedding nevertheless."""
-    if m.sides or m.is_named(_OF_ANYTHING_ELSE) or m.kinds == {"layer"}:
+    if m.sides or m.is_named(OF_ANYTHING_ELSE) or m.kinds == {"layer"}:
         return False
     is_table, rows = "embedding" in m.kinds, m.shape[0]
     sizes = {other.tokens for other in matrices if other.sides}
     widths = {length for other in matrices if other.sides for length in other.shape} - sizes
     widths |= {other.tokens for other in matrices if other.sides and len({*other.shape}) == 1}
     if rows in sizes or any(m.fits(n) for n in sizes - widths):
-        return is_table or not m.in_block or m.is_named(_OF_HEADS)
+        return is_table or not m.in_block or m.is_named(OF_HEADS)
     if m.in_block:
         return False
     is_near = any(_near(rows, n) for n in sizes)
@@ -653,51 +475,21 @@ def _looks_alike(m: Matrix, matrices: list[Matrix], told: set[int]) -> bool:
     if any(
         other.shape[0] == rows and (m.kinds, other.kinds) in (pairs, pairs[::-1])
         for other in matrices
-        if not (other.sides or other.in_block or other.is_named(_OF_ANYTHING_ELSE))
+        if not (other.sides or other.in_block or other.is_named(OF_ANYTHING_ELSE))
     ):
         return True
     if is_table:  # if nothing has told the sizes, there may be one vocabulary more
-        more = any(16 * rows >= n for n in sizes) if not told else m.is_named(_OF_TOKENS)
+        more = any(16 * rows >= n for n in sizes) if not told else m.is_named(OF_TOKENS)
         return is_near or more or any(rows % n == 0 for n in sizes | told)  # several in one
-    without_bias = "linear" in m.kinds and m.modules[0].bias is None
-    return is_near and (without_bias or m.is_named(_OF_HEADS))
+    return is_near and (("linear" in m.kinds and not m.has_bias) or m.is_named(OF_HEADS))
 
 
 def _sides(matrices: list[Matrix]) -> set[str]:
     return {side for m in matrices for side in m.sides}
 
 
-def listed(matrices: list[Matrix]) -> str:
-    """The names and shapes of the first five, for messages."""
-    most = 5
-    more = f" and {len(matrices) - most} more" if len(matrices) > most else ""
-    return ", ".join(map(str, matrices[:most])) + more
-
-
 def _spelled(sizes: set[int]) -> str:
     return str(*sizes) if len(sizes) == 1 else str(tuple(sorted(sizes, reverse=True)))
-
-
-def _check_not_flattened(model: nn.Module, shards: dict[Tensor, FlatShard]) -> None:
-    """Raise ValueError for a model in which FSDP1 or ZeRO-3 has flattened matrices to vectors.
-
-    It is then no longer known which of the vectors were matrices and should have weight decay,
-    except for those of which FSDP1 has kept the shapes.
-    """
-    flattened: set[Tensor] = set()
-    for module in model.modules():
-        if _kind(module) in ("embedding", "linear"):
-            weight = module._parameters.get("weight")
-            if weight is not None and weight.dim() < 2 and weight not in shards:
-                flattened.add(weight)
-    for name, p in model.named_parameters():
-        if p in flattened or getattr(p, "_is_flat_param", False):
-            raise ValueError(
-                f"{name!r} has the shape {list(p.shape)}: it was flattened by a wrapper (FSDP1, "
-                "ZeRO-3), so that matrices and biases cannot be told apart. Pass "
-                "use_orig_params=True to FullyShardedDataParallel, or use a wrapper that keeps "
-                "matrices, such as FSDP2: torch.distributed.fsdp.fully_shard"
-            )
 
 
 def _named_outright(
@@ -748,12 +540,12 @@ def _resolve(
     model: nn.Module, entry: nn.Module | Tensor | str, matrices: Container[Tensor]
 ) -> list[Tensor]:
     """The matrices that one entry of ``embeddings`` refers to."""
-    found = _matching(model, entry, "embeddings")
+    found = matching(model, entry, "embeddings")
     if isinstance(entry, nn.Module):
-        own = set(_own_parameters(entry))  # without a head's bias
+        own = set(own_parameters(entry))  # without a head's bias
         found = {n: p for n, p in found.items() if p in own and p in matrices}
     if not found:
-        raise _not_of_the_model(entry, "embeddings", "matrix")
+        raise not_of_the_model(entry, "embeddings", "matrix")
     for name, p in found.items():
         if p not in matrices:
             raise ValueError(
@@ -761,41 +553,3 @@ def _resolve(
                 "which is not a matrix [V, H]: use a more specific name"
             )
     return list(found.values())
-
-
-def resolve(model: nn.Module, entries: Parameters, argument: str) -> set[Tensor]:
-    """The parameters that modules, parameters, names and patterns refer to.
-
-    Raises:
-        ValueError: if an entry of the argument refers to no parameter of the model.
-    """
-    found: set[Tensor] = set()
-    for entry in [entries] if isinstance(entries, nn.Module | Tensor | str) else entries:
-        matching = _matching(model, entry, argument)
-        if not matching:
-            raise _not_of_the_model(entry, argument, "parameter")
-        found.update(matching.values())
-    return found
-
-
-def _matching(
-    model: nn.Module, entry: nn.Module | Tensor | str, argument: str
-) -> dict[str, Tensor]:
-    """All parameters of a model that an entry of an argument refers to, by their names."""
-    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    if not isinstance(entry, str):
-        own = {entry} if isinstance(entry, Tensor) else set(entry.parameters())
-        return {n: p for n, p in parameters.items() if p in own}
-    found = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
-    if not found:
-        near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
-        hint = f"did you mean {near}?" if near else "see model.named_parameters()"
-        raise ValueError(f"{argument}={entry!r} matches no parameter of the model: {hint}")
-    return found
-
-
-def _not_of_the_model(entry: object, argument: str, what: str) -> ValueError:
-    return ValueError(
-        f"{argument} contains a {type(entry).__name__} that holds no {what} of this model: pass "
-        "the module itself, or a parameter's name"
-    )

@@ -18,7 +18,8 @@ MACHINE = MACHINES.get(platform.machine())
 
 # Arithmetic on single floating-point numbers, and numbers put into vectors or taken out one by one.
 SCALAR = {
-    "x86": r"v?(add|sub|mul|div|sqrt|u?comi|cvt\w+2)s[sd]\b|v?p?(insr|extr|insert|extract)(b|w|d|q|ps)\b",
+    "x86": r"v?(add|sub|mul|div|sqrt|u?comi|cvt\w+2)s[sd]\b"
+    r"|v?p?(insr|extr|insert|extract)(b|w|d|q|ps)\b",
     "arm": r"f(add|sub|mul|div|sqrt|madd|msub|cmp)\s+[sd]\d|(u|s)mov\s|ins\s|dup\s+[bhsd]\d",
 }
 PACKED = {

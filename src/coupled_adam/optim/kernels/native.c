@@ -78,6 +78,7 @@ typedef struct {
 } Passes;
 
 typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint32_t UnalignedBits __attribute__((vector_size(64), aligned(2), may_alias));
 typedef int32_t SignedBits __attribute__((vector_size(64)));
 static const Bits EVEN_COLUMNS = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 

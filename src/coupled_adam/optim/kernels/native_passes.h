@@ -16,6 +16,7 @@
 #define PARTS (LINE / LANES)           /* vectors of a cache line: 2 for bfloat16, otherwise 1 */
 
 typedef WIDE NAME(Vector) __attribute__((vector_size(64)));
+typedef WIDE NAME(Unaligned) __attribute__((vector_size(64), aligned(sizeof(T)), may_alias));
 #define VECTOR NAME(Vector)
 
 /* A cache line of bfloat16 is read as 16 numbers of 32 bits. Their lower halves make the first vector,
@@ -28,15 +29,11 @@ static int64_t NAME(place)(int64_t column) {
 
 ALWAYS_INLINE static VECTOR NAME(load)(const T *line, const int part) {
 #if IS_BFLOAT16
-    Bits bits;
-    memcpy(&bits, line, sizeof bits);
-    bits = part ? bits & 0xffff0000 : bits << 16;
-    return (VECTOR)bits;
+    const Bits bits = *(const UnalignedBits *)line;
+    return (VECTOR)(part ? bits & 0xffff0000 : bits << 16);
 #else
     (void)part;
-    VECTOR values;
-    memcpy(&values, line, sizeof values);
-    return values;
+    return *(const NAME(Unaligned) *)line;
 #endif
 }
 
@@ -52,11 +49,10 @@ ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const Bits 
         const Bits nan = (Bits)((SignedBits)(0x7f800000 - (bits & 0x7fffffff)) >> 31);
         rounded[part] = ((bits + added) & ~nan) | (0x7fc00000 & nan);
     }
-    const Bits both = (rounded[0] >> 16) | (rounded[1] & 0xffff0000);
-    memcpy(line, &both, sizeof both);
+    *(UnalignedBits *)line = (rounded[0] >> 16) | (rounded[1] & 0xffff0000);
 #else
     (void)noise;
-    memcpy(line, values, sizeof *values);
+    *(NAME(Unaligned) *)line = *values;
 #endif
 }
 
@@ -80,13 +76,30 @@ typedef struct {
 #define ROW(kind, r) (group->rows[kind][r] + start - group->origin)
 #define PREFETCH(line, ahead) __builtin_prefetch((const char *)(line) + (ahead), 0, 2)
 
-/* Update a cache line of the first moment as torch.lerp does, exact at both ends. */
-ALWAYS_INLINE static void NAME(lerp)(T *moment, const T *grad, WIDE factor, WIDE weight) {
+/* How the first moment is updated: as torch.lerp does it, old + weight (x - old) if the weight is below
+ * 1/2, and otherwise x - (1 - weight) (x - old), so that both ends are exact. The masks select the first
+ * term; with a condition, the compiler would test it for each cache line. */
+typedef struct {
+    WIDE factor, rate;
+    Bits old, new;
+} NAME(Lerp);
+
+static NAME(Lerp) NAME(lerp_of)(const Update *u, double factor) {
+    const WIDE weight = (WIDE)u->weight;
+    const uint32_t old = weight < (WIDE)0.5 ? 0xffffffff : 0;
+    NAME(Lerp) lerp = {.factor = (WIDE)factor, .rate = old ? weight : weight - 1};
+    lerp.old += old;
+    lerp.new = ~lerp.old;
+    return lerp;
+}
+
+/* Update a cache line of the first moment. */
+ALWAYS_INLINE static void NAME(lerp)(const NAME(Lerp) *lerp, T *moment, const T *grad) {
     VECTOR values[PARTS];
     for (int part = 0; part < PARTS; part++) {
-        const VECTOR old = NAME(load)(moment, part), x = factor * NAME(load)(grad, part);
-        const VECTOR change = x - old;
-        values[part] = weight < (WIDE)0.5 ? old + weight * change : x - (1 - weight) * change;
+        const VECTOR old = NAME(load)(moment, part), x = lerp->factor * NAME(load)(grad, part);
+        const VECTOR start = (VECTOR)(((Bits)old & lerp->old) | ((Bits)x & lerp->new));
+        values[part] = start + lerp->rate * (x - old);
     }
     NAME(store)(moment, values, NULL);
 }
@@ -105,7 +118,7 @@ ALWAYS_INLINE static void NAME(sum)(WIDE *sums, const T *const *u, const WIDE *w
  * moment; with `sum` also sum the updates over the rows. */
 ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t count, const int moment,
                                        const int sum) {
-    const WIDE weight = (WIDE)group->update->weight;
+    const NAME(Lerp) lerp = NAME(lerp_of)(group->update, 1);
     WIDE *sums = group->sums + start, *update_sums = group->update_sums + start;
     const T *g[ROWS], *u[ROWS];
     T *m[ROWS];
@@ -129,7 +142,7 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
         for (int r = 0; r < ROWS; r++) {
             PREFETCH(g[r] + i, MEASURE_AHEAD);
             if (moment) PREFETCH(m[r] + i, MEASURE_AHEAD);
-            if (moment) NAME(lerp)(m[r] + i, g[r] + i, 1, weight);
+            if (moment) NAME(lerp)(&lerp, m[r] + i, g[r] + i);
         }
         if (sum) NAME(sum)(update_sums, u, weights, i);
     }
@@ -154,14 +167,14 @@ COLUMNS NAME(square_moment_sum_columns)(GROUP *group, int64_t start, int64_t cou
 
 /* Update the first moment. */
 COLUMNS NAME(moment_columns)(GROUP *group, int64_t start, int64_t count) {
-    const WIDE factor = (WIDE)group->update->factor, weight = (WIDE)group->update->weight;
+    const NAME(Lerp) lerp = NAME(lerp_of)(group->update, group->update->factor);
     for (int r = 0; r < ROWS && group->rows[MOMENT][r] != NULL; r++) {
         const T *g = ROW(GRAD, r);
         T *m = ROW(MOMENT, r);
         for (int64_t i = 0; i < count; i += LINE) {
             PREFETCH(g + i, APPLY_AHEAD);
             PREFETCH(m + i, APPLY_AHEAD);
-            NAME(lerp)(m + i, g + i, factor, weight);
+            NAME(lerp)(&lerp, m + i, g + i);
         }
     }
 }

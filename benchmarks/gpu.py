@@ -1,95 +1,79 @@
-"""All that is to be found out on a GPU, in at most ten minutes: is it right, and how fast?
+"""All that is to be found out on a GPU, in at most ten minutes: how fast is it, and is it right?
 
-    python benchmarks/gpu.py benchmarks/results/bench/h200.json       # or: make gpu
+    PYTHONPATH=src python benchmarks/gpu.py benchmarks/results/bench/h200.json    # or: make gpu
 
-Runs tests/optim/test_cuda.py; measures the two passes over a matrix in bytes per second, against a
-copy; whole steps in pairs with torch's fused AdamW, with what was expected of them; their launches
-and memory; then training steps of the recipe ``124M-5B``, in pairs with AdamW. What was measured so
-far is written after each part. ``benchmarks/speed_table.py`` makes the page's table from the file.
+It needs torch and Triton, and nothing else: no other package, no installed one of ours, no network.
+First come steps of a matrix, in pairs with torch's fused AdamW, with what was expected of them,
+their launches and memory; then steps of all parameters of a GPT-2; then tests/optim/test_cuda.py;
+then training steps of that GPT-2, in pairs with AdamW. What was measured so far is written after
+each of them. ``benchmarks/speed_table.py`` makes the page's table from the file.
 """
 
 import argparse
 import dataclasses
+import datetime
 import json
+import os
+import platform
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from coupled_adam import CoupledAdamW, bench
+from coupled_adam import CoupledAdamW, bench, param_groups
 from coupled_adam.bench import Case
-from coupled_adam.bench.optimizers import make_step
-from coupled_adam.bench.timing import sample_in_turn, step_sampler
-from coupled_adam.bench.training import training_speed
+from coupled_adam.bench.optimizers import OPTIMIZERS, coupled, make_step
+from coupled_adam.bench.timing import Quartiles, now, sample_in_turn, step_sampler
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training.environment import environment
 
 ROOT = Path(__file__).parent.parent
 TESTS = "tests/optim/test_cuda.py"
-OPTIMIZERS = ("CoupledAdamW", "AdamW foreach")
+GEOMETRY = {"row_exponent": 0.5, "zero_sum": True}
+NO_MOMENTUM = "CoupledAdamW a=0.5, zero-sum, no momentum"
+OPTIMIZERS[NO_MOMENTUM] = dataclasses.replace(
+    coupled(**GEOMETRY, betas=(0.0, 0.99)), matrices_moved=4
+)
+TIMED = ("CoupledAdamW", "CoupledAdamW fused", "CoupledAdamW a=0.5, zero-sum", NO_MOMENTUM)
 
 
-def expected(case: Case) -> float | None:
-    """The expected upper bound of the time of CoupledAdamW's step, relative to fused AdamW's.
+def environment() -> dict[str, Any]:
+    """The software and hardware, as far as the table needs it; nothing need be installed."""
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": {"torch": torch.__version__},
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
 
-    It follows from the number of launches and from the bytes that are moved: 6 matrices compared
-    with AdamW's 7, or with 10 if AdamW's gradients are clipped, since the norm reads the gradient
-    once more, and scaling reads and writes it.
+
+def expected(case: Case, name: str) -> float | None:
+    """The expected upper bound of the time of a step, relative to fused AdamW's.
+
+    It follows from the number of launches and from the bytes that are moved: 6 matrices, or 4
+    without momentum, and 1 more if the gradient is clipped with whole rows, compared with AdamW's
+    7, or with 10 if its gradients are clipped, since the norm reads the gradient once more, and
+    scaling reads and writes it.
     """
     if case.dtype != "float32":
         return None
+    if name == NO_MOMENTUM:
+        return 0.60
     if case.clip:
         return 0.75
     return 0.86 if case.matrix_bytes > 2**30 else 0.90
 
 
-def run_tests() -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    print("\n".join([*failures, lines[-1] if lines else done.stderr]))
-    return {"returncode": done.returncode, "summary": lines[-1:], "failures": failures}
-
-
-def passes(case: Case, device: str, seconds: float) -> dict[str, Any]:
-    """Measure GB/s of the sums (1 matrix is read), the update (3 read, 2 written), and a copy."""
-    embedding, _ = case.parameters(device)
-    optimizer = CoupledAdamW([embedding], lr=1e-4, coupled=True)
-    optimizer.step()
-    ((update,), _) = optimizer._collect()
-    update.t = 2.0
-    update.measure(update_moment=False)
-    source, target = embedding.detach(), torch.empty_like(embedding)
-
-    def apply() -> None:
-        update.moment_updated = False
-        update.kernel.apply(update)
-
-    samplers = [
-        step_sampler(lambda: update.measure(update_moment=False), device),
-        step_sampler(apply, device),
-        step_sampler(lambda: target.copy_(source), device),
-    ]
-    rounds = sample_in_turn(samplers, least=6, most=100, seconds=seconds)
-    found: dict[str, Any] = {"case": dataclasses.asdict(case)}
-    for name, matrices, times in zip(("sums", "update", "copy"), (1, 5, 2), zip(*rounds)):
-        found[name] = matrices * case.matrix_bytes / sorted(times)[len(times) // 2] / 1e9
-    print(
-        f"{case.label}: sums {found['sums']:,.0f} GB/s, update {found['update']:,.0f} GB/s, "
-        f"copy {found['copy']:,.0f} GB/s"
-    )
-    return found
-
-
-def launches(case: Case, name: str) -> int:
+def launches(step: Callable[[], object]) -> int:
     """Count a step's launches on the GPU: kernels, and operations that set or copy memory."""
-    embedding, others = case.parameters("cuda")
-    _, step = make_step(name, embedding, others, case.clip)
     for _ in range(3):
         step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -99,42 +83,9 @@ def launches(case: Case, name: str) -> int:
     return sum(event.device_type == on_gpu for event in profile.events())
 
 
-def steps(cases: list[Case], device: str, seconds: float) -> list[dict[str, Any]]:
-    results = []
-    for timed in bench.bench(cases, OPTIMIZERS, device=device, seconds=seconds):
-        case, ratio = timed.case, timed.ratio
-        most = expected(case) if timed.optimizer == OPTIMIZERS[0] else None
-        count = launches(case, timed.optimizer) if device == "cuda" else None
-        parts = [
-            f"{case.label}, {timed.optimizer}: {ratio.median:.2f} "
-            f"({ratio.low:.2f}–{ratio.high:.2f}) of AdamW fused",
-            f"expected at most {most:.2f}" if most is not None else "",
-            f"{count} launches" if count is not None else "",
-            f"{(timed.extra_bytes or 0) / 1e6:.1f} MB beside the state",
-            ratio.remark,
-        ]
-        print(", ".join(part for part in parts if part), flush=True)
-        results.append({**timed.to_dict(), "expected": most, "launches": count})
-    return results
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("target", type=Path, help="the JSON file to write")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shapes", nargs="+", default=["50304x768", "128256x4096"])
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each optimizer and case")
-    parser.add_argument("--recipe", default="124M-5B")
-    parser.add_argument("--steps", type=int, default=200, help="of training, with each optimizer")
-    parser.add_argument("--batch-size", type=int, default=12, help="sequences in such a step")
-    options = parser.parse_args()
+def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Steps of a matrix, by case and optimizer."""
     device = options.device
-    if device == "cuda" and not torch.cuda.is_available():
-        print("benchmarks/gpu.py needs a GPU, and torch finds none here", file=sys.stderr)
-        return 2
-    here, machine = environment(), bench.describe_machine(device)
-    print(f"{machine.device}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    print("\n".join(machine.notes), flush=True)
     cases = [
         bench.parse_case(shape, dtype, clip)
         for shape in options.shapes
@@ -142,22 +93,180 @@ def main() -> int:
         for clip in (False, True)
     ]
     bench.check_memory(cases, device)
-    recipe = override(load_recipe(options.recipe), {"training.batch_size": options.batch_size})
-    content: dict[str, Any] = {"environment": here, "machine": machine.to_dict()}
-    parts: dict[str, Callable[[], Any]] = {
+    for timed in bench.bench(cases, TIMED, device=device, seconds=options.seconds):
+        case, name, ratio = timed.case, timed.optimizer, timed.ratio
+        count = None
+        if device == "cuda":
+            count = launches(make_step(name, *case.parameters(device), case.clip)[1])
+        most = expected(case, name)
+        remarks = [
+            f"{case.label}, {name}: {ratio.median:.2f} "
+            f"({ratio.low:.2f}–{ratio.high:.2f}) of AdamW fused",
+            f"expected at most {most:.2f}" if most is not None else "",
+            f"{count} launches" if count is not None else "",
+            f"{(timed.extra_bytes or 0) / 1e6:.1f} MB beside the state",
+            ratio.remark,
+        ]
+        print(", ".join(remark for remark in remarks if remark), flush=True)
+        yield {**timed.to_dict(), "expected": most, "launches": count}
+
+
+class GPT(nn.Module):
+    """A GPT-2 with tied embeddings, of torch's modules: 124M parameters by default."""
+
+    def __init__(self, rows: int, columns: int, layers: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(rows, columns), nn.Embedding(length, columns)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        layer = nn.TransformerEncoderLayer(
+            columns,
+            max(1, columns // 64),
+            4 * columns,
+            dropout=0.0,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.layers = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(columns), enable_nested_tensor=False
+        )
+        self.head = nn.Linear(columns, rows, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The mean cross-entropy of all tokens [batch, length + 1] but the first."""
+        inputs, targets = ids[:, :-1], ids[:, 1:]
+        length = inputs.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=ids.device)
+        places = torch.arange(length, device=ids.device)
+        hidden = self.tokens(inputs) + self.positions(places)
+        logits = self.head(self.layers(hidden, mask=mask, is_causal=True))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Callable[[], object]]:
+    """A model, and a clipped step of AdamW or, by any other name, of Coupled Adam."""
+    case = bench.parse_case(options.shapes[0], "float32", clip=True)
+    torch.manual_seed(0)
+    model = GPT(case.rows, case.columns, options.layers, options.length).to(options.device)
+    if name == "AdamW":
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+        def clip_and_step() -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adamw.step()
+
+        return model, clip_and_step
+    groups = param_groups(model, vocab_size=case.rows)
+    if name == NO_MOMENTUM:
+        for group in groups:
+            if group["coupled"]:
+                group.update(GEOMETRY, betas=(0.0, 0.99))
+    return model, CoupledAdamW(groups, lr=1e-4, fused=True, max_grad_norm=1.0).step
+
+
+def model_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Clipped steps of all parameters of the model."""
+    for name in ("CoupledAdamW", NO_MOMENTUM):
+        samplers = []
+        for each in (name, "AdamW"):
+            model, step = model_and_optimizer(options, each)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p) * 1e-4
+            samplers.append(step_sampler(step, options.device))
+        rounds = sample_in_turn(samplers, least=6, most=100, seconds=options.seconds)
+        yield summary(f"all parameters, clipped: {name}", rounds)
+
+
+def training(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Whole training steps on random tokens in bfloat16 autocast."""
+    device, (batch, length) = options.device, (options.batch_size, options.length)
+
+    def trainer(name: str) -> Callable[[], float]:
+        model, step = model_and_optimizer(options, name)
+        vocabulary = model.tokens.num_embeddings
+
+        def train() -> float:
+            ids = torch.randint(vocabulary, (batch, length + 1), device=device)
+            start = now(device)
+            model.zero_grad()
+            with torch.autocast(device, torch.bfloat16):
+                loss = model(ids)
+            loss.backward()
+            step()
+            return now(device) - start
+
+        for _ in range(3):
+            train()
+        return train
+
+    for name in ("CoupledAdamW", NO_MOMENTUM):
+        pair = [trainer(name), trainer("AdamW")]
+        rounds = sample_in_turn(pair, least=6, most=options.steps, seconds=options.seconds * 10)
+        yield summary(f"training: {name}", rounds)
+
+
+def summary(name: str, rounds: list[tuple[float, ...]]) -> dict[str, Any]:
+    ratio = Quartiles.of(ours / theirs for ours, theirs in rounds)
+    print(f"{name}: {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) of AdamW fused")
+    return {"name": name, "ratio": ratio, "samples": rounds}
+
+
+def run_tests(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The tests for GPUs; without our configuration of pytest, which needs its plugins."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), TESTS]
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=options.tests
+        )
+    except subprocess.TimeoutExpired:
+        print(f"{TESTS} took more than {options.tests:.0f} s")
+        yield {"returncode": None, "summary": ["timed out"], "failures": []}
+        return
+    lines = done.stdout.strip().splitlines()
+    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    print("\n".join([*failures, lines[-1] if lines else done.stderr]), flush=True)
+    yield {"returncode": done.returncode, "summary": lines[-1:], "failures": failures}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path, help="the JSON file to write")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shapes", nargs="+", default=["50304x768", "128256x4096"])
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each optimizer and case")
+    parser.add_argument("--layers", type=int, default=12, help="of the model of the first shape")
+    parser.add_argument("--length", type=int, default=1024, help="of its sequences")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a training step")
+    parser.add_argument("--steps", type=int, default=100, help="of training, with each optimizer")
+    parser.add_argument("--tests", type=float, default=240.0, help="seconds, at most")
+    parser.add_argument("--minutes", type=float, default=10.0, help="nothing begins after them")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("benchmarks/gpu.py needs a GPU, and torch finds none here", file=sys.stderr)
+        return 2
+    end = time.monotonic() + 60 * options.minutes
+    machine = bench.describe_machine(options.device)
+    print(f"{machine.device}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print("\n".join(machine.notes), flush=True)
+    content: dict[str, Any] = {"environment": environment(), "machine": machine.to_dict()}
+    sections = {
+        "results": steps,
+        "model": model_steps,
         "tests": run_tests,
-        "passes": lambda: [passes(x, device, options.seconds) for x in cases if not x.clip],
-        "results": lambda: steps(cases, device, options.seconds),
-        "training": lambda: training_speed(recipe, device=device, steps=options.steps),
+        "training": training,
     }
-    for name, part in parts.items():
-        found = part()
-        if name == "training":
-            print(found.summary)
-            found = found.to_dict()
-        content[name] = found
-        write_atomically(options.target, json.dumps(content))
-    return int(content["tests"]["returncode"] != 0)
+    for name, section in sections.items():
+        content[name] = []
+        for measured in section(options):
+            content[name].append(measured)
+            write_atomically(options.target, json.dumps(content))
+            if time.monotonic() > end:
+                break
+    return int(any(tests["returncode"] != 0 for tests in content["tests"]))
 
 
 if __name__ == "__main__":

@@ -427,10 +427,6 @@ def _center(  # type: ignore[no-untyped-def]
     if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if tl.load(skip) != 0:
             return
-    factor = _number(factor).to(tl.float32)
-    if COMPUTED:  # noqa: SIM102
-        if factor == 1:
-            return
     part, parts = tl.program_id(1), tl.num_programs(1)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
@@ -438,6 +434,10 @@ def _center(  # type: ignore[no-untyped-def]
     update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     count = tl.zeros((ROWS,), dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
+    factor = _number(factor).to(tl.float32)  # Triton's interpreter needs one of the above before
+    if COMPUTED:  # noqa: SIM102
+        if factor == 1:
+            return
     for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
@@ -647,7 +647,7 @@ def _place(row, row_stride, column, column_stride):  # type: ignore[no-untyped-d
 @triton.jit
 def _number(value):  # type: ignore[no-untyped-def]
     """A number that is passed, or read where it lies on the device."""
-    value = tl.to_tensor(value)
+    value = tl.core.to_tensor(value)
     return tl.load(value) if value.dtype.is_ptr() else value
 
 

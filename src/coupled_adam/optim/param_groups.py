@@ -64,7 +64,7 @@ class ParamGroups(list[dict[str, Any]]):
             for name, p, shard in zip(group["param_names"], group["params"], shards):
                 whole = p.shape if shard is None else shard.shape
                 columns = whole[1 - group.get("vocab_dim", 0)] if group["coupled"] else 0
-                saved = _state_saved(p, columns) if group["coupled"] else 0
+                saved = _state_saved(group, p, columns) if group["coupled"] else 0
                 total += saved
                 shape = " x ".join(map(str, whole))
                 if shard is not None:
@@ -369,7 +369,12 @@ def _names(group: dict[str, Any]) -> list[str]:
     return names
 
 
-def _state_saved(p: Tensor, columns: int) -> int:
+def _state_saved(group: dict[str, Any], p: Tensor, columns: int) -> int:
     """How many bytes of optimizer state coupling a matrix saves compared with AdamW."""
     width = torch.promote_types(p.dtype, torch.float32).itemsize
-    return p.numel() * p.element_size() - columns * width
+    matrix = p.numel() * p.element_size()
+    vectors = columns * width
+    if group.get("row_exponent") or group.get("zero_sum"):
+        vectors += p.numel() // columns * width
+    has_momentum = group.get("betas", (0.9,))[0] != 0
+    return (1 if has_momentum else 2) * matrix - vectors

@@ -10,7 +10,6 @@ each of them. ``benchmarks/speed_table.py`` makes the page's table from the file
 """
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from coupled_adam import CoupledAdamW, bench, param_groups
 from coupled_adam.bench import Case
-from coupled_adam.bench.optimizers import OPTIMIZERS, coupled, make_step
+from coupled_adam.bench.optimizers import make_step
 from coupled_adam.bench.timing import Quartiles, now, sample_in_turn, step_sampler
 from coupled_adam.files import write_atomically
 
@@ -35,9 +34,6 @@ ROOT = Path(__file__).parent.parent
 TESTS = "tests/optim/test_cuda.py"
 GEOMETRY = {"row_exponent": 0.5, "zero_sum": True}
 NO_MOMENTUM = "CoupledAdamW a=0.5, zero-sum, no momentum"
-OPTIMIZERS[NO_MOMENTUM] = dataclasses.replace(
-    coupled(**GEOMETRY, betas=(0.0, 0.99)), matrices_moved=4
-)
 TIMED = ("CoupledAdamW", "CoupledAdamW fused", "CoupledAdamW a=0.5, zero-sum", NO_MOMENTUM)
 
 

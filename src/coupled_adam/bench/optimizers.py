@@ -31,7 +31,8 @@ class Candidate:
         matrices_moved: the least number of [V, H] matrices that a step has to read from memory or
             write to it; None if it is not known. AdamW reads p, g, m, v and writes p, m, v, which
             makes 7. Coupled Adam reads g and m and writes m while it sums the squares of g, then
-            reads m and p and writes p, which makes 6. Vectors of length H are not counted.
+            reads m and p and writes p, which makes 6; without momentum it reads g, then g and p,
+            and writes p, which makes 4. Vectors of length H and V are not counted.
     """
 
     make: Maker
@@ -53,7 +54,8 @@ def coupled(**options: Any) -> Candidate:
             groups.append({"params": others})
         return CoupledAdamW(groups, lr=1e-4, max_grad_norm=clip, **options)
 
-    return Candidate(make, matrices_moved=6)
+    has_momentum = options.get("betas", (0.9, 0.999))[0] != 0
+    return Candidate(make, matrices_moved=6 if has_momentum else 4)
 
 
 def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Candidate:
@@ -93,6 +95,9 @@ OPTIMIZERS = {
     "CoupledAdamW": coupled(),
     "CoupledAdamW fused": coupled(fused=True),
     "CoupledAdamW a=0.5, zero-sum": coupled(row_exponent=0.5, zero_sum=True),
+    "CoupledAdamW a=0.5, zero-sum, no momentum": coupled(
+        row_exponent=0.5, zero_sum=True, betas=(0.0, 0.99)
+    ),
     "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
     "AdamW foreach": uncoupled(torch.optim.AdamW, foreach=True),
     "AdamW averaged": uncoupled(AveragedAdamW),

@@ -3,11 +3,11 @@
     python benchmarks/new_tokens.py benchmarks/results/new_tokens.json
 
 A GPT-2 of two layers, tied and untied, is trained with AdamW on the docstrings of Python's standard
-library, and finetuned on the topics of the language reference. Of the words, quotes and line
-breaks there that the tokenizer cuts into pieces the 64 most frequent become tokens; their rows
-begin at the mean of the others. The old rows are trained as well, or frozen by a hook that masks
-the gradient. Each optimizer's rate of the embeddings is the best on validation passages, with the
-first seed; seeds choose the batches.
+library, and finetuned on the topics of the language reference. Of the words, quotes and line breaks
+there that the tokenizer cuts into pieces the 64 most frequent become tokens; their rows begin at
+the mean of the others. The old rows are trained as well, or frozen by a hook that masks the
+gradient. Each optimizer's rate of the embeddings is the best on validation passages, with the first
+seed; seeds choose the batches.
 
 Two more questions: how far Coupled Adam's updates go if only k of V rows have a gradient, and an
 untied model from scratch, whose input rows have had none until their token occurs. The script takes

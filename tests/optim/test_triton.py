@@ -124,11 +124,11 @@ def check_compiled(launches, name, itemsize, aligned, tmp_path, expected=None):
         if function == "_finish":
             continue
         wide = [x for x in instructions if ".128" in x and not x.startswith("STG")]
+        least = matrices[function] * ELEMENTS[function] * itemsize // 16
         if aligned:
-            least = matrices[function] * ELEMENTS[function] * itemsize // 16
             assert len(wide) >= least, (function, instructions)
-        else:
-            assert not wide, (function, instructions)
+        else:  # vectors of the columns are aligned even then
+            assert len(wide) < least, (function, instructions)
 
 
 @pytest.mark.parametrize(

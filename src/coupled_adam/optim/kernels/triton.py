@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
@@ -33,7 +34,7 @@ skips = True
 _SUMS_BLOCK = (16, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
 _FINISH_BLOCK = (128, 16)
 _UPDATE_BLOCK = (8, 256)
-_CENTER_ELEMENTS = 2048  # of whole rows; 8 for each thread
+_CENTER_ELEMENTS = 2048  # of whole rows
 _AHEAD_BYTES = 48 * 1024
 _WIDEST = 8192  # features of whole rows, for which there are enough registers
 _PROGRAMS = 4  # of the kernels that add up, for each unit of the GPU: it runs them all at once
@@ -273,6 +274,9 @@ def _launch_center(
     exp_avg = None if updates is None else matrix.exp_avg
     # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
     bytes_ahead = size * grad.itemsize * (1 if exp_avg is None else 2)
+    # Each thread has at least one widest load of 16 bytes; an AMD warp has twice the threads.
+    lanes = driver.active.get_current_target().warp_size
+    elements = 8 if lanes == 32 else 16 // grad.itemsize
     with _device_of(grad):
         _center[grid](
             grad,
@@ -295,7 +299,7 @@ def _launch_center(
             computed is not None and computed.computed,
             min(3, 1 + _AHEAD_BYTES // bytes_ahead),
             *block,
-            **{**_OPTIONS, "num_warps": min(16, size // 256)},
+            **{**_OPTIONS, "num_warps": max(1, min(16, size // (elements * lanes)))},
         )
 
 

@@ -525,6 +525,23 @@ def test_folded_clipping_of_scaled_gradients(fused, kernel):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_clipping_and_penalty_in_half_precision(dtype, kernel):
+    """A clipped gradient with a penalty is in single precision, which not every kernel serves."""
+    states = []
+    for fused in (None, False):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(64, 100).to(dtype))
+        options = {"weight_decay": 0.1, "max_grad_norm": 1.0, "fused": fused}
+        optimizer = CoupledAdam([p], coupled=True, **options)
+        p.grad = torch.randn(64, 100).to(dtype)
+        optimizer.step()
+        states.append({"param": p.detach(), **optimizer.state[p]})
+    torch.testing.assert_close(*states, rtol=1e-2, atol=1e-6)
+    squares = [state["exp_avg_sq"] for state in states]
+    torch.testing.assert_close(*squares, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("fused", [None, True, False])
 def test_clipping_squares_that_overflow(fused, kernel):
     """As with clip_grad_norm_: an infinite norm leaves nothing of a finite gradient."""

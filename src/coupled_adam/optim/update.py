@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim import sharded
+from coupled_adam.optim.kernels import choose
 from coupled_adam.optim.matrix import Matrix, Scalars, Sums, number
 from coupled_adam.optim.rounding import noise_of
 
@@ -72,7 +73,10 @@ def with_penalty(matrix: Matrix, factor: Tensor | None) -> Matrix:
         grad = grad.to(matrix.exp_avg_sq.dtype) * factor.to(grad.device)
     if matrix.group["maximize"]:
         grad = -grad
-    return matrix._replace(grad=grad.add(matrix.param, alpha=matrix.group["weight_decay"]))
+    penalized = matrix._replace(grad=grad.add(matrix.param, alpha=matrix.group["weight_decay"]))
+    if matrix.shard is not None:  # its segments' kernels are chosen when they are made
+        return penalized
+    return penalized._replace(kernel=choose(penalized))  # which may not serve another dtype
 
 
 def advance(

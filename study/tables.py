@@ -395,7 +395,7 @@ def between(question: str, name: str, setting: str = "") -> Line:
         setting: what a question that has several puts in front of it, as in ``untied``.
     """
     arm, _, n = name.rpartition(" n=")
-    kind, *betas = arm.split() if question == "betas" else [arm]
+    kind, *betas = arm.split() if question.startswith(("betas", "batch")) else [arm]
     label = LABELS.get(kind, kind.replace("a=", "a = ").replace("full", "V x H,"))  # type: ignore[call-overload]
     label = ", ".join([label, *betas, f"n = {n}"])
     if not setting:
@@ -489,9 +489,9 @@ def _switching() -> str:
     return markdown([[BASE[0], *lines, BASE[1]]], ALL)
 
 
-def _betas() -> str:
+def _betas(question: str) -> str:
     """AdamW at its best betas, followed by everything else that has runs, by loss."""
-    lines = [between("betas", name) for name in QUESTIONS["betas"]]
+    lines = [between(question, name) for name in QUESTIONS[question]]
     lines = sorted(
         (line for line in lines if runs(line)), key=lambda line: np.mean(values(line, "valid_loss"))
     )
@@ -531,7 +531,7 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     "between_muon": _between_muon,
     "muon_rates": _muon_rates,
-    "betas": _betas,
+    **{question: partial(_betas, question) for question in ("betas", "batch_16k", "betas_longer")},
     "readme": _readme,
 }
 

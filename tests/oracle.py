@@ -62,10 +62,11 @@ class CoupledAdamOracle:
             nu_hat = nu_hat * len(self.embeddings) / max(len(tokens), 1)
         denominator = np.sqrt(self.second_moment_scale * nu_hat) + self.eps
         updates = np.zeros_like(self.embeddings)
+        row_means = self.v.mean(axis=1)
         for i in tokens:
             updates[i] = m_hat[i] / denominator
             if self.row_exponent:
-                relative = self.v[i].mean() / np.mean([self.v[k].mean() for k in tokens])
+                relative = row_means[i] / row_means[tokens].mean()
                 updates[i] *= relative ** (-self.row_exponent / 2)
         if self.zero_sum:
             mean = updates.sum(axis=0) / max(len(tokens), 1)

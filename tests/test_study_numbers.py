@@ -30,16 +30,16 @@ def runs(question, name):
     return {int(seed): run for seed, run in content[name]["seeds"].items()}
 
 
-def betas(label):
+def betas(label, question="betas"):
     """The runs of a label such as "AdamW, 0, 0.999", with or without n."""
     arm, beta1, beta2, *n = label.replace("a = ", "a=").split(", ")
     arm = {"AdamW": "adamw", "Coupled Adam": "coupled"}.get(arm, arm)
-    content = json.loads((ROOT / "study/results/betas.json").read_text())
+    content = json.loads((ROOT / f"study/results/{question}.json").read_text())
     start = f"{arm} {beta1} {beta2} n={n[0].removeprefix('n = ') if n else ''}"
     if not n and arm == "a=0.75":
         start += "4"
     (name,) = (name for name in content if name == start or (name.startswith(start) and not n))
-    return runs("betas", name)
+    return runs(question, name)
 
 
 def rows(table):
@@ -53,8 +53,9 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
 
 
-def test_betas():
-    header, _, *lines = rows("betas")
+@pytest.mark.parametrize("question", ["betas", "batch_16k", "betas_longer"])
+def test_betas(question):
+    header, _, *lines = rows(question)
     getters = {
         "L of test documents ↓": lambda run: run["documents"]["test"]["loss"],
         "L of validation documents ↓": lambda run: run["documents"]["valid"]["loss"],
@@ -65,7 +66,7 @@ def test_betas():
         "the same, centred ↑": lambda run: run["word_similarity_centered"]["MEN"]["r"],
     }
     for line in lines:
-        found = betas(line[0])
+        found = betas(line[0], question)
         assert int(line[-1]) == len(found)
         for name, get in getters.items():
             shown = line[header.index(name)].strip("*_")
@@ -76,8 +77,11 @@ def test_betas():
             if digit:
                 spread = int(digit.rstrip(")")) * 10**-decimals
                 assert spread == pytest.approx(np.std(values, ddof=1), abs=0.51 * 10**-decimals)
-    losses = [np.mean([run["valid_loss"] for run in betas(line[0]).values()]) for line in lines]
-    assert losses[0] == min(losses)
+    losses = [
+        np.mean([run["valid_loss"] for run in betas(line[0], question).values()]) for line in lines
+    ]
+    of_adamw = [loss for loss, line in zip(losses, lines) if line[0].startswith("AdamW")]
+    assert losses[0] == min(of_adamw)
     assert losses[1:] == sorted(losses[1:])
 
 

@@ -458,7 +458,7 @@ BEST: dict[str, Group] = {
 """By D: AdamW, Coupled Adam and a = 0.5 with the n that is best on the validation documents."""
 
 
-def _readme() -> str:
+def _summary() -> str:
     """The best rows of question 12, with what each optimizer keeps of a matrix."""
     kept = ("AdamW, 2VH", "Coupled Adam, VH + H", "a = 0.5, zero-sum, VH + V + H")
     groups = [
@@ -466,6 +466,17 @@ def _readme() -> str:
         for tokens, rows in BEST.items()
     ]
     return markdown(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer, state")
+
+
+def _readme() -> str:
+    """What we recommend after 20M tokens, with AdamW as usual and at its best betas."""
+    lines = [
+        Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
+        Line("AdamW, betas 0, 0.999: V x H", "betas_longer", "adamw 0 0.999 n=1"),
+        Line("`LEAN`: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
+    ]
+    shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
+    return markdown([lines], shown, "update of the embeddings: its state")
 
 
 def _muon_rates() -> str:
@@ -532,6 +543,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "between_muon": _between_muon,
     "muon_rates": _muon_rates,
     **{question: partial(_betas, question) for question in ("betas", "batch_16k", "betas_longer")},
+    "summary": _summary,
     "readme": _readme,
 }
 

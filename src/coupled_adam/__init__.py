@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from coupled_adam.optim.flat import FlatShard
     from coupled_adam.optim.kernels import kernels
     from coupled_adam.optim.muon import MuonWithCoupledAdam
-    from coupled_adam.optim.param_groups import param_groups
+    from coupled_adam.optim.param_groups import LEAN, param_groups
     from coupled_adam.optim.state import to_adam_state_dict
     from coupled_adam.optim.token_embeddings import embedding_parameters
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LEAN",
     "CoupledAdam",
     "CoupledAdamW",
     "FlatShard",
@@ -32,6 +33,7 @@ __all__ = [
 
 
 _MODULES = {
+    "LEAN": "param_groups",
     "CoupledAdam": "coupled_adam",
     "CoupledAdamW": "coupled_adam",
     "FlatShard": "flat",

@@ -9,7 +9,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from coupled_adam import CoupledAdam, CoupledAdamW, embedding_parameters, param_groups
+from coupled_adam import (
+    LEAN,
+    CoupledAdam,
+    CoupledAdamW,
+    embedding_parameters,
+    param_groups,
+)
 from token_models import Bert, H, HandWritten, Transposed, V, bert, gpt2, llama, stablelm, t5
 
 
@@ -213,6 +219,22 @@ def test_a_factor_on_the_rate(optimizer_class, number, make_schedule):
     other = optimizer_class(param_groups(model, lr_factor=4), lr=lr)
     other.load_state_dict(saved)
     assert options_of(other, "lr") == options_of(optimizer, "lr")
+
+
+def test_lean_keeps_no_matrix():
+    """V + H numbers for each embedding matrix; everything else has the optimizer's options."""
+    model = nn.ModuleDict({"wte": nn.Embedding(50, 4), "h": nn.Linear(4, 4)})
+    model["lm_head"] = nn.Linear(4, 50, bias=False)
+    optimizer = CoupledAdamW(param_groups(model, **LEAN), lr=1e-3, betas=(0.9, 0.95))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    for p in (model["wte"].weight, model["lm_head"].weight):
+        state = optimizer.state[p]
+        assert sum(value.numel() for value in state.values()) == 50 + 4 + 1  # and the step
+    coupled, *others = optimizer.param_groups
+    assert coupled["lr"] == 2e-3
+    assert all((group["betas"], group["lr"]) == ((0.9, 0.95), 1e-3) for group in others)
 
 
 def test_a_factor_in_groups_by_hand():

@@ -19,6 +19,19 @@ from coupled_adam.optim.token_embeddings import (
     matrices_of_size,
 )
 
+LEAN: dict[str, Any] = {
+    "betas": (0.0, 0.99),
+    "row_exponent": 0.75,
+    "zero_sum": True,
+    "lr_factor": 2.0,
+}
+"""The variant that keeps no matrix of state: ``param_groups(model, **LEAN)``.
+
+Its state of an embedding matrix V x H is V + H numbers, where AdamW's is 2 V x H. It is not in
+arXiv 2502.08441; docs/study/14-wrong.md compares it with AdamW at its best betas. A training that
+is short for its model needs another rate: ``param_groups(model, **LEAN | {"lr_factor": 4})``.
+"""
+
 _SHOWN = ("weight_decay", "lr", "lr_factor", "betas")
 """Options in the table of the groups."""
 
@@ -149,7 +162,7 @@ def param_groups(
             token embeddings are frozen (as with LoRA), or were not found.
 
     Example:
-        >>> groups = param_groups(model, betas=(0.0, 0.99), lr_factor=2)
+        >>> groups = param_groups(model, **LEAN)
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """

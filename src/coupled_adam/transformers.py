@@ -40,7 +40,7 @@ class CoupledAdamWFactory:
             args: the trainer's arguments, of which the learning rate, the betas, epsilon and the
                 weight decay are used.
             groups: options of :func:`coupled_adam.param_groups`, for the token embeddings alone:
-                ``{"args": args, "groups": {"betas": (0.0, 0.99), "lr_factor": 2}}``.
+                ``{"args": args, "groups": coupled_adam.LEAN}``.
             options: options of :class:`coupled_adam.CoupledAdamW`, which take precedence over
                 ``args``.
 

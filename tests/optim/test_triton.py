@@ -85,6 +85,7 @@ def compiled(monkeypatch):
 
     def use(name):
         monkeypatch.setattr(driver, "_active", StandIn(name))
+        monkeypatch.setattr(torch.version, "hip", "6.0" if name.startswith("gfx") else None)
         monkeypatch.setattr(JITFunction, "run", compile_only)
         return launches
 

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
@@ -275,8 +274,7 @@ def _launch_center(
     # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
     bytes_ahead = size * grad.itemsize * (1 if exp_avg is None else 2)
     # Each thread has at least one widest load of 16 bytes; an AMD warp has twice the threads.
-    lanes = driver.active.get_current_target().warp_size
-    elements = 8 if lanes == 32 else 16 // grad.itemsize
+    lanes, elements = (64, 16 // grad.itemsize) if torch.version.hip else (32, 8)
     with _device_of(grad):
         _center[grid](
             grad,

@@ -127,6 +127,33 @@ class CoupledAdamArm:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class LeanArm:
+    """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``.
+
+    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
+    """
+
+    lr_factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for options out of range."""
+        if not 0 < self.lr_factor < math.inf:
+            raise ValueError(f"lr_factor={self.lr_factor} must be above 0")
+
+    @property
+    def label(self) -> str:
+        """LEAN, followed by its ``lr_factor`` f."""
+        return f"LEAN, f = {self.lr_factor:g}"
+
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create CoupledAdamW with the options of LEAN for the token embeddings."""
+        from coupled_adam import LEAN, CoupledAdamW
+
+        groups = _param_groups(model, training, **LEAN | {"lr_factor": self.lr_factor})
+        return CoupledAdamW(groups, training.lr, training.betas, training.eps)
+
+
 def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
     from coupled_adam import param_groups
@@ -301,6 +328,7 @@ class MuonArm:
 OPTIMIZERS: dict[str, type[Arm]] = {
     "adamw": AdamWArm,
     "coupled_adam": CoupledAdamArm,
+    "lean": LeanArm,
     "sgd": SGDArm,
     "muon": MuonArm,
 }

@@ -1,16 +1,19 @@
 """What the runs of an experiment show, in sentences that say no more than their tests."""
 
 import math
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.runs import COLUMNS, TEST_LOSS, Run
+from coupled_adam.lab.reporting.runs import COLUMNS, TEST_LOSS, Run, baseline_of, by_arm
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, Paired, paired_t_test, shown_p
+from coupled_adam.runs import COMPARISON
 
 _MOST = 3  # as many arms get sentences of their own
+_MEAN = COLUMNS["mean_norm_ratio"]
 _GEOMETRY = {
-    "the relative norm of the mean embedding": COLUMNS["mean_norm_ratio"],
+    "the relative norm of the mean embedding": _MEAN,
     "isotropy": COLUMNS["isotropy"],
 }
 
@@ -44,9 +47,7 @@ def _runs(number: int) -> str:
 
 def _experiment(runs: Sequence[Run]) -> list[str]:
     """The sentences about an experiment."""
-    arms: dict[str, list[Run]] = {}
-    for run in runs:
-        arms.setdefault(run.setup, []).append(run)
+    arms = by_arm(runs)
     sentences = []
     for arm in arms.values():
         seeds = [str(run.seed) for run in arm if not _is_finite(run)]
@@ -55,7 +56,7 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
                 f"{arm[0].label} diverged with {len(seeds)} of {len(arm)} seeds "
                 f"({', '.join(seeds)}), which {'is' if len(seeds) == 1 else 'are'} not compared."
             )
-    baseline = next((arm for arm in arms.values() if arm[0].is_baseline), None)
+    baseline = baseline_of(arms.values())
     others = [arm for arm in arms.values() if arm is not baseline]
     if baseline is None:
         return [*sentences, "There is no run with AdamW to compare with."]
@@ -63,6 +64,8 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
         return [*sentences, "There are only runs with AdamW, and nothing to compare them with."]
     if len(others) > _MOST:
         return [*sentences, _overview(baseline, others)]
+    if len({run.seed for run in runs}) == 1:
+        return [*sentences, *_one_seed([baseline, *others])]
     for arm in others:
         sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
     if len(others) > 1:
@@ -74,6 +77,51 @@ def _is_finite(run: Run) -> bool:
     loss = run.value(TEST_LOSS)
     return loss is None or math.isfinite(loss)
 
+
+def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
+    """What each arm has come to, the baseline first, and the command for more seeds."""
+    runs = [arm[0] for arm in arms if _is_finite(arm[0])]
+    shown = {phrase: [show(run) for run in runs] for phrase, show in _FACTS.items()}
+    shown = {phrase: texts for phrase, texts in shown.items() if None not in texts}
+    if len(runs) < 2 or not shown:
+        return []
+    names = [run.label.replace(", ", " (", 1) + ")" * (", " in run.label) for run in runs]
+    first = ", ".join(phrase.format(texts[0]) for phrase, texts in shown.items())
+    others = [
+        f"{name}: {', '.join(str(texts[place]) for texts in shown.values())}"
+        for place, name in enumerate(names[1:], 1)
+    ]
+    folder, command = runs[0].folder.parent, "--seeds 3 --resume"
+    if (folder / COMPARISON).exists():
+        command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
+    return [
+        f"With one seed, {'; '.join([f'{names[0]} has {first}', *others])}.",
+        f"One seed cannot tell whether a loss is lower; three can: {command}".replace(": \n", ":\n"),
+    ]
+
+
+def _milliseconds(run: Run) -> str | None:
+    speed = run.tokens_per_second
+    return None if speed is None else f"{1000 * run.recipe.tokens_per_step / speed:.0f} ms"
+
+
+def _bytes(number: float | None) -> str | None:
+    if number is None:
+        return None
+    return f"{number / 1e6:.1f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
+
+
+def _number(value: float | None, digits: str) -> str | None:
+    return None if value is None else f"{value:{digits}}"
+
+
+_FACTS: dict[str, Callable[[Run], str | None]] = {
+    "a test loss of {}": lambda run: _number(run.value(TEST_LOSS), ".3f"),
+    "a mean embedding of relative norm {}": lambda run: _number(run.value(_MEAN), ".2g"),
+    "{} of optimizer state for the embeddings": lambda run: _bytes(run.embedding_state),
+    "{} a step": _milliseconds,
+}
+"""What a single run shows, in words."""
 
 _BySeed = dict[int, float]
 
@@ -103,9 +151,8 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     test = paired_t_test(mine, theirs)
     if test is None:
         return (
-            f"With one seed no test is possible: the test loss is {_mean(mine):.3f} with {name} "
-            f"and {_mean(theirs):.3f} with {reference}. Which of them is better is unknown until "
-            "there are more seeds (--seeds 3 --resume)."
+            f"{name} and {reference} have one finished seed in common, with which no test is "
+            f"possible: the test loss is {_mean(mine):.3f} and {_mean(theirs):.3f}."
         )
     if not test.significant:
         return (

@@ -22,7 +22,7 @@ from coupled_adam.lab.reporting.plots import (
     plot_sweep,
     plot_sweep_measures,
 )
-from coupled_adam.lab.reporting.runs import ACCURACY, TEST_LOSS, Run
+from coupled_adam.lab.reporting.runs import ACCURACY, TEST_LOSS, Run, baseline_of, by_arm
 from coupled_adam.rendering.pictures import Picture, single
 
 Draw = tuple[Callable[[Axes], None], str]
@@ -54,8 +54,8 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
     """The four most informative pictures of an experiment as one figure, and its caption."""
     colors = arm_colors(runs)
     first = _first_seeds(runs)
-    pair = [run for run in first if run.arm in ("adamw", "coupled_adam")] or first[:2]
-    pair = [run for run in pair if run.has_model]
+    models = [run for run in first if run.arm in ("adamw", "coupled_adam", "lean")] or first[:2]
+    models = [run for run in models if run.has_model]
     draws: list[Draw] = [
         (
             partial(plot_loss, runs=runs, colors=colors),
@@ -66,16 +66,16 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
             "Drift of the mean embedding: its norm relative to the mean norm, over training.",
         ),
         (
-            partial(plot_projection, runs=pair, colors=colors),
+            partial(plot_projection, runs=models, colors=colors),
             "The embeddings seen from the side: along their mean, and along their largest "
             "spread across it. X: the mean; +: the origin.",
         ),
         (
-            partial(plot_frequency, runs=pair, colors=colors),
+            partial(plot_frequency, runs=models, colors=colors),
             "Norms of the embeddings against how often their tokens occur in the training text.",
         ),
     ]
-    shown = draws[: 4 if pair else 2]
+    shown = draws[: 4 if models else 2]
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     for (draw, _), ax in zip(shown, figure.subplots(len(shown) // 2, 2).flat, strict=True):
         draw(ax)
@@ -98,10 +98,10 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
             partial(plot_spectra, runs=spectra, colors=colors),
             "Singular values of the output embeddings, relative to the largest.",
         )
-    baseline = [run for run in first if run.is_baseline and run.second_moments()]
-    if baseline:
+    moments = [run for run in baseline_of(by_arm(first).values()) or [] if run.second_moments()]
+    if moments:
         more["second_moment"] = (
-            partial(plot_second_moment, run=baseline[0]),
+            partial(plot_second_moment, run=moments[0]),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
             "unigram probability, with the fit E[v̂] = A p̃ (as Fig. 4 of arXiv 2502.08441).",
         )
@@ -148,7 +148,12 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
                     "figures/accuracy_against_tokens.png",
                 )
             )
-    with_moments = [run for run in runs if run.is_baseline and len(run.second_moments()) > 1]
+    with_moments = [
+        run
+        for experiment in dict.fromkeys(run.experiment for run in runs)
+        for run in baseline_of(by_arm(r for r in runs if r.experiment == experiment).values()) or []
+        if len(run.second_moments()) > 1
+    ]
     if with_moments:
         drawn.append(
             single(

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ MORE_COLUMNS = {
 }
 """What the paper's tables do not show; on the page and in the CSV files, if measured."""
 
+_STATE = "embedding_state_bytes"
 _LARGEST = 1e100  # the limit of all numbers; its square is still a float
 
 
@@ -86,11 +87,6 @@ class Run:
     def setup(self) -> str:
         """The arm's optimizer and options, which are equal for the same arm under another name."""
         return repr(self.recipe.arm(self.arm))
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether it is plain AdamW, which the other arms are compared with."""
-        return self.recipe.arm(self.arm) == AdamWArm()
 
     @property
     def parameters(self) -> int:
@@ -133,6 +129,13 @@ class Run:
         """How long the training took, without evaluations and checkpoints; None if unknown."""
         speed = self.tokens_per_second
         return None if speed is None else self.recipe.tokens / speed
+
+    @property
+    def embedding_state(self) -> float | None:
+        """Bytes of optimizer state of the token embeddings; None if they were not logged."""
+        return next(
+            (line[_STATE] for line in reversed(self.metrics) if line.get(_STATE) is not None), None
+        )
 
     @property
     def has_model(self) -> bool:
@@ -362,6 +365,26 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
             mine = {"recipe": names[key], **mine}
         named.append(dataclasses.replace(run, experiment=title, settings=mine))
     return named
+
+
+def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """The runs of an experiment by their arms' options."""
+    arms: dict[str, list[Run]] = {}
+    for run in runs:
+        arms.setdefault(run.setup, []).append(run)
+    return arms
+
+
+def baseline_of(arms: Iterable[list[Run]]) -> list[Run] | None:
+    """The arm with which the others of an experiment are compared: AdamW without options.
+
+    Without that one it is the only arm with AdamW; None if there are several, or none.
+    """
+    adamws = [(arm[0].recipe.arm(arm[0].arm), arm) for arm in arms]
+    adamws = [(optimizer, arm) for optimizer, arm in adamws if isinstance(optimizer, AdamWArm)]
+    plain = [arm for optimizer, arm in adamws if optimizer == AdamWArm()]
+    candidates = plain or [arm for _, arm in adamws]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def short_key(key: str, keys: Sequence[str]) -> str:

@@ -11,6 +11,8 @@ from coupled_adam.lab.reporting.runs import (
     COLUMNS,
     MORE_COLUMNS,
     Run,
+    baseline_of,
+    by_arm,
     setting_text,
     short,
     short_key,
@@ -76,12 +78,10 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
     """
-    experiments: dict[str, dict[str, list[Run]]] = {}
-    for run in runs:
-        experiments.setdefault(run.experiment, {}).setdefault(run.setup, []).append(run)
     rows = []
-    for experiment, arms in experiments.items():
-        baseline = next((arm for arm in arms.values() if arm[0].is_baseline), None)
+    for experiment in dict.fromkeys(run.experiment for run in runs):
+        arms = by_arm(run for run in runs if run.experiment == experiment)
+        baseline = baseline_of(arms.values())
         others = [arm for arm in arms.values() if arm is not baseline]
         for arm in arms.values():
             if bold == "all":
@@ -109,7 +109,7 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
                     parameters=first.parameters,
                     arm=first.arm,
                     label=first.label,
-                    is_baseline=first.is_baseline,
+                    is_baseline=arm is baseline,
                     seeds=[run.seed for run in arm],
                     other_tokens={
                         run.seed: run.other_tokens for run in arm if run.other_tokens is not None

@@ -26,6 +26,7 @@ from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
+from coupled_adam.optim.token_embeddings import embedding_parameters
 from coupled_adam.runs import METRICS, SECOND_MOMENTS, logged_lines, step_name
 
 _EVERY = 10  # steps between two lines of the log
@@ -81,8 +82,13 @@ class RunLog(pl.Callback):
         self._evaluated_since = time.perf_counter()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
-        """Log the held-out loss and the embeddings; save AdamW's second moments."""
-        self._log(trainer, {"valid_loss": module.mean_valid_loss(), **_measures(module)})
+        """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
+        optimizer = trainer.optimizers[0]
+        states = [optimizer.state[p] for p in {*embedding_parameters(module.model).values()}]
+        # Of sharded parameters this is the sum over all processes. The step's number is no matter.
+        sizes = [v.nbytes for state in states for v in state.values() if v.ndim]
+        measures = {"embedding_state_bytes": sum(sizes), **_measures(module)}
+        self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)
 
     def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -7,9 +7,9 @@ PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: demo docs gpu test test-slow
 
-# AdamW against Coupled Adam on real text; run it again to see the finished result again.
+# AdamW, Coupled Adam and LEAN on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
-	$(BIN)/coupled-adam compare --out runs/demo --resume
+	$(BIN)/coupled-adam compare --resume
 
 # Every check before a change lands: format, lint, types, and all tests that do not take long.
 test: $(VENV)/installed

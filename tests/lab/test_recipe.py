@@ -8,7 +8,7 @@ import torch
 import yaml
 from torch import nn
 
-from coupled_adam import CoupledAdamW, embedding_parameters
+from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS
 from coupled_adam.lab.models import build_model, count_parameters
@@ -159,6 +159,26 @@ def test_embeddings_have_their_own_learning_rate_and_decay(kind):
     assert rates == pytest.approx([0.5] * len(rates))  # half of the warmup
 
 
+def test_lean_is_the_optimizers_lean():
+    recipe = override(load_recipe("tiny"), {"arms": {"x": {"optimizer": "lean", "lr_factor": 8}}})
+    assert recipe.arm("x").label == "LEAN, f = 8"
+    assert OPTIMIZERS["lean"]().lr_factor == LEAN["lr_factor"]
+    model = build_model(recipe)
+    optimizer = recipe.arm("x").optimizer(model, recipe.training)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    (table,) = embedding_parameters(model).values()
+    (group,) = (g for g in optimizer.param_groups if g["params"][0] is table)
+    assert group["lr"] == 8 * recipe.training.lr
+    assert {key: group[key] for key in LEAN if key != "lr_factor"} == {
+        key: value for key, value in LEAN.items() if key != "lr_factor"
+    }
+    vocabulary, width = table.shape
+    assert sum(value.numel() for value in optimizer.state[table].values()) == vocabulary + width + 1
+    assert {g["betas"] for g in optimizer.param_groups if g is not group} == {(0.9, 0.95)}
+
+
 @pytest.mark.parametrize("coupled", [True, False])
 @pytest.mark.parametrize("decay_positions", [True, False])
 def test_muon_has_the_hidden_matrices(coupled, decay_positions):
@@ -198,7 +218,7 @@ def test_couple_one_side_of_an_untied_model(couple):
     assert len(coupled) == 1
 
 
-OURS = ("tiny", "10M", "30M")
+OURS = ("demo", "tiny", "10M", "30M")
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -1,11 +1,13 @@
 """Reports: the numbers of finished runs, no others, in every format."""
 
 import csv
+import dataclasses
 import html.parser
 import io
 import json
 import math
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,7 +27,7 @@ from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.reporting.report import report
-from coupled_adam.lab.reporting.runs import Run, read_runs, short
+from coupled_adam.lab.reporting.runs import Run, baseline_of, read_runs, short
 from coupled_adam.lab.reporting.tables import arm_results
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}
@@ -103,8 +105,14 @@ def printed(table, width=200):
         ),
         (
             {"adamw": [3.0], "coupled_adam": [2.5]},
-            "With one seed no test is possible: the test loss is 2.500 with Coupled Adam and 3.000 "
-            "with AdamW.",
+            "With one seed, AdamW has a test loss of 3.000, a mean embedding of relative norm 0.9; "
+            "Coupled Adam: 2.500, 0.1. One seed cannot tell whether a loss is lower; three can: "
+            "--seeds 3 --resume",
+        ),
+        (
+            {"adamw": [3.0, 3.1], "coupled_adam": [2.5]},
+            "Coupled Adam and AdamW have one finished seed in common, with which no test is "
+            "possible: the test loss is 2.500 and 3.000.",
         ),
         (
             {"adamw": [3.0, math.nan, 3.2], "coupled_adam": [2.5, 2.6, 2.9]},
@@ -114,7 +122,16 @@ def printed(table, width=200):
         ({"adamw": [3.0, 3.1]}, "There are only runs with AdamW"),
         ({"coupled_adam": [3.0, 3.1]}, "There is no run with AdamW to compare with."),
     ],
-    ids=["better", "worse", "alike", "one seed", "diverged", "only AdamW", "no AdamW"],
+    ids=[
+        "better",
+        "worse",
+        "alike",
+        "one seed",
+        "one in common",
+        "diverged",
+        "only AdamW",
+        "no AdamW",
+    ],
 )
 def test_conclusion(losses, said, recipe, tmp_path):
     """No more than the tests say."""
@@ -125,7 +142,7 @@ def test_conclusion(losses, said, recipe, tmp_path):
     ]
     (paragraph,) = conclusion(runs, {})
     assert paragraph.startswith(said)
-    if len(losses) == 2:
+    if len(losses) == 2 and len(runs) > 2:
         assert "isotropy is 0.9 against 0.1" in paragraph
     *_, diverged, unfinished = conclusion(
         runs, {tmp_path: "diverged at step 3", tmp_path / "a": "not finished"}
@@ -140,6 +157,53 @@ def fast_run(recipe, arm, seed, loss):
     embeddings = {"isotropy": one + seed / 1000, "mean_norm_ratio": 1 - one}
     evaluation = {"test_loss": loss, "parameters": 1000, "embeddings": embeddings}
     return Run(Path(f"{arm}-{seed}"), arm, seed, recipe, [], evaluation, "small")
+
+
+def test_conclusion_of_one_seed(recipe, tmp_path):
+    """Loss, geometry, state and time of each arm, AdamW first, and the command that goes on."""
+    tuned = {"optimizer": "adamw", "beta1": 0, "lr_factor": 4}
+    arms = {"coupled_adam": {"optimizer": "coupled_adam"}, "adamw": tuned}
+    recipe = override(recipe, {"arms": arms, "seeds": [1]})
+    speed = 1000 * recipe.tokens_per_step  # a step in a millisecond
+    out = tmp_path / "my runs"
+    out.mkdir()
+    runs = []
+    for arm, state in (("coupled_adam", 1_100), ("adamw", 2_100_000)):
+        lines = [
+            {"step": 0, "mean_norm": 1.0},
+            {"step": 10, "tokens_per_second": speed},
+            {"step": 10, "embedding_state_bytes": state},
+        ]
+        run = fast_run(recipe, arm, 1, 3.0)
+        runs.append(dataclasses.replace(run, folder=out / arm, metrics=lines))
+    (paragraph,) = conclusion(runs, {})
+    sentence = (
+        "With one seed, AdamW (f = 4, beta1 0) has a test loss of 3.000, a mean embedding of "
+        "relative norm 0.9, 2.1 MB of optimizer state for the embeddings, 1 ms a step; "
+        "Coupled Adam: 3.000, 0.1, 1 kB, 1 ms. One seed cannot tell whether a loss is lower; "
+    )
+    assert paragraph.startswith(sentence)
+    (out / "comparison.yaml").touch()
+    (paragraph,) = conclusion(runs, {})
+    command = paragraph.removeprefix(sentence + "three can:\n")
+    assert shlex.split(command) == [
+        *("coupled-adam", "compare", "--seeds", "3", "--out", str(out), "--resume")
+    ]
+    # A run that has no log, as its folder may lack it, takes its facts from all sentences.
+    (paragraph,) = conclusion([runs[0], dataclasses.replace(runs[1], metrics=[])], {})
+    assert "state" not in paragraph
+    assert "ms a step" not in paragraph
+
+
+def test_the_baseline_is_adamw_without_options_or_the_only_one(recipe):
+    tuned = [{"optimizer": "adamw", "lr_factor": factor} for factor in (2, 4)]
+    arms = {"coupled": {"optimizer": "coupled_adam"}, "a": tuned[0], "b": tuned[1]}
+    recipe = override(recipe, {"arms": {**arms, "plain": {"optimizer": "adamw"}}})
+    coupled, a, b, plain = ([fast_run(recipe, arm, 1, 3.0)] for arm in recipe.arms)
+    assert baseline_of([coupled, a, plain, b]) is plain
+    assert baseline_of([coupled, a]) is a
+    assert baseline_of([coupled, a, b]) is None
+    assert baseline_of([coupled]) is None
 
 
 def test_conclusion_of_a_sweep(recipe):

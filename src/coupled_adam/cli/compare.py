@@ -1,8 +1,8 @@
-"""Compare AdamW with Coupled Adam on real text.
+"""Compare optimizers of the embeddings on real text.
 
-Trains a language model with AdamW and with Coupled Adam, with everything else the same, and shows
-the difference in a table, and in pictures in OUT/report. Without options, it trains a small GPT-2
-on Python's built-in documentation, in a few minutes on two cores.
+Trains a language model with AdamW, with Coupled Adam and with LEAN, with everything else the same,
+and shows the difference in a table, and in pictures in OUT/report. Without options, it trains a
+small GPT-2 on Python's built-in documentation, in three minutes on two cores.
 """
 
 from __future__ import annotations

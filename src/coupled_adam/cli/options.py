@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 
-DEFAULT_RECIPE = "tiny"
+DEFAULT_RECIPE = "demo"
 
 _MOST_SEEDS = 1000  # of one number, which is how many there are
 
@@ -171,7 +171,7 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
     """For commands that train: a recipe, and how its runs are executed."""
 
     recipe: str | None = option(
-        "the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: tiny; "
+        "the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: demo; "
         "with --resume, the recipe in OUT)"
     )
     text: str | None = option("train on this file, or on all text files in this folder (data.text)")

@@ -91,12 +91,12 @@ def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
         f"{name}: {', '.join(str(texts[place]) for texts in shown.values())}"
         for place, name in enumerate(names[1:], 1)
     ]
-    folder, command = runs[0].folder.parent, "--seeds 3 --resume"
+    folder, command = runs[0].folder.parent, " --seeds 3 --resume"
     if (folder / COMPARISON).exists():
         command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
     return [
         f"With one seed, {'; '.join([f'{names[0]} has {first}', *others])}.",
-        f"One seed cannot tell whether a loss is lower; three can: {command}".replace(": \n", ":\n"),
+        f"One seed cannot tell whether a loss is lower; three can:{command}",
     ]
 
 

@@ -26,7 +26,6 @@ from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
-from coupled_adam.optim.token_embeddings import embedding_parameters
 from coupled_adam.runs import METRICS, SECOND_MOMENTS, logged_lines, step_name
 
 _EVERY = 10  # steps between two lines of the log
@@ -83,10 +82,11 @@ class RunLog(pl.Callback):
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
         """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
-        optimizer = trainer.optimizers[0]
-        states = [optimizer.state[p] for p in {*embedding_parameters(module.model).values()}]
-        # Of sharded parameters this is the sum over all processes. The step's number is no matter.
-        sizes = [v.nbytes for state in states for v in state.values() if v.ndim]
+        model = module.model
+        tables: set[Any] = {output_embeddings(model), model.get_input_embeddings().weight}
+        states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
+        # Of sharded tensors this is the size on all processes together. Scalars count the steps.
+        sizes = [v.numel() * v.element_size() for state in states for v in state if v.ndim]
         measures = {"embedding_state_bytes": sum(sizes), **_measures(module)}
         self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)

@@ -87,17 +87,12 @@ def soft_capped(cap: float) -> Callable[[Recipe], PreTrainedModel]:
     return build
 
 
-ALTERNATIVES = {
-    variant.name: variant
-    for variant in (
-        Variant("centered_each_step", after_step=subtract_mean),
-        Variant("mean_loss_0.0001", sequence_losses=penalized(mean_penalty(1e-4))),
-        Variant("mean_loss_0.01", sequence_losses=penalized(mean_penalty(1e-2))),
-        Variant("mean_loss_1", sequence_losses=penalized(mean_penalty(1.0))),
-        Variant("z_loss", sequence_losses=penalized(z_loss(1e-4))),
-        Variant("soft_cap", build_model=soft_capped(30.0)),
-        Variant("centered_at_the_end", at_the_end=subtract_mean),
-        Variant("recentered_at_the_end", at_the_end=recenter),
-    )
-}
-"""The variants by name, all trained with AdamW."""
+# All are trained with AdamW.
+CENTERED_EACH_STEP = Variant(after_step=subtract_mean)
+MEAN_LOSS_00001 = Variant(sequence_losses=penalized(mean_penalty(1e-4)))
+MEAN_LOSS_001 = Variant(sequence_losses=penalized(mean_penalty(1e-2)))
+MEAN_LOSS_1 = Variant(sequence_losses=penalized(mean_penalty(1.0)))
+Z_LOSS = Variant(sequence_losses=penalized(z_loss(1e-4)))
+SOFT_CAP = Variant(build_model=soft_capped(30.0))
+CENTERED_AT_THE_END = Variant(at_the_end=subtract_mean)
+RECENTERED_AT_THE_END = Variant(at_the_end=recenter)

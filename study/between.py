@@ -64,4 +64,7 @@ def zero_sum(exponent: float) -> Variant:
                 group["exponent"] = exponent
         return ZeroSumAdamW(groups, training.lr, training.betas, training.eps)
 
-    return Variant(f"zero_sum_a={exponent:g}", build_optimizer=build)
+    return Variant(build_optimizer=build)
+
+
+ZERO_SUM_05, ZERO_SUM_1 = zero_sum(0.5), zero_sum(1.0)

@@ -1,8 +1,8 @@
-"""The evaluation of the study's finished runs."""
+"""The evaluation of the study's finished runs: the laboratory's, and what only the study asks."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from coupled_adam.embeddings import analyze, single_tokens, subtract_mean, word_similarity
+from coupled_adam.embeddings import single_tokens, subtract_mean, word_similarity
 from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.evaluation.evaluate import Sets
+from coupled_adam.lab.evaluation.evaluate import Sets, measures
+from coupled_adam.lab.evaluation.loading import load_trained
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.plots import fit_proportional
 from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.runs import METRICS, MODEL, SECOND_MOMENTS, by_step
 from coupled_adam.text.tokenizers import load_tokenizer
 
 from .documents import document_losses, frequency_bands
@@ -38,7 +40,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate the trained model of a run, with the losses of its variant.
 
-    The laboratory's ``evaluate_run`` only supports causal language models.
+    Held-out text goes through it in batches of the training's size, with which the masks of a
+    masked language model vary; the laboratory's ``evaluate_run`` takes larger ones.
 
     Returns:
         ``parameters``, ``valid_loss``, ``test_loss``, the output embeddings' measures that are
@@ -48,70 +51,60 @@ def evaluate(
         ``initial_mean_norm`` and ``curve`` from the log; with ``held_out``, files of documents,
         also ``documents``: their ``document_losses``.
     """
-    recipe, folder = run.recipe, run.folder
-    model = load_model(run)
+    recipe, training, folder = run.recipe, run.recipe.training, run.folder
+    size, length = training.batch_size, training.sequence_length
+    model, variant = load_trained(folder, recipe, "cpu")
     output = output_embeddings(model).detach()
-    inputs = model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    # The mask of a masked language model is no token of the corpus.
     counts = np.pad(corpus.unigram_counts(), (0, len(output) - recipe.model.vocab_size))
-    model.to(device)  # type: ignore[arg-type]  # the matrices above stay where they are
-    token_ids = single_tokens(load_tokenizer(folder / "model"))
     words = output[: recipe.model.vocab_size]
+    token_ids = single_tokens(load_tokenizer(folder / MODEL))
     bands = frequency_bands(counts)
     norms = np.bincount(bands, output.norm(dim=1)) / np.bincount(bands)
-    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     curve = ("step", "valid_loss", "mean_norm", "mean_norm_ratio")
-    found = {
+    matrices = measures(model, counts)
+    model.to(device)  # type: ignore[arg-type]  # the matrices above stay where they are
+
+    def held_out_loss(split: str, limit: int | None) -> float:
+        """The mean over the sequences of that many batches, or of all."""
+        batches = held_out_batches(corpus.tokens(split), size, length)
+        with torch.inference_mode():
+            losses = [
+                variant.sequence_losses(model, blocks.to(device))
+                for blocks in itertools.islice(batches, limit)
+            ]
+        return torch.cat(losses).double().mean().item()
+
+    results = {
         "parameters": count_parameters(model),
         "initial_mean_norm": log[0]["mean_norm"],
-        "valid_loss": held_out_loss(model, run, corpus, "valid"),
-        "test_loss": held_out_loss(model, run, corpus, "test"),
-        **_measures(output, counts),
+        "valid_loss": held_out_loss("valid", training.evaluation_batches),
+        "test_loss": held_out_loss("test", training.test_batches),
+        **_logged(matrices["embeddings"]),
         "band_norms": norms.tolist(),
         "word_similarity": _similarity(words, sets, token_ids),
         "word_similarity_centered": _similarity(subtract_mean(words), sets, token_ids),
         "curve": [{key: line[key] for key in curve} for line in log if "valid_loss" in line],
     }
-    if inputs.data_ptr() != output.data_ptr():
-        found |= {f"input_{name}": value for name, value in _measures(inputs, counts).items()}
+    if matrices["input_embeddings"] is not None:
+        of_inputs = _logged(matrices["input_embeddings"])
+        results |= {f"input_{key}": value for key, value in of_inputs.items()}
     if held_out:
         assert corpus.tokenizer_folder is not None
-        length = recipe.training.sequence_length
-        found["documents"] = document_losses(
+        results["documents"] = document_losses(
             model, held_out, corpus.tokenizer_folder, counts, length
         )
-    fits = second_moment_fits(run, counts)
-    if fits:
-        found["second_moment"] = fits
+    if fits := second_moment_fits(run, counts):
+        results["second_moment"] = fits
     if extra is not None:
-        size, length = 4 * recipe.training.batch_size, recipe.training.sequence_length
-        blocks = next(held_out_batches(corpus.tokens("valid"), size, length))
-        found |= extra(model, blocks.to(device))
-    return found
+        blocks = next(held_out_batches(corpus.tokens("valid"), 4 * size, length))
+        results |= extra(model, blocks.to(device))
+    return results
 
 
-def load_model(run: TrainingRun) -> PreTrainedModel:
-    """Load the trained model of a run, whose class is that which the run's variant builds."""
-    with torch.device("meta"):
-        cls = type(run.variant.build_model(run.recipe))
-    model: PreTrainedModel = cls.from_pretrained(run.folder / "model", local_files_only=True)
-    return model.eval()  # type: ignore[no-untyped-call, no-any-return]
-
-
-def held_out_loss(model: PreTrainedModel, run: TrainingRun, corpus: Corpus, split: str) -> float:
-    """The mean loss on the first batches of a split; the recipe gives their number."""
-    options = run.recipe.training
-    limit = options.evaluation_batches if split == "valid" else options.test_batches
-    batches = held_out_batches(corpus.tokens(split), options.batch_size, options.sequence_length)
-    with torch.inference_mode():
-        losses = [
-            run.variant.sequence_losses(model, blocks.to(model.device))
-            for blocks in itertools.islice(batches, limit)
-        ]
-    return torch.cat(losses).double().mean().item()
-
-
-def _measures(matrix: Tensor, counts: NDArray[Any]) -> dict[str, Any]:
-    report = analyze(matrix, counts)
+def _logged(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What is logged of a matrix, out of all its measures."""
     return {key: measure.of(report) for key, measure in LOGGED.items()}
 
 
@@ -122,15 +115,11 @@ def _similarity(matrix: Tensor, sets: Sets, token_ids: Any) -> dict[str, Any]:
 
 def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:
     """Fit AdamW's second moments at each evaluation that saved them, in order."""
-    saved = (run.folder / "second_moments").glob("step-*.npy")
-    moments = {int(path.stem.removeprefix("step-")): np.load(path) for path in saved}
-    probability = counts / counts.sum()
+    saved = by_step(run.folder / SECOND_MOMENTS, ".npy")
+    probability, per_step = counts / counts.sum(), run.recipe.tokens_per_step
     return [
-        {
-            "tokens": step * run.recipe.tokens_per_step,
-            **second_moment_fit(probability, moments[step]),
-        }
-        for step in sorted(moments)
+        {"tokens": step * per_step, **second_moment_fit(probability, np.load(path))}
+        for step, path in saved.items()
     ]
 
 
@@ -144,6 +133,7 @@ def second_moment_fit(probability: NDArray[Any], moment: NDArray[Any]) -> dict[s
     order = probability.argsort()[(probability == 0).sum() :]
     p, v = probability[order], moment[order].astype(float)
     a, r_squared = fit_proportional(p, v)
-    groups = [[part.mean() for part in np.array_split(values, 20)] for values in (p, v)]
-    exponent, _ = np.polyfit(np.log(groups[0]), np.log(groups[1]), 1)
+    means = [[group.mean() for group in np.array_split(values, 20)] for values in (p, v)]
+    log_p, log_v = np.log(means)
+    exponent, _ = np.polyfit(log_p, log_v, 1)
     return {"A": a, "r_squared": r_squared, "exponent": float(exponent)}

@@ -82,9 +82,8 @@ def balance(model: PreTrainedModel, blocks: Tensor) -> dict[str, float]:
     }
 
 
-EXPERTS = Variant("experts", build_model=build, sequence_losses=losses)
+EXPERTS = Variant(build_model=build, sequence_losses=losses)
 EXPERTS_AND_ROUTER = Variant(
-    "experts_and_router",
     build_model=build,
     sequence_losses=losses,
     build_optimizer=coupled_router,

@@ -86,8 +86,9 @@ def peer(rule: str) -> Variant:
                 group["rule"] = rule
         return PeerAdamW(groups, recipe.training.lr)
 
-    return dataclasses.replace(FAST, name=rule, build_optimizer=build)
+    return dataclasses.replace(FAST, build_optimizer=build)
 
 
-CENTERED = dataclasses.replace(FAST, name="centered", after_step=subtract_mean)
+ROW_MOMENT, LION, SIGN, MATRIX, ROWS, COLUMNS = map(peer, RULES)
+CENTERED = dataclasses.replace(FAST, after_step=subtract_mean)
 """AdamW with the mean removed after each step (arXiv 2601.02031)."""

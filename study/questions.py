@@ -5,17 +5,9 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from coupled_adam.lab.training.variant import Variant
-
-from .alternatives import ALTERNATIVES
-from .between import zero_sum
 from .evaluation import Extra
-from .experts import EXPERTS, EXPERTS_AND_ROUTER, balance
-from .head import FAST
-from .masked_lm import MASKED_LM
-from .muon import MUON, with_rates
-from .peers import CENTERED, RULES, peer
-from .switching import SWITCHING
+from .experts import balance
+from .peers import RULES
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw"}
 COUPLED: dict[str, Any] = {"optimizer": "coupled_adam"}
@@ -28,14 +20,23 @@ class Entry:
 
     arm: the arm's options, as in a recipe.
     overrides: values of the recipe that differ from ``english.yaml``.
-    variant: changes to the run that a recipe cannot express.
+    variant: what a recipe cannot say, the "module:NAME" of a Variant in this package.
     extra: measures additional results of the trained model.
     """
 
     arm: Mapping[str, Any]
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    variant: Variant = dataclasses.field(default_factory=Variant)
+    variant: str | None = None
     extra: Extra | None = None
+
+
+FAST = "head:FAST"
+
+
+def _variant(module: str, name: str, *numbers: float) -> str:
+    """The variant of some numbers: that of 1 and 0.25 is ``NAME_1_025``."""
+    parts = [name, *(f"{number:g}" for number in numbers)]
+    return f"{module}:{'_'.join(parts).replace('.', '').upper()}"
 
 
 def _scale() -> dict[str, Entry]:
@@ -101,7 +102,9 @@ def _between(exponents: Mapping[float, Iterable[int]], **overrides: Any) -> dict
 def _full(exponents: Mapping[float, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
     """The same with a moment of the shape [V, H]; a = 1 is AdamW with zero-sum updates."""
     return {
-        f"full a={a:g} n={n}": Entry({**ADAMW, "lr_factor": 2 ** (n / 2)}, overrides, zero_sum(a))
+        f"full a={a:g} n={n}": Entry(
+            {**ADAMW, "lr_factor": 2 ** (n / 2)}, overrides, _variant("between", "ZERO_SUM", a)
+        )
         for a, factors in exponents.items()
         for n in factors
     }
@@ -188,14 +191,14 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
             f"{rule} {beta1:g} {beta2:g} n={n}": Entry(
                 {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
                 overrides,
-                peer(rule),
+                _variant("peers", rule),
             )
             for rule in RULES
             for beta1, beta2 in betas[rule]
             for n in factors.get(rule, (3, 4, 5))
         },
         **{
-            f"centered {name}": dataclasses.replace(entry, variant=CENTERED)
+            f"centered {name}": dataclasses.replace(entry, variant="peers:CENTERED")
             for name, entry in _betas(
                 itertools.product(("adamw",), ((0.9, 0.95), (0.0, 0.999)), (4, 5)), **overrides
             ).items()
@@ -285,16 +288,30 @@ def _beside_muon(
         tied: rates of the tied matrix, relative to Muon's.
         untied: rates of the input embeddings and of the head.
     """
-    models = {f"f={f:g}": (True, with_rates(f"muon_{f:g}", f)) for f in tied}
-    for f, head in untied:
-        variant = with_rates(f"muon_{f:g}_{head:g}", f, head)
-        models[f"input={f:g} head={head:g}"] = (False, variant)
+    models: dict[str, tuple[float, ...]] = {f"f={f:g}": (f,) for f in tied}
+    models |= {f"input={f:g} head={head:g}": (f, head) for f, head in untied}
     return {
-        f"{name} {arm}": Entry(options, {"training.lr": 1e-2, "model.tied": is_tied}, variant)
-        for name, (is_tied, variant) in models.items()
+        f"{name} {arm}": Entry(
+            options,
+            {"training.lr": 1e-2, "model.tied": len(rates) == 1},
+            _variant("muon", "MUON", *rates),
+        )
+        for name, rates in models.items()
         for arm, options in arms.items()
     }
 
+
+ALTERNATIVES = (
+    "centered_each_step",
+    "mean_loss_0.0001",
+    "mean_loss_0.01",
+    "mean_loss_1",
+    "z_loss",
+    "soft_cap",
+    "centered_at_the_end",
+    "recentered_at_the_end",
+)
+"""What question 9 tries beside AdamW; each has a variant of its name."""
 
 RATES = (5e-3, 2e-2)
 """The learning rates of question 9."""
@@ -307,8 +324,8 @@ def _alternatives() -> dict[str, Entry]:
     decay = {**ADAMW, "embedding_weight_decay": 0.1}
     return {
         **{
-            f"lr={lr:g} {name}": Entry(ADAMW, {"training.lr": lr}, ALTERNATIVES[name])
-            for lr, names in zip(RATES, ((*ALTERNATIVES,), strong))
+            f"lr={lr:g} {name}": Entry(ADAMW, {"training.lr": lr}, _variant("alternatives", name))
+            for lr, names in zip(RATES, (ALTERNATIVES, strong))
             for name in names
         },
         **{f"lr={lr:g} weight_decay": Entry(decay, {"training.lr": lr}) for lr in RATES},
@@ -344,13 +361,15 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         for schedule in ("constant", "wsd")
         for arm, options in ARMS.items()
     },
-    "masked_lm": {arm: Entry(options, _steps(1200), MASKED_LM) for arm, options in ARMS.items()},
+    "masked_lm": {
+        arm: Entry(options, _steps(1200), "masked_lm:MASKED_LM") for arm, options in ARMS.items()
+    },
     "experts": {
-        **{arm: Entry(options, {}, EXPERTS, balance) for arm, options in ARMS.items()},
-        "coupled and router": Entry(COUPLED, {}, EXPERTS_AND_ROUTER, balance),
+        **{arm: Entry(options, {}, "experts:EXPERTS", balance) for arm, options in ARMS.items()},
+        "coupled and router": Entry(COUPLED, {}, "experts:EXPERTS_AND_ROUTER", balance),
     },
     "muon": {
-        f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr}, MUON)
+        f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr}, "muon:MUON_1")
         for lr in (2.5e-3, 5e-3, 1e-2, 2e-2)
         for arm, options in ARMS.items()
     },
@@ -418,7 +437,10 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         )
     },
     "warmup": _warmup(),
-    "switching": {name: Entry(ADAMW, variant=variant) for name, variant in SWITCHING.items()},
+    "switching": {
+        name: Entry(ADAMW, variant=_variant("switching", name))
+        for name in ("switched", "recentered_and_switched", "recentered")
+    },
 }
 """The runs by question. Both arms of the base run are in ``learning_rate``, at 0.005."""
 

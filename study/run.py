@@ -50,6 +50,8 @@ class Paths:
 def recipe_of(entry: Entry, text: str | None = None) -> Recipe:
     """Create the complete recipe of an entry's runs."""
     values: dict[str, Any] = {**entry.overrides, "arms": {entry.arm["optimizer"]: dict(entry.arm)}}
+    if entry.variant is not None:
+        values["variant"] = f"{__package__}.{entry.variant}"
     if text is not None:
         values["data.text"] = text
     return override(load_recipe(str(HERE / "english.yaml")), values)
@@ -70,7 +72,7 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
     folder = paths.out / question / f"{name}-seed-{seed}"
     here = {key: value for key, value in environment().items() if key != "command"}
     found = train_and_evaluate(
-        TrainingRun(recipe, arm, seed, folder, entry.variant),
+        TrainingRun(recipe, arm, seed, folder),
         prepare_corpus(recipe, default_cache()),
         word_similarity_sets(paths.word_similarity),
         entry.extra,

@@ -42,11 +42,7 @@ def only_recenter(model: PreTrainedModel, _: Optimizer) -> None:
     recenter(model)
 
 
-SWITCHING = {
-    "switched": Variant("switched", build_optimizer=not_yet_coupled, half_way=couple),
-    "recentered_and_switched": Variant(
-        "recentered_and_switched", build_optimizer=not_yet_coupled, half_way=recenter_and_couple
-    ),
-    "recentered": Variant("recentered", half_way=only_recenter),
-}
-"""The variants by name, all started with AdamW."""
+# All are started with AdamW.
+SWITCHED = Variant(build_optimizer=not_yet_coupled, half_way=couple)
+RECENTERED_AND_SWITCHED = Variant(build_optimizer=not_yet_coupled, half_way=recenter_and_couple)
+RECENTERED = Variant(half_way=only_recenter)

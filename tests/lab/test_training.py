@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import types
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -416,7 +417,7 @@ def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
+def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path, monkeypatch):
     """After each step, after half of them, and before the model is saved."""
     calls = []
 
@@ -426,19 +427,21 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path):
             output_embeddings(model).fill_(2.0)
 
     variant = Variant(
-        "noted",
         after_step=lambda _: calls.append("step"),
         half_way=lambda _, optimizer: calls.append(type(optimizer).__name__),
         at_the_end=at_the_end,
     )
-    recipe = override(recipe, {"data.text": str(text_file), "training.steps": 5})
+    monkeypatch.setitem(sys.modules, "interventions", types.SimpleNamespace(NOTED=variant))
+    changes = {"training.steps": 5, "variant": "interventions:NOTED"}
+    recipe = override(recipe, {"data.text": str(text_file), **changes})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run", variant)
+    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run")
     training.train(run, corpus, Execution(log=()))
     assert calls == ["step", "step", "AdamW", "step", "step", "step", "end"]
     weights = load_file(run.folder / "model" / "model.safetensors")
     assert (weights["transformer.wte.weight"] == 2).all()
-    assert yaml.safe_load((run.folder / "config.yaml").read_text())["variant"] == "noted"
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    assert config["recipe"]["variant"] == "interventions:NOTED"
     training.train(run, corpus, Execution(log=()))  # it is finished
     assert len(calls) == 7
 
@@ -455,7 +458,7 @@ def test_a_variant_is_named_in_the_recipe(lab, small_recipe, tmp_path, monkeypat
         "from coupled_adam.lab.training.loss import sequence_losses\n"
         "from coupled_adam.lab.training.variant import Variant\n"
         "Path(__file__).with_name('imported').touch()\n"
-        "LOSS = Variant('doubled', sequence_losses=lambda *a: 2 * sequence_losses(*a))\n"
+        "LOSS = Variant(sequence_losses=lambda *a: 2 * sequence_losses(*a))\n"
         "NONE = 3\n"
     )
     imported = tmp_path / "modules" / "imported"

@@ -301,15 +301,15 @@ class MuonArm:
             parts.append("zero-sum")
         return ", ".join(parts)
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create :class:`coupled_adam.MuonWithCoupledAdam`."""
+    def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
+        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more options of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
         positions = _learned_positions(model)
         optimizer = MuonWithCoupledAdam(
             model,
             training.lr,
-            groups={"lr_factor": self.lr_factor, "exclude": [*positions]},
+            groups={"lr_factor": self.lr_factor, "exclude": [*positions], **groups},
             weight_decay=training.weight_decay,
             betas=training.betas,
             eps=training.eps,

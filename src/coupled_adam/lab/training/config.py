@@ -12,31 +12,24 @@ from coupled_adam.lab.training.variant import Variant, load_variant
 class TrainingRun:
     """One run: an arm of a recipe and a seed, trained into a folder.
 
-    variant: by default that of the recipe, whose code it executes.
+    variant: that of the recipe, whose code is executed.
     """
 
     recipe: Recipe
     arm: str
     seed: int
     folder: Path
-    variant: Variant = dataclasses.field(default_factory=Variant)
+    variant: Variant = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """Load the recipe's variant."""
-        if self.recipe.variant is not None:
-            object.__setattr__(self, "variant", load_variant(self.recipe.variant))
+        object.__setattr__(self, "variant", load_variant(self.recipe.variant))
 
     @property
     def config(self) -> dict[str, Any]:
         """The content of ``config.yaml``: the same whatever the run is compared with."""
-        config = {
-            "arm": self.arm,
-            "seed": self.seed,
-            "recipe": self.recipe.only(self.arm, self.seed).to_dict(),
-        }
-        if self.variant.name is not None and self.recipe.variant is None:
-            config["variant"] = self.variant.name
-        return config
+        recipe = self.recipe.only(self.arm, self.seed)
+        return {"arm": self.arm, "seed": self.seed, "recipe": recipe.to_dict()}
 
 
 @dataclasses.dataclass(frozen=True)

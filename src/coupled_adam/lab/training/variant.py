@@ -23,11 +23,11 @@ def build_optimizer(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimiz
 class Variant:
     """What a run does differently from its recipe; by default nothing.
 
-    A run with a variant is trained, logged, checkpointed and resumed like any other. The variant's
-    functions must therefore depend on their arguments only. Interventions change the model's
-    parameters in place under ``torch.no_grad()``; with FSDP2 the parameters are DTensors.
+    A recipe names it, as ``variant: module:NAME``. A run with a variant is trained, logged,
+    checkpointed and resumed like any other. The variant's functions must therefore depend on their
+    arguments only. Interventions change the model's parameters in place under ``torch.no_grad()``;
+    with FSDP2 the parameters are DTensors.
 
-    name: recorded in ``config.yaml``: a run is resumed only with the variant it was started with.
     build_model: the model with its initial weights, from the recipe.
     build_optimizer: one optimizer for the model, from the recipe and the name of the arm.
     sequence_losses: the loss of each sequence, [batch], from the model and ``blocks``, [batch,
@@ -37,12 +37,8 @@ class Variant:
     half_way: called with the model and the optimizer after half of the steps, rounded down. Options
         of the optimizer that it changes must be those of its ``param_groups``, which are saved.
     at_the_end: called with the trained model before it is saved.
-
-    Raises:
-        ValueError: if a variant that differs from the recipe has no name.
     """
 
-    name: str | None = None
     build_model: Callable[[Recipe], PreTrainedModel] = build_model
     build_optimizer: Callable[[PreTrainedModel, Recipe, str], Optimizer] = build_optimizer
     sequence_losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses
@@ -50,23 +46,15 @@ class Variant:
     half_way: Callable[[PreTrainedModel, Optimizer], None] | None = None
     at_the_end: Callable[[PreTrainedModel], None] | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse a variant that could not be told from the recipe as it is."""
-        changed = [
-            field.name
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not field.default
-        ]
-        if changed and self.name is None:
-            raise ValueError(f"a variant with its own {changed[0]} needs a name")
 
-
-def load_variant(name: str) -> Variant:
-    """The variant ``module:name``; importing its module executes code.
+def load_variant(name: str | None) -> Variant:
+    """The variant ``module:name``, whose module is imported; None is the recipe as it is.
 
     Raises:
         UsageError: Python does not find it, or it is no variant.
     """
+    if name is None:
+        return Variant()
     module, _, attribute = name.partition(":")
     try:
         variant = getattr(importlib.import_module(module), attribute)

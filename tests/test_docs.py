@@ -23,7 +23,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import coupled_adam
 from coupled_adam import cli
-from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
+from coupled_adam.lab.recipe import explained, load_recipe, override, parse_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
@@ -106,6 +106,11 @@ def test_commands(block):
             assert command[2] == "build" or importlib.util.find_spec(command[2])
         else:
             assert block.reason, f"{block}: nothing checks {command}"
+
+
+def test_the_keys_of_a_recipe_are_those_that_are_printed():
+    (block,) = (block for block in BLOCKS if block.page == "docs/recipe.md")
+    assert block.text.strip() == explained(load_recipe("demo")).strip()
 
 
 WORDS = " ".join(["a king and a queen eat bread", "the list of their tokens, and the rows"] * 9)
@@ -277,7 +282,7 @@ def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
     for name in ("124M-5B", "124M-10B", "350M-10B", "124M-20B-sgd"):
         shutil.copytree("runs/tiny", f"runs/{name}")
     Path("tasks").mkdir()
-    (task,) = [block.text for block in BLOCKS if block.language == "yaml"]
+    (task,) = (b.text for b in BLOCKS if (b.page, b.language) == ("docs/evaluation.md", "yaml"))
     Path("tasks/capitals.yaml").write_text(task)
     example = yaml.safe_load(re.search(r"# ({.*})", task)[1])
     Path("capitals.jsonl").write_text(f"{json.dumps(example)}\n" * 3)

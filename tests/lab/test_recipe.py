@@ -22,6 +22,7 @@ from coupled_adam.lab.recipe import (
     recipe_from,
     recipe_names,
 )
+from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.schedules import lr_scheduler
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
@@ -90,6 +91,67 @@ def test_parameters_are_counted_without_a_model(architecture, bias, tied):
         recipe = override(load_recipe("tiny"), values)
         with torch.device("meta"):
             assert recipe.parameters == count_parameters(build_model(recipe))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen3", "mistral", "olmo2", "gemma2", "gpt_neox", "opt"]
+)
+def test_any_causal_architecture_of_transformers(architecture):
+    """It has the recipe's sizes, no dropout, can be trained, and its embeddings are coupled."""
+    values = {"model.architecture": architecture, "model.vocab_size": 300, "model.tied": False}
+    recipe = override(load_recipe("tiny"), values)
+    model = build_model(recipe)
+    assert count_parameters(model) == recipe.parameters
+    head = model.get_output_embeddings().weight
+    assert head.shape == (300, 64)
+    assert head is not model.get_input_embeddings().weight
+    assert model.config.num_hidden_layers == 2
+    assert not any(m.p for m in model.modules() if isinstance(m, nn.Dropout))
+    blocks = torch.randint(300, (2, 65), generator=torch.Generator().manual_seed(0))
+    losses = [sequence_losses(model, blocks) for _ in range(2)]
+    assert torch.equal(*losses)
+    losses[0].mean().backward()
+    for arm in recipe.arms:
+        recipe.arm(arm).optimizer(model, recipe.training).step()
+    assert set(embedding_parameters(model).values()) == {
+        head,
+        model.get_input_embeddings().weight,
+    }
+
+
+def test_config_of_an_architecture():
+    """Its own values beat what we make of the recipe's sizes."""
+    values = {"model.architecture": "llama", "model.config": {"num_key_value_heads": 1}}
+    recipe = override(load_recipe("tiny"), values)
+    attention = build_model(recipe).model.layers[0].self_attn
+    assert attention.k_proj.weight.shape == (32, 64)
+    assert attention.q_proj.weight.shape == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"architecture": "lama"}, "model.architecture='lama' .* did you mean llama?"),
+        ({"architecture": "bert-like"}, "'bert-like' must be the model_type of a causal"),
+        (
+            {"architecture": "llama", "config": {"kv_heads": 1}},
+            r"model.config.kv_heads is no value of llama .* num_key_value_heads",
+        ),
+        (
+            {"architecture": "opt", "config": {"do_layer_norm_before": 3}},
+            "model.architecture=opt: transformers cannot build it with these values",
+        ),
+    ],
+)
+def test_architectures_that_cannot_be_built(values, said):
+    recipe = override(load_recipe("tiny"), {f"model.{key}": v for key, v in values.items()})
+    with pytest.raises(UsageError, match=said):
+        _ = recipe.parameters
+
+
+def test_gpt2_has_no_config_of_its_own():
+    with pytest.raises(UsageError, match=r"model.config=.* is not for gpt2"):
+        override(load_recipe("tiny"), {"model.config": {"n_inner": 8}})
 
 
 def test_stablelm_is_layernorm_swiglu_and_whole_rotation():
@@ -332,7 +394,6 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
             ["model={n_layer: 3}"],
             "model.vocab_size, model.n_head, model.n_embd must be given",
         ),
-        (["model.architecture=rnn"], "model.architecture=rnn must be gpt2 or stablelm"),
         (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
         (["model.n_layer=0"], "model.n_layer=0 must be 1 or more"),
         (["training.steps=0x38d7ea4c68001"], "training.steps=1000000000000001 must be at most"),
@@ -513,7 +574,7 @@ def test_a_recipe_cannot_make_us_wait(tmp_path):
 
 def test_messages_hold_no_control_characters():
     with pytest.raises(UsageError) as error:
-        override(load_recipe("tiny"), parse_overrides(['model.architecture="\\e[2J"']))
+        override(load_recipe("tiny"), parse_overrides(['training.schedule="\\e[2J"']))
     assert str(error.value).isprintable()
 
 

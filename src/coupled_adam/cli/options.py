@@ -301,8 +301,9 @@ def execution(options: RunOptions, recipe: Recipe) -> Execution:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--logger {name} needs a package: pip install {name}")
     target = device(options.device)
+    parameters = recipe.parameters  # an error, if transformers cannot build the architecture
     if options.strategy != "fsdp2":  # which shares a model among machines
-        _check_memory(recipe, target)
+        _check_memory(recipe, parameters, target)
     return Execution(
         device=target,
         strategy=options.strategy,
@@ -313,17 +314,17 @@ def execution(options: RunOptions, recipe: Recipe) -> Execution:
     )
 
 
-def _check_memory(recipe: Recipe, target: str) -> None:
+def _check_memory(recipe: Recipe, parameters: int, target: str) -> None:
     """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
     import torch
 
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if target == "cuda":
         available = torch.cuda.get_device_properties(0).total_memory
-    needed = 3 * 4 * recipe.parameters  # float32
+    needed = 3 * 4 * parameters  # float32
     if needed > available:
         raise UsageError(
-            f"a model of {recipe.parameters / 1e9:,.1f} billion parameters (model.n_embd="
+            f"a model of {parameters / 1e9:,.1f} billion parameters (model.n_embd="
             f"{recipe.model.n_embd}, model.n_layer={recipe.model.n_layer}, model.vocab_size="
             f"{recipe.model.vocab_size}) needs at least {needed / 1e9:,.0f} GB for its training, "
             f"and {target} has {available / 1e9:,.0f} GB: make it smaller, or share it with "

@@ -1,22 +1,15 @@
 """The architectures, from transformers' configurations."""
 
+import difflib
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.lab.recipe import Recipe
-
-_CLASSES: dict[str, type[Any]] = {"gpt2": GPT2LMHeadModel, "stablelm": StableLmForCausalLM}
 
 
 def build_model(recipe: Recipe) -> PreTrainedModel:
@@ -24,8 +17,19 @@ def build_model(recipe: Recipe) -> PreTrainedModel:
 
     With ``bias=False`` all biases are zero and frozen, so that the model has none in effect, and
     any program that knows the architecture can still load it.
+
+    Raises:
+        UsageError: transformers cannot build this architecture with these values.
     """
-    model: PreTrainedModel = _CLASSES[recipe.model.architecture](model_config(recipe))
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config(recipe))  # type: ignore[no-untyped-call]
+    except UsageError:
+        raise
+    except Exception as error:  # each architecture has checks of its own
+        raise UsageError(
+            f"model.architecture={recipe.model.architecture}: transformers cannot build it with "
+            f"these values of model: {one_line(error)}. model.config sets others"
+        ) from error
     if not recipe.model.bias:
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -37,41 +41,52 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     """The configuration of the recipe's architecture, without dropout.
 
     ``gpt2`` is GPT-2 with the exact GELU. ``stablelm`` is a Llama with LayerNorm: SwiGLU, rotary
-    positions over the whole head, no biases in its linear layers.
+    positions over the whole head, no biases in its linear layers. In all others attention has as
+    many heads for keys and values as for queries, and heads of width H / ``n_head``, unless
+    ``model.config`` says otherwise.
+
+    Raises:
+        UsageError: transformers has no causal language model of this name, or refuses a value.
     """
     options = recipe.model
-    positions = options.n_positions or recipe.training.sequence_length
-    common: dict[str, Any] = {
+    name = options.architecture
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "such as gpt2, llama or qwen3"
+        raise UsageError(
+            f"model.architecture={name!r} must be the model_type of a causal language model in "
+            f"transformers: {hint}"
+        )
+    usual = AutoConfig.for_model(name).to_dict()
+    values: dict[str, Any] = {
+        "intermediate_size": options.intermediate_size or 4 * options.n_embd,
+        "num_key_value_heads": options.n_head,
+        "head_dim": options.n_embd // options.n_head,
+        "pad_token_id": None,
+        **{key: 0.0 for key in usual if key.endswith(("dropout", "pdrop"))},
+    }
+    values = {key: value for key, value in values.items() if key in usual} | {
         "vocab_size": options.vocab_size,
+        "hidden_size": options.n_embd,
+        "num_hidden_layers": options.n_layer,
+        "num_attention_heads": options.n_head,
+        "max_position_embeddings": options.n_positions or recipe.training.sequence_length,
         "tie_word_embeddings": options.tied,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    if options.architecture == "gpt2":
-        return GPT2Config(
-            n_positions=positions,
-            n_embd=options.n_embd,
-            n_layer=options.n_layer,
-            n_head=options.n_head,
-            n_inner=options.intermediate_size,
-            activation_function="gelu",
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **common,
+    if name == "gpt2":
+        values |= {"n_inner": options.intermediate_size, "activation_function": "gelu"}
+    elif name == "stablelm":
+        values |= {"use_qkv_bias": False, "partial_rotary_factor": 1.0}
+    unknown = [key for key in options.config if key not in usual]
+    if unknown:
+        raise UsageError(
+            f"model.config.{unknown[0]} is no value of {name} in transformers: it has "
+            f"{', '.join(sorted(usual))}"
         )
-    return StableLmConfig(
-        max_position_embeddings=positions,
-        hidden_size=options.n_embd,
-        intermediate_size=options.intermediate_size or 4 * options.n_embd,
-        num_hidden_layers=options.n_layer,
-        num_attention_heads=options.n_head,
-        num_key_value_heads=options.n_head,
-        use_qkv_bias=False,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        **{"partial_rotary_factor": 1.0, **common},
-    )
+    config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
+    return config
 
 
 def count_parameters(model: PreTrainedModel) -> int:

@@ -107,8 +107,20 @@ class Recipe:
 
     @property
     def parameters(self) -> int:
-        """N, the number of trained parameters of a run's model; a tied matrix counts once."""
+        """N, the number of trained parameters of a run's model; a tied matrix counts once.
+
+        Raises:
+            UsageError: transformers cannot build the architecture, which is built without weights
+                if it is neither gpt2 nor stablelm.
+        """
         model = self.model
+        if model.architecture not in ("gpt2", "stablelm"):
+            import torch
+
+            from coupled_adam.lab.models import build_model, count_parameters
+
+            with torch.device("meta"):
+                return count_parameters(build_model(self))
         width, layers = model.n_embd, model.n_layer
         inner = model.intermediate_size or 4 * width
         matrices = 1 if model.tied else 2

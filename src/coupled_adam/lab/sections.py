@@ -39,7 +39,8 @@ Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 class Model:
     """The architecture of the model.
 
-    architecture: gpt2, or stablelm, which has LayerNorm, SwiGLU and rotary positions.
+    architecture: gpt2; stablelm, which has LayerNorm, SwiGLU and rotary positions; or any other
+        causal language model of transformers by its ``model_type``, such as llama or qwen3.
     vocab_size: V, the number of rows of the embeddings; a tokenizer may have fewer tokens.
     n_layer: the number of blocks.
     n_head: the number of attention heads in a block; it divides ``n_embd``.
@@ -48,9 +49,11 @@ class Model:
     intermediate_size: the width of the feed-forward layers; null means four times H.
     bias: whether linear layers and norms have biases; stablelm has them in its norms only.
     tied: whether input and output embeddings are one matrix.
+    config: more values of its configuration, by their names in transformers, such as
+        ``{num_key_value_heads: 1}``; not for gpt2 and stablelm.
     """
 
-    architecture: Literal["gpt2", "stablelm"]
+    architecture: str
     # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
     vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST)]
     n_layer: Count
@@ -60,6 +63,7 @@ class Model:
     intermediate_size: Count | None = None
     bias: bool = True
     tied: bool = True
+    config: dict[str, str | int | float | bool | None] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Raise UsageError for values that do not fit together."""
@@ -71,6 +75,11 @@ class Model:
             self.architecture != "stablelm" or (self.n_embd // self.n_head) % 2 == 0,
             f"model.n_embd={self.n_embd} with model.n_head={self.n_head} makes heads of odd "
             "width, which rotary positions cannot rotate",
+        )
+        require(
+            not self.config or self.architecture not in ("gpt2", "stablelm"),
+            f"model.config={self.config} is not for {self.architecture}, which the other keys of "
+            "model describe: leave it out",
         )
 
 

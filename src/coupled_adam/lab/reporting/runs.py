@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings.loading import load_embeddings
 from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
-from coupled_adam.embeddings.weights import open_file, read_array
+from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.arms import AdamWArm
@@ -21,7 +22,6 @@ from coupled_adam.lab.recipe import Recipe, recipe_from
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
-_OUTPUT_EMBEDDINGS = ("lm_head.weight", "transformer.wte.weight", "model.embed_tokens.weight")
 TEST_LOSS = Measure(
     "test_loss", "test loss", "L", 3, "lower", ("test_loss",), "test loss in nats per token"
 )
@@ -153,11 +153,7 @@ class Run:
         path = self.folder / MODEL / "model.safetensors"
 
         def read() -> NDArray[Any]:
-            weights = open_file(path)
-            names = [name for name in _OUTPUT_EMBEDDINGS if name in weights.shapes]
-            if not names:
-                raise ValueError(f"none of {', '.join(_OUTPUT_EMBEDDINGS)} is in it")
-            return weights.read(names[0]).double().numpy()
+            return load_embeddings(path)[-1].matrix.double().numpy()  # the input ones come first
 
         return _checked(path, read, (model.vocab_size, model.n_embd))
 

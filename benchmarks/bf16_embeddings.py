@@ -81,8 +81,8 @@ def main(target: Path) -> None:
     }
     for seed in SEEDS:
         for how in ROUNDINGS:
-            found = {"rounding": how, "lr_factor": LR_FACTOR, "seed": seed, **train(how, seed)}
-            content["results"].append(found)
+            setting = {"rounding": how, "lr_factor": LR_FACTOR, "seed": seed}
+            content["results"].append({**setting, **train(how, seed)})
             write_atomically(target, json.dumps(content, indent=2))
 
 

@@ -33,8 +33,8 @@ def peak():
 rows, columns, dtype, method = json.loads(input())
 torch.manual_seed(0)
 matrix = torch.empty(rows, columns, dtype=getattr(torch, dtype))
-for part in matrix.split(8192):
-    part.copy_(torch.randn(part.shape) * 0.02 + 0.005)
+for block in matrix.split(8192):
+    block.copy_(torch.randn(block.shape) * 0.02 + 0.005)
 small = torch.randn(9, 3)
 measure = {"analyze": analyze, "isotropy": isotropy, "loop": loop}[method]
 measure(small)  # load what is loaded once
@@ -60,10 +60,10 @@ def main(target: Path) -> None:
     for rows, columns, dtype, methods, times in CASES:
         for _ in range(times):
             for method in methods:
-                given = json.dumps([rows, columns, dtype, method])
+                arguments = json.dumps([rows, columns, dtype, method])
                 command = [sys.executable, "-c", SETUP]
                 done = subprocess.run(
-                    command, input=given, capture_output=True, text=True, check=True
+                    command, input=arguments, capture_output=True, text=True, check=True
                 )
                 case = {"rows": rows, "columns": columns, "dtype": dtype, "method": method}
                 results.append({**case, **json.loads(done.stdout)})

@@ -1,4 +1,4 @@
-"""All that is to be found out on a GPU, in at most ten minutes: how fast is it, and is it right?
+"""How fast the optimizer is on a GPU, and whether it is right, in at most ten minutes.
 
     PYTHONPATH=src python benchmarks/gpu.py benchmarks/results/bench/h200.json    # or: make gpu
 

@@ -1,4 +1,5 @@
-"""Measure how the time of a step grows: with V from 1k to 512k, H from 64 to 8192, and others.
+"""Measure how the time of a step grows: with V from 1k to 512k, H from 64 to 8192, and with the
+number of other matrices.
 
     python benchmarks/growth.py --picture docs/images/bench-growth.png > results.json
 
@@ -38,15 +39,15 @@ def growth_picture(results: Sequence[Timed]) -> Figure:
     for column, (key, cases) in enumerate(GROWTH.items()):
         above, below = axes[:, column]
         for number, name in enumerate(dict.fromkeys(result.optimizer for result in results)):
-            mine = [r for r in results if r.optimizer == name and r.case in cases]
-            x = [getattr(result.case, key) for result in mine]
+            timed = [r for r in results if r.optimizer == name and r.case in cases]
+            x = [getattr(result.case, key) for result in timed]
             style = {"marker": "o", "markersize": 3, "color": f"C{number}", "label": name}
-            above.plot(x, [result.seconds for result in mine], **style)
-            low, median, high = zip(*(result.ratio for result in mine))
+            above.plot(x, [result.seconds for result in timed], **style)
+            low, median, high = zip(*(result.ratio for result in timed))
             below.plot(x, median, **style)
             below.fill_between(x, low, high, color=f"C{number}", alpha=0.2, linewidth=0)
             if not number:
-                above.plot(x, [r.baseline_seconds for r in mine], color="gray", label=BASELINE)
+                above.plot(x, [r.baseline_seconds for r in timed], color="gray", label=BASELINE)
         below.axhline(1, color="gray", linewidth=1)
         above.set(xscale="log", yscale="log")
         below.set(xscale="log", xlabel=_AXES[key], ylim=(0, None))
@@ -64,13 +65,13 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    given = parser.parse_args()
-    facts = {"environment": environment(), "machine": describe_machine(given.device).to_dict()}
+    options = parser.parse_args()
+    facts = {"environment": environment(), "machine": describe_machine(options.device).to_dict()}
     cases = itertools.chain(*GROWTH.values())
-    results = list(bench(cases, OPTIMIZERS, device=given.device, seconds=given.seconds))
+    results = list(bench(cases, OPTIMIZERS, device=options.device, seconds=options.seconds))
     print(json.dumps({**facts, "results": [result.to_dict() for result in results]}))
-    if given.picture is not None:
-        save_figure(growth_picture(results), given.picture)
+    if options.picture is not None:
+        save_figure(growth_picture(results), options.picture)
 
 
 if __name__ == "__main__":

@@ -246,12 +246,12 @@ def soak_places(folder: Path, minutes: float, seed: int) -> dict[str, object]:
             finished += code == 0
             if finished:  # there is a report, whatever has happened to the next one
                 counts["whole reports after kills"] += code != 0
-                found = {**comparison_result(here), "leftovers": []}
-                assert not expected or found == {**expected, "leftovers": []}, here
-        found = comparison_result(here)
-        expected = expected or found
-        assert found == expected, here
-        assert not found["leftovers"]
+                result = {**comparison_result(here), "leftovers": []}
+                assert not expected or result == {**expected, "leftovers": []}, here
+        result = comparison_result(here)
+        expected = expected or result
+        assert result == expected, here
+        assert not result["leftovers"]
         counts["comparisons"] += 1
         shutil.rmtree(here)
         if time.monotonic() - began > 60 * minutes:
@@ -276,11 +276,11 @@ def main() -> None:
     here = environment()
     with tempfile.TemporaryDirectory() as folder:
         if options.places:
-            found = soak_places(Path(folder), options.minutes, options.seed)
+            result = soak_places(Path(folder), options.minutes, options.seed)
         else:
-            found = soak(Path(folder), options.steps, options.minutes, options.seed)
-    write_atomically(options.target, json.dumps({"environment": here, **found}, indent=2))
-    print(json.dumps(found, indent=2))
+            result = soak(Path(folder), options.steps, options.minutes, options.seed)
+    write_atomically(options.target, json.dumps({"environment": here, **result}, indent=2))
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

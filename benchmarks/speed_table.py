@@ -27,30 +27,31 @@ END = "<!-- made by benchmarks/speed_table.py: end -->"
 def tables(files: Mapping[str, Mapping[str, Any]]) -> str:
     """Format a Markdown heading and table for each processor; ``files`` is JSON by file name."""
     by_processor: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for name, found in sorted(files.items(), key=lambda item: Path(item[0]).stem):
-        by_processor.setdefault(heading(found), {})[name] = found
-    return "\n\n".join(section(title, found) for title, found in by_processor.items())
+    for name, record in sorted(files.items(), key=lambda item: Path(item[0]).stem):
+        by_processor.setdefault(heading(record), {})[name] = record
+    return "\n\n".join(section(title, records) for title, records in by_processor.items())
 
 
-def heading(found: Mapping[str, Any]) -> str:
-    environment = found["environment"]
-    machine = found.get("machine", {})  # missing in results of earlier versions
-    parts = [
+def heading(record: Mapping[str, Any]) -> str:
+    environment = record["environment"]
+    machine = record.get("machine", {})  # missing in results of earlier versions
+    facts = [
         environment["gpus"][0] if machine.get("device") in environment["gpus"] else "",
         environment["processor"],
         machine.get("instructions", ""),
         f"{environment['threads']} threads",
         f"torch {environment['packages']['torch'].partition('+')[0]}",
     ]
-    return ", ".join(part for part in parts if part)
+    return ", ".join(filter(None, facts))
 
 
 def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
-    results = [Timed.from_dict(values) for found in files.values() for values in found["results"]]
+    timed = [values for record in files.values() for values in record["results"]]
+    results = [Timed.from_dict(values) for values in timed]
     links = ",\n".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
     notes = [f"All samples: {links}."]
-    for name, found in files.items():
-        machine = found.get("machine")
+    for name, record in files.items():
+        machine = record.get("machine")
         if machine is None:
             notes.append(f"The load of the machine was not recorded in {name}.")
         elif machine["busy"]:

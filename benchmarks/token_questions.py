@@ -130,11 +130,11 @@ def write(folder: Path, rows: int, columns: int, seed: int) -> None:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for start in range(0, rows, 4096):
-            part = block[: rows - start].roll(start // 4096, 1)  # other rows, at little cost
-            part[max(rows - UNUSED - start, 0) :] *= 0.05
+            piece = block[: rows - start].roll(start // 4096, 1)  # other rows, at little cost
+            piece[max(rows - UNUSED - start, 0) :] *= 0.05
             if start == 0:
-                part[3] = 0
-            file.write(part.bfloat16().view(torch.uint8).numpy().tobytes())
+                piece[3] = 0
+            file.write(piece.bfloat16().view(torch.uint8).numpy().tobytes())
 
 
 def main(target: Path, questions: list[str]) -> None:
@@ -147,8 +147,8 @@ def main(target: Path, questions: list[str]) -> None:
             if question == "compare":
                 write(folder / "second", rows, columns, 1)
             command = [sys.executable, "-c", SETUP, question, name, str(UNUSED)]
-            one = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=one)
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         if done.returncode:
             raise SystemExit(done.stderr)
         result = {"rows": rows, "columns": columns, **json.loads(done.stdout)}

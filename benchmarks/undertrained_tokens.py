@@ -81,14 +81,14 @@ def scores(
     unseen = (corpus.unigram_counts() == 0) & (vocabulary.categories == "ok")
     for entry in load_embeddings(run):
         for indicator in INDICATORS:
-            found = undertrained(
+            suspects = undertrained(
                 entry.matrix,
                 vocabulary.unused,
                 among=vocabulary.categories == "ok",
                 order_by=indicator,
             )
             row = {"matrix": entry.role, "indicator": indicator, "never seen": int(unseen.sum())}
-            for name, chosen in (("2 %", found.candidates), ("limit", found.alike)):
+            for name, chosen in (("2 %", suspects.candidates), ("limit", suspects.alike)):
                 right = int(unseen[chosen].sum())
                 row |= {
                     f"{name}, chosen": len(chosen),
@@ -96,7 +96,7 @@ def scores(
                     f"{name}, recall": right / int(unseen.sum()),
                     f"{name}, held out": int(np.isin(chosen, held_out).sum()),
                 }
-            ordered = np.argsort(found.indicators[indicator][vocabulary.categories == "ok"])
+            ordered = np.argsort(suspects.indicators[indicator][vocabulary.categories == "ok"])
             truth = unseen[vocabulary.categories == "ok"][ordered]
             at = np.cumsum(truth) / np.arange(1, len(truth) + 1)
             yield {**row, "average precision": float(at[truth].mean())}

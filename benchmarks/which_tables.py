@@ -77,8 +77,8 @@ def width(config: Any, kind: str) -> int | None:
         if not all(isinstance(n, int) for n in (heads, total, hidden)):
             return None
         return int(heads * (getattr(config, "head_dim", None) or hidden // total))
-    found = [getattr(config, name, None) for name in WIDTHS[kind]]
-    return next((n for n in found if isinstance(n, int)), None)
+    widths = (getattr(config, name, None) for name in WIDTHS[kind])
+    return next((n for n in widths if isinstance(n, int)), None)
 
 
 def small_config(model_class: Any) -> Any:

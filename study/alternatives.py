@@ -58,8 +58,8 @@ def penalized(penalty: Penalty) -> Callable[[PreTrainedModel, Tensor], Tensor]:
 
     def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
         logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
-        found = cross_entropy_by_sequence(logits, blocks)
-        return found + penalty(model, logits) if model.training else found
+        by_sequence = cross_entropy_by_sequence(logits, blocks)
+        return by_sequence + penalty(model, logits) if model.training else by_sequence
 
     return losses
 

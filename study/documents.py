@@ -81,7 +81,7 @@ def document_losses(
     evaluated = {}
     for file in files:
         blocks, documents = document_blocks(file, tokenizer, length)
-        losses = torch.cat([_token_losses(model, some) for some in blocks.split(16)]).cpu()
+        losses = torch.cat([_token_losses(model, batch) for batch in blocks.split(16)]).cpu()
         by_document = _means(losses.mean(1), documents)
         by_band = _means(losses.flatten(), bands[blocks[:, 1:]].flatten(), int(bands.max()) + 1)
         band_tokens = bands[blocks[:, 1:]].flatten().bincount(minlength=len(by_band))

@@ -40,8 +40,8 @@ def build(recipe: Recipe) -> PreTrainedModel:
 def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     """The mean cross-entropy of each sequence, [batch]; training adds the load-balancing loss."""
     output = model(input_ids=blocks[:, :-1], use_cache=False)
-    found = cross_entropy_by_sequence(output.logits, blocks)
-    return found + BALANCE * output.aux_loss if model.training else found
+    by_sequence = cross_entropy_by_sequence(output.logits, blocks)
+    return by_sequence + BALANCE * output.aux_loss if model.training else by_sequence
 
 
 def coupled_router(model: PreTrainedModel, recipe: Recipe, _: str) -> CoupledAdamW:

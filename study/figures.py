@@ -39,10 +39,10 @@ COLORS = {"adamw": ORANGE, "coupled": BLUE}
 
 def errors(ax: Axes, points: Mapping[float, Line], measure: str, **style: object) -> None:
     """Plot mean and sample standard deviation over seeds, if all of their values are finite."""
-    shown = {x: found for x, line in points.items() if (found := values(line, measure))}
-    shown = {x: found for x, found in shown.items() if all(map(math.isfinite, found))}
-    means = [float(np.mean(found)) for found in shown.values()]
-    spread = [float(np.std(found, ddof=1)) if found[1:] else 0.0 for found in shown.values()]
+    measured = {x: values(line, measure) for x, line in points.items()}
+    shown = {x: seeds for x, seeds in measured.items() if seeds and all(map(math.isfinite, seeds))}
+    means = [float(np.mean(seeds)) for seeds in shown.values()]
+    spread = [float(np.std(seeds, ddof=1)) if seeds[1:] else 0.0 for seeds in shown.values()]
     ax.errorbar([*shown], means, spread, marker="o", capsize=3, **style)  # type: ignore[arg-type]
 
 
@@ -51,11 +51,11 @@ def curves(ax: Axes, lines: Sequence[Line], measure: str) -> None:
     for number, line in enumerate(lines):
         for seed, run in enumerate(runs(line).values()):
             steps = [point["step"] for point in run["curve"]]
-            found = [point[measure] for point in run["curve"]]
+            measured = [point[measure] for point in run["curve"]]
             label = None if seed else line.label
             # Dashed, since some curves coincide.
             style = (2 * number, (4, number))
-            ax.plot(steps, found, color=f"C{number}", linestyle=style, label=label)
+            ax.plot(steps, measured, color=f"C{number}", linestyle=style, label=label)
     ax.set(xlabel="step")
 
 
@@ -98,7 +98,7 @@ def scaled() -> Figure:
 
 
 def between() -> Figure:
-    """Plot each seed's loss less AdamW's, mean norm and word similarity against D."""
+    """Plot each seed's loss minus AdamW's, mean norm and word similarity against D."""
     figure = Figure(figsize=(12, 4), layout="constrained")
     panels = figure.subplots(1, 3)
     tokens = [next(iter(runs(adamw).values()))["tokens"] for adamw, *_ in BEST.values()]
@@ -106,14 +106,14 @@ def between() -> Figure:
     for number, (label, color) in enumerate(zip(arms, (ORANGE, BLUE, GREEN))):
         lines = [group[number] for group in BEST.values()]
         shown = (
-            [_less(line, group[0]) for line, group in zip(lines, BEST.values())],
+            [_difference(line, group[0]) for line, group in zip(lines, BEST.values())],
             [values(line, "mean_norm_ratio") for line in lines],
             [values(line, "men") for line in lines],
         )
-        for ax, found in zip(panels, shown):
-            for x, seeds in zip(tokens, found):
+        for ax, points in zip(panels, shown):
+            for x, seeds in zip(tokens, points):
                 ax.scatter([x] * len(seeds), seeds, color=color, s=12, alpha=0.4)
-            ax.plot(tokens, [*map(np.mean, found)], color=color, marker="o", label=label)
+            ax.plot(tokens, [*map(np.mean, points)], color=color, marker="o", label=label)
     for ax, label in zip(panels, ("test loss − AdamW's", "‖μ‖ʳ", "r of MEN")):
         ax.set(xscale="log", xlabel="tokens D", ylabel=label)
         ax.set_xticks(tokens, BEST)
@@ -123,8 +123,8 @@ def between() -> Figure:
     return figure
 
 
-def _less(line: Line, baseline: Line) -> list[float]:
-    """The test losses less those of the other row's runs with the same seeds."""
+def _difference(line: Line, baseline: Line) -> list[float]:
+    """The test losses minus those of the other row's runs with the same seeds."""
     base = by_seed(baseline, "test_loss")
     return [loss - base[s] for s, loss in by_seed(line, "test_loss").items() if s in base]
 
@@ -150,15 +150,15 @@ def second_moment() -> Figure:
     panels = figure.subplots(1, 3)
     for number, (tokens, size) in enumerate((("4.9M", "0.4M"), ("1.2M", "1.1M"), ("1.2M", "2.6M"))):
         question, name = SCALE[tokens, size]
-        found = [*runs(pair("", question, name)[0]).values()]
-        for run in found:
+        (adamw, _) = pair("", question, name)
+        for seed, run in enumerate(runs(adamw).values()):
             for ax, key in zip(panels, ("A", "r_squared", "exponent")):
                 ax.plot(
                     [fit["tokens"] for fit in run["second_moment"]],
                     [fit[key] for fit in run["second_moment"]],
                     color=f"C{number}",
                     marker=".",
-                    label=f"N = {size}" if run is found[0] else None,
+                    label=None if seed else f"N = {size}",
                 )
     for ax, title in zip(panels, ("A", "R²", "exponent of p")):
         ax.set(xlabel="tokens seen", title=title)
@@ -175,9 +175,9 @@ def alternatives() -> Figure:
     for ax, lr in zip(panels, RATES):
         for row, name in enumerate(ALTERNATIVES):
             if line := alternative(lr, name):
-                found = values(line, "test_loss")
-                ax.scatter(found, [row] * len(found), color="0.7", s=15)
-                ax.scatter([np.mean(found)], [row], color=COLORS.get(name, "0.2"))
+                losses = values(line, "test_loss")
+                ax.scatter(losses, [row] * len(losses), color="0.7", s=15)
+                ax.scatter([np.mean(losses)], [row], color=COLORS.get(name, "0.2"))
         ax.set(title=f"learning rate {lr:g}", xlabel="test loss")
     panels[0].set_yticks(range(len(ALTERNATIVES)), ALTERNATIVES.values())
     panels[0].invert_yaxis()

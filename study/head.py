@@ -31,18 +31,19 @@ class _HeadLoss(torch.autograd.Function):
         ctx.head_gradient = torch.zeros_like(head)
         logits = hidden.new_empty(TOKENS, len(head))
         for start in range(0, len(hidden), TOKENS):
-            some = slice(start, start + TOKENS)
-            target = targets[some, None]
-            p = torch.mm(hidden[some], head.T, out=logits[: len(target)])
+            piece = slice(start, start + TOKENS)
+            target = targets[piece, None]
+            # p holds the logits, then the probabilities, then their gradients: all in the cache
+            p = torch.mm(hidden[piece], head.T, out=logits[: len(target)])
             p -= p.amax(1, keepdim=True)
             of_target = p.gather(1, target)
             total = p.exp_().sum(1, keepdim=True)
-            losses[some] = (total.log() - of_target)[:, 0]
+            losses[piece] = (total.log() - of_target)[:, 0]
             # dL/dl = p - 1 at the target, p elsewhere
             p /= total
             p.scatter_add_(1, target, torch.full_like(of_target, -1.0))
-            torch.mm(p, head, out=ctx.hidden_gradient[some])
-            ctx.head_gradient.addmm_(p.T, hidden[some])
+            torch.mm(p, head, out=ctx.hidden_gradient[piece])
+            ctx.head_gradient.addmm_(p.T, hidden[piece])
         return losses
 
     @staticmethod

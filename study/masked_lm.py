@@ -37,13 +37,13 @@ def losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
     # The same number in each sequence, so that all sequences have the same weight.
     order = torch.rand(ids.shape, generator=generator).argsort(1)
     chosen = order < round(0.15 * ids.shape[1])
-    what = torch.rand(ids.shape, generator=generator)
-    others = torch.randint(mask, ids.shape, generator=generator)
-    inputs = torch.where(chosen & (what < 0.8), mask, ids)
-    inputs = torch.where(chosen & (what >= 0.9), others, inputs)
+    fate = torch.rand(ids.shape, generator=generator)
+    random_ids = torch.randint(mask, ids.shape, generator=generator)
+    inputs = torch.where(chosen & (fate < 0.8), mask, ids)
+    inputs = torch.where(chosen & (fate >= 0.9), random_ids, inputs)
     logits = model(input_ids=inputs).logits
-    found = nn.functional.cross_entropy(logits[chosen], ids[chosen], reduction="none")
-    return found.view(len(ids), -1).mean(1)
+    by_token = nn.functional.cross_entropy(logits[chosen], ids[chosen], reduction="none")
+    return by_token.view(len(ids), -1).mean(1)
 
 
 MASKED_LM = Variant(build_model=build, sequence_losses=losses)

@@ -35,8 +35,8 @@ FAST = "head:FAST"
 
 def _variant(module: str, name: str, *numbers: float) -> str:
     """The variant of some numbers: that of 1 and 0.25 is ``NAME_1_025``."""
-    parts = [name, *(f"{number:g}" for number in numbers)]
-    return f"{module}:{'_'.join(parts).replace('.', '').upper()}"
+    words = [name, *(f"{number:g}" for number in numbers)]
+    return f"{module}:{'_'.join(words).replace('.', '').upper()}"
 
 
 def _scale() -> dict[str, Entry]:
@@ -83,8 +83,8 @@ def _scaled(coupled: Iterable[int], adamw: Iterable[int], **overrides: Any) -> d
     faster = {n: {**ADAMW, "lr_factor": 2 ** (n / 2)} for n in adamw}
     return {
         f"{arm} n={n}": Entry(options, overrides)
-        for arm, found in (("coupled", scaled), ("adamw", faster))
-        for n, options in found.items()
+        for arm, factors in (("coupled", scaled), ("adamw", faster))
+        for n, options in factors.items()
     }
 
 
@@ -224,13 +224,13 @@ def _finalists(
     Args:
         settings: the overrides of each setting by its name.
         exponents: by a, the n of what is between.
-        factors: by arm, the n of the two others.
+        factors: by arm, the n of Adam and Coupled Adam.
     """
     return {
         f"{setting} {name}": entry
         for setting, overrides in settings.items()
-        for found in (_between(exponents, **overrides), _faster(factors, **overrides))
-        for name, entry in found.items()
+        for entries in (_between(exponents, **overrides), _faster(factors, **overrides))
+        for name, entry in entries.items()
     }
 
 
@@ -239,11 +239,12 @@ def _core_rates() -> dict[str, Entry]:
 
     At a rate of 5e-3 the best n with the first seed is 9 (AdamW), 5 (Coupled Adam) and 7 (a = 0.5).
     """
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for lr, shift in ((2.5e-3, 2), (1e-2, -2)):
         factors = {"adamw": (9, 9 + shift), "coupled": (5, 5 + shift)}
-        found |= _finalists({f"lr={lr:g}": {"training.lr": lr}}, {0.5: (7, 7 + shift)}, factors)
-    return found
+        settings = {f"lr={lr:g}": {"training.lr": lr}}
+        entries |= _finalists(settings, {0.5: (7, 7 + shift)}, factors)
+    return entries
 
 
 def _longer_core_rates() -> dict[str, Entry]:

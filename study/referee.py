@@ -1,7 +1,6 @@
 """What a referee asks of a difference: over seeds, over documents, among how many tests."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -10,8 +9,9 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, paired_t_test
+from coupled_adam.rendering.tables import Cell, Table
 
-from .tables import BEST, Line, by_seed, runs, values
+from .tables import BEST, Line, by_seed, p_text, runs, values
 
 Array = NDArray[np.float64]
 
@@ -57,10 +57,10 @@ def holm(p: Sequence[float]) -> list[float]:
     return [*map(float, corrected)]
 
 
-def two_sided_p(line: Line, baseline: Line) -> float:
+def two_sided_p(line: Line, baseline: Line) -> float | None:
     """The p of Student's t-test that the test losses of two rows have different means."""
     lower = one_sided_t_test(values(line, "test_loss"), values(baseline, "test_loss"), "lower")
-    return math.nan if lower is None else 2 * min(lower, 1 - lower)
+    return None if lower is None else 2 * min(lower, 1 - lower)
 
 
 Kind = Literal["losses", "band_losses"]
@@ -84,40 +84,37 @@ def difference(line: Line, kind: Kind = "losses", split: str = "test") -> Array:
 
 def interval(differences: Array) -> tuple[float, float]:
     """The 95 % interval of the mean difference, by a bootstrap over documents."""
-    found = stats.bootstrap(
-        (differences,), np.mean, n_resamples=9999, method="percentile", rng=np.random.default_rng(0)
+    random = np.random.default_rng(0)
+    means = stats.bootstrap(
+        (differences,), np.mean, n_resamples=9999, method="percentile", rng=random
     )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return float(means.confidence_interval.low), float(means.confidence_interval.high)
 
 
 def headline_table() -> str:
     """Each comparison, with p corrected for their number; bold if that is below 0.05."""
     family = [pair for pair in headline() if runs(pair.line) and runs(pair.baseline)]
-    p = [two_sided_p(pair.line, pair.baseline) for pair in family]
-    tested = [i for i, value in enumerate(p) if not math.isnan(value)]
-    corrected = dict(zip(tested, holm([p[i] for i in tested])))
-    rows = ["| tokens | | difference of L | p | p, Holm | p, paired | seeds |"]
-    rows.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
-    for i, pair in enumerate(family):
+    p = {pair: two_sided_p(pair.line, pair.baseline) for pair in family}
+    tested = {pair: value for pair, value in p.items() if value is not None}
+    corrected = dict(zip(tested, holm([*tested.values()])))
+    rows: list[list[str | Cell]] = []
+    for pair in family:
         line, baseline = pair.line, pair.baseline
         difference = np.mean(values(line, "test_loss")) - np.mean(values(baseline, "test_loss"))
-        shown = f"{difference:+.3f}"
-        if corrected.get(i, 1) < SIGNIFICANCE:
-            shown = f"**{shown}**"
         paired = paired_t_test(by_seed(line, "test_loss"), by_seed(baseline, "test_loss"))
-        cells = (
-            pair.tokens,
-            f"{line.label} against {baseline.label}",
-            shown,
-            *map(_p, (p[i], corrected.get(i, math.nan), math.nan if paired is None else paired.p)),
-            f"{len(runs(line))}, {len(runs(baseline))}",
+        rows.append(
+            [
+                pair.tokens,
+                f"{line.label} against {baseline.label}",
+                Cell(f"{difference:+.3f}", bold=corrected.get(pair, 1) < SIGNIFICANCE),
+                p_text(p[pair]),
+                p_text(corrected.get(pair)),
+                p_text(None if paired is None else paired.p),
+                f"{len(runs(line))}, {len(runs(baseline))}",
+            ]
         )
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows) + "\n"
-
-
-def _p(p: float) -> str:
-    return "" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.2g}"
+    header = ["tokens", "", "difference of L", "p", "p, Holm", "p, paired", "seeds"]
+    return Table(header, rows, left=(0, 1)).markdown().replace("|  |", "| |", 1)
 
 
 BETAS = (
@@ -135,8 +132,7 @@ BETAS = (
 
 def documents_table() -> str:
     """The difference from AdamW at its best betas on two sets of documents, with intervals."""
-    rows = ["| embeddings | validation documents | test documents | seeds |"]
-    rows.append("| --- | ---: | ---: | ---: |")
+    rows = []
     for line in with_documents():
         cells = [line.label]
         for split in ("valid", "test"):
@@ -145,12 +141,13 @@ def documents_table() -> str:
                 continue
             differences = difference(line, split=split)
             low, high = interval(differences)
-            shown = f"{differences.mean():+.4f}"
-            if low > 0 or high < 0:
-                shown = f"**{shown}**"
+            # Bold is the difference alone, which no cell of a table can say.
+            bold = "**" if low > 0 or high < 0 else ""
+            shown = f"{bold}{differences.mean():+.4f}{bold}"
             cells.append(f"{shown} ({low:+.4f} to {high:+.4f})")
-        rows.append("| " + " | ".join([*cells, str(len(runs(line)))]) + " |")
-    return "\n".join(rows) + "\n"
+        rows.append([*cells, str(len(runs(line)))])
+    header = ["embeddings", "validation documents", "test documents", "seeds"]
+    return Table(header, rows).markdown().replace(r"\*", "*")
 
 
 def bands_table() -> str:
@@ -159,11 +156,8 @@ def bands_table() -> str:
     (run, *_) = runs(lines[0]).values()
     tokens = np.array(run["documents"]["test"]["band_tokens"])
     header = ["embeddings", *(f"to {16 * 2**band}" for band in range(len(tokens)))]
-    shares = [
-        "share of the text",
-        *(f"{share:.0%}".replace("%", " %") for share in tokens / tokens.sum()),
-    ]
-    rows = [header, ["---", *("---:" for _ in tokens)], shares]
+    shares = (f"{share:.0%}".replace("%", " %") for share in tokens / tokens.sum())
+    rows = [["share of the text", *shares]]
     for line in lines:
         if line is ADAMW_BEST:
             losses = np.mean([*held_out(line, "band_losses").values()], axis=0)
@@ -171,7 +165,7 @@ def bands_table() -> str:
         else:
             cells = [f"{loss:+.3f}" for loss in difference(line, "band_losses")]
         rows.append([line.label, *cells])
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    return Table(header, rows).markdown()
 
 
 def with_documents() -> list[Line]:

@@ -70,8 +70,8 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
     recipe = recipe_of(entry, paths.text)
     (arm,) = recipe.arms
     folder = paths.out / question / f"{name}-seed-{seed}"
-    here = {key: value for key, value in environment().items() if key != "command"}
-    found = train_and_evaluate(
+    machine = {key: value for key, value in environment().items() if key != "command"}
+    result = train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
         prepare_corpus(recipe, default_cache()),
         word_similarity_sets(paths.word_similarity),
@@ -79,9 +79,9 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
         execution,
         paths.held_out,
     )
-    if "diverged_at" not in found:
-        found["seconds"] = time.perf_counter() - began
-    return {"tokens": recipe.tokens, **found, "environment": here}
+    if "diverged_at" not in result:
+        result["seconds"] = time.perf_counter() - began
+    return {"tokens": recipe.tokens, **result, "environment": machine}
 
 
 def train_and_evaluate(
@@ -110,12 +110,12 @@ def results(question: str, folder: Path = HERE / "results") -> dict[str, dict[st
 
 
 def add_result(
-    question: str, name: str, seed: int, found: dict[str, Any], text: str, folder: Path
+    question: str, name: str, seed: int, result: dict[str, Any], text: str, folder: Path
 ) -> None:
     """Add what :func:`run` returned to a question's results; ``text`` is the text's name."""
     content = results(question, folder)
     recipe = recipe_of(QUESTIONS[question][name], text).to_dict()
-    content.setdefault(name, {"recipe": recipe, "seeds": {}})["seeds"][str(seed)] = found
+    content.setdefault(name, {"recipe": recipe, "seeds": {}})["seeds"][str(seed)] = result
     folder.mkdir(parents=True, exist_ok=True)
     # Lists of numbers, such as the losses of documents, on a line each
     lines = re.sub(
@@ -172,9 +172,9 @@ def main() -> None:
             if error is not None:
                 print(f"{question}: {name}, seed {seed}: {error!r}", flush=True)
                 continue
-            found = done.result()
-            add_result(question, name, seed, found, Path(options.text).name, options.results)
-            loss = found.get("test_loss", float("nan"))
+            result = done.result()
+            add_result(question, name, seed, result, Path(options.text).name, options.results)
+            loss = result.get("test_loss", float("nan"))
             print(f"{question}: {name}, seed {seed}: {loss:.4f}", flush=True)
     if any(done.exception() for done in waiting):
         raise SystemExit("some runs failed, see above")

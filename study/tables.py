@@ -28,7 +28,9 @@ from coupled_adam.lab.reporting.statistics import (
     one_sided_t_test,
     paired_t_test,
     shorthand,
+    shown_p,
 )
+from coupled_adam.rendering.tables import Cell, Table
 
 from .questions import QUESTIONS, RATES
 from .run import HERE
@@ -51,19 +53,23 @@ class Measure:
     better: Literal["lower", "higher"]
 
 
-def _named(name: str) -> Callable[[Run], float | None]:
-    return lambda run: run.get(name)
+def _at(*keys: str) -> Callable[[Run], float | None]:
+    """A function that looks a number up in a run; None if it was not recorded."""
+
+    def value(run: Run) -> float | None:
+        entry: Any = run
+        for key in keys:
+            entry = (entry or {}).get(key)
+        return entry  # type: ignore[no-any-return]
+
+    return value
 
 
 def mean_word_similarity(run: Run) -> float | None:
     """The mean over the word-similarity sets with at least 20 usable pairs."""
-    found = [one["r"] for one in run.get("word_similarity", {}).values() if one["pairs"] >= 20]
-    return float(np.mean(found)) if found else None
-
-
-def _of_documents(split: str) -> Callable[[Run], float | None]:
-    """A function that returns the mean loss of the documents of a held-out file."""
-    return lambda run: run.get("documents", {}).get(split, {}).get("loss")
+    sets = run.get("word_similarity", {}).values()
+    scores = [score["r"] for score in sets if score["pairs"] >= 20]
+    return float(np.mean(scores)) if scores else None
 
 
 def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
@@ -74,33 +80,32 @@ def _at_the_end(key: str, times: float = 1.0) -> Callable[[Run], float | None]:
 MEASURES = {
     key: Measure(
         column.title,
-        mean_word_similarity if key == "word_similarity" else _named(key),
+        mean_word_similarity if key == "word_similarity" else _at(key),
         column.digits,
         column.better or "higher",
     )
     for key, column in (COLUMNS | MORE_COLUMNS).items()
 } | {
-    "men": Measure("r of MEN ↑", lambda run: run["word_similarity"]["MEN"]["r"], 0, "higher"),
-    "test_documents": Measure("L of test documents ↓", _of_documents("test"), 3, "lower"),
-    "valid_documents": Measure("L of validation documents ↓", _of_documents("valid"), 3, "lower"),
+    "valid_loss": Measure("L (validation) ↓", _at("valid_loss"), 3, "lower"),
+    "test_documents": Measure(
+        "L of test documents ↓", _at("documents", "test", "loss"), 3, "lower"
+    ),
+    "valid_documents": Measure(
+        "L of validation documents ↓", _at("documents", "valid", "loss"), 3, "lower"
+    ),
+    "men": Measure("r of MEN ↑", _at("word_similarity", "MEN", "r"), 0, "higher"),
     "men_centered": Measure(
-        "the same, centred ↑",
-        lambda run: run.get("word_similarity_centered", {}).get("MEN", {}).get("r"),
-        0,
-        "higher",
+        "the same, centred ↑", _at("word_similarity_centered", "MEN", "r"), 0, "higher"
     ),
-    "valid_loss": Measure("L (validation) ↓", _named("valid_loss"), 3, "lower"),
-    "initial_mean_norm": Measure("‖μ‖ at the start", _named("initial_mean_norm"), 4, "lower"),
-    "input_mean_norm_ratio": Measure(
-        "‖μ‖ʳ of input ↓", _named("input_mean_norm_ratio"), 3, "lower"
-    ),
-    "input_isotropy": Measure("Iso of input ↑", _named("input_isotropy"), 2, "higher"),
+    "initial_mean_norm": Measure("‖μ‖ at the start", _at("initial_mean_norm"), 4, "lower"),
+    "input_mean_norm_ratio": Measure("‖μ‖ʳ of input ↓", _at("input_mean_norm_ratio"), 3, "lower"),
+    "input_isotropy": Measure("Iso of input ↑", _at("input_isotropy"), 2, "higher"),
     "A": Measure("1000 A", _at_the_end("A", 1000), 2, "higher"),
     "r_squared": Measure("R²", _at_the_end("r_squared"), 3, "higher"),
     "exponent": Measure("exponent", _at_the_end("exponent"), 2, "higher"),
-    "load_entropy": Measure("load entropy ↑", _named("load_entropy"), 3, "higher"),
+    "load_entropy": Measure("load entropy ↑", _at("load_entropy"), 3, "higher"),
     "router_mean_norm_ratio": Measure(
-        "‖μ‖ʳ of router ↓", _named("router_mean_norm_ratio"), 3, "lower"
+        "‖μ‖ʳ of router ↓", _at("router_mean_norm_ratio"), 3, "lower"
     ),
 }
 NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
@@ -125,14 +130,14 @@ Group = Sequence[Line]
 
 def by_seed(line: Line, measure: str) -> dict[int, float]:
     """A measure of the runs that have it, by seed; the loss of a run that diverged is infinite."""
-    found = {}
+    measured = {}
     for seed, run in runs(line).items():
         value = MEASURES[measure].of(run)
         if "diverged_at" in run and measure in ("test_loss", "valid_loss"):
             value = math.inf
         if value is not None:
-            found[seed] = value
-    return found
+            measured[seed] = value
+    return measured
 
 
 def values(line: Line, measure: str) -> list[float]:
@@ -142,8 +147,8 @@ def values(line: Line, measure: str) -> list[float]:
 
 def runs(line: Line) -> dict[int, Run]:
     """The runs that have a result, by seed, in order."""
-    found = results(line.question).get(line.name, {}).get("seeds", {})
-    return {int(seed): found[seed] for seed in sorted(found, key=int)}
+    seeds = results(line.question).get(line.name, {}).get("seeds", {})
+    return {int(seed): seeds[seed] for seed in sorted(seeds, key=int)}
 
 
 def is_committed(run: Run) -> bool:
@@ -167,11 +172,13 @@ def markdown(
         bold: ``"first"``: better than the first row of the group; ``"all"``: better than each other
             row of the group, as in the paper's Table 7.
     """
-    rows = [line for group in groups for line in group]
-    shown = [name for name in measures if name not in NEWER or any(values(r, name) for r in rows)]
+    lines = [line for group in groups for line in group]
+    shown = [
+        name for name in measures if name not in NEWER or any(values(line, name) for line in lines)
+    ]
     header = [first, *(MEASURES[name].header for name in shown), "p", "p, paired", "seeds"]
     tested = "test_loss" if "test_loss" in measures else measures[0]
-    lines = [header, ["---", *("---:" for _ in header[1:])]]
+    rows = []
     for group in groups:
         for line in group:
             rivals = [other for other in group if other is not line]
@@ -180,45 +187,48 @@ def markdown(
             elif bold == "first" and len(group) != 2:
                 rivals = []
             cells = [_cell(line, rivals, name) for name in shown]
-            lines.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
-    table = "".join("| " + " | ".join(line) + " |\n" for line in lines)
-    return table + (f"\n{UNCOMMITTED}\n" if "†" in table else "")
+            rows.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
+    marked = not all(is_committed(run) for line in lines for run in runs(line).values())
+    return Table(header, rows, notes=[UNCOMMITTED] if marked else []).markdown()
 
 
 def _p(line: Line, baseline: Line, measure: str) -> list[str]:
     """The p-values, unpaired and paired, that a measure is lower than in another row."""
     if line is baseline:
         return ["", ""]
+    unpaired = one_sided_t_test(values(line, measure), values(baseline, measure), "lower")
     paired = paired_t_test(by_seed(line, measure), by_seed(baseline, measure))
-    found = (
-        one_sided_t_test(values(line, measure), values(baseline, measure), "lower"),
-        None if paired is None else paired.one_sided("lower"),
-    )
-    return ["" if p is None else f"{p:.2g}" if p >= 0.001 else "< 0.001" for p in found]
+    return [p_text(unpaired), p_text(None if paired is None else paired.one_sided("lower"))]
+
+
+def p_text(p: float | None) -> str:
+    """A p-value in a cell; empty for None."""
+    return "" if p is None else shown_p(p).removeprefix("p ").removeprefix("= ")
 
 
 def _seeds(line: Line) -> str:
     """The number of runs; or their seeds, with a dagger for each whose code was not committed."""
-    found = runs(line)
-    if all(map(is_committed, found.values())):
-        return str(len(found))
-    return ", ".join(f"{seed}" if is_committed(run) else f"{seed} †" for seed, run in found.items())
+    seeds = runs(line)
+    if all(map(is_committed, seeds.values())):
+        return str(len(seeds))
+    return ", ".join(f"{seed}" if is_committed(run) else f"{seed} †" for seed, run in seeds.items())
 
 
 UNCOMMITTED = "†: the run with this seed was made by code with changes that were not committed."
 
 
-def _cell(line: Line, rivals: Sequence[Line], name: str) -> str:
+def _cell(line: Line, rivals: Sequence[Line], name: str) -> str | Cell:
     """Mean and deviation, bold if significantly better than each rival, italic if worse."""
-    mine, measure = values(line, name), MEASURES[name]
-    diverged = sum(map(math.isinf, mine))
+    measured, measure = values(line, name), MEASURES[name]
+    diverged = sum(map(math.isinf, measured))
     if diverged:
-        return f"{diverged} of {len(mine)} diverged"
-    text = "< 1e-6" if mine and 0 < np.mean(mine) < 1e-6 else shorthand(mine, measure.digits)
-    found = [one_sided_t_test(mine, values(rival, name), measure.better) for rival in rivals]
-    if found and all(p is not None and p < SIGNIFICANCE for p in found):
-        return f"**{text}**"
-    if found and all(p is not None and 1 - p < SIGNIFICANCE for p in found):
+        return f"{diverged} of {len(measured)} diverged"
+    is_tiny = measured and 0 < np.mean(measured) < 1e-6
+    text = "< 1e-6" if is_tiny else shorthand(measured, measure.digits)
+    tests = [one_sided_t_test(measured, values(rival, name), measure.better) for rival in rivals]
+    if tests and all(p is not None and p < SIGNIFICANCE for p in tests):
+        return Cell(text, bold=True)
+    if tests and all(p is not None and 1 - p < SIGNIFICANCE for p in tests):
         return f"_{text}_"
     return text
 
@@ -258,9 +268,9 @@ def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
 def exponents(question: str, arm: Arm) -> dict[float, Line]:
     """The rows of question 2 by n."""
     pattern = re.compile(rf"{arm} n=(-?\d+)")
-    found = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
+    tried = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
     return {
-        n: of_exponent(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *found])
+        n: of_exponent(question, arm, n, f"{LABELS[arm]}, n = {n}") for n in sorted([0, *tried])
     }
 
 
@@ -323,8 +333,8 @@ def _tying() -> str:
 
 def _schedules() -> str:
     cosine = [dataclasses.replace(line, label=f"cosine: {line.label}") for line in BASE]
-    others = [pair(f"{name}:", "schedules", name) for name in ("constant", "wsd")]
-    return markdown([cosine, *others], ALL)
+    constant, wsd = (pair(f"{name}:", "schedules", name) for name in ("constant", "wsd"))
+    return markdown([cosine, constant, wsd], ALL)
 
 
 def _masked_lm() -> str:
@@ -422,15 +432,15 @@ def _settings(question: str) -> str:
 
 
 def _between_muon() -> str:
-    """Beside Muon, with the same rates, relative to the core's; others have both other arms."""
+    """Beside Muon, with rates relative to the core's; both other arms are of another question."""
     groups = []
     for name in QUESTIONS["between_models"]:
-        if found := re.fullmatch(r"muon (.*) a=0\.5", name):
-            rates = found[1]
+        if match := re.fullmatch(r"muon (.*) a=0\.5", name):
+            rates = match[1]
             label = f"{'tied' if rates.startswith('f') else 'untied'}, {rates.replace('=', ' = ')}:"
-            others = ("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates)
+            adams = ("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates)
             half = Line(f"{label} a = 0.5", "between_models", name)
-            groups.append([*pair(label, *others), half])
+            groups.append([*pair(label, *adams), half])
     return markdown(groups, FEW, "Muon +")
 
 
@@ -473,10 +483,11 @@ def _readme() -> str:
     lines = [
         Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
         Line("AdamW, betas 0, 0.999: V x H", "betas_longer", "adamw 0 0.999 n=1"),
-        Line("`LEAN`: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
+        Line("LEAN: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
     ]
     shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
-    return markdown([lines], shown, "update of the embeddings: its state")
+    table = markdown([lines], shown, "update of the embeddings: its state")
+    return table.replace("LEAN", "`LEAN`")
 
 
 def _muon_rates() -> str:
@@ -506,10 +517,11 @@ def _betas(question: str) -> str:
     lines = sorted(
         (line for line in lines if runs(line)), key=lambda line: np.mean(values(line, "valid_loss"))
     )
-    shown = ("test_documents", "valid_documents", "valid_loss", "mean_norm_ratio")
-    more = ("isotropy_unit_centered", "effective_rank", "men", "men_centered")
+    losses = ("test_documents", "valid_documents", "valid_loss")
+    geometry = ("mean_norm_ratio", "isotropy_unit_centered", "effective_rank")
     first = min(lines, key=lambda line: "adamw" not in line.name)
-    return markdown([[first, *(line for line in lines if line is not first)]], (*shown, *more))
+    rows = [first, *(line for line in lines if line is not first)]
+    return markdown([rows], (*losses, *geometry, "men", "men_centered"))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -554,10 +566,10 @@ def filled(page: str) -> str:
 
     made_by = {**TABLES, **referee.TABLES}
 
-    def made(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{made_by[found[2]]()}{found[3]}"
+    def updated(table: re.Match[str]) -> str:
+        return f"{table[1]}\n{made_by[table[2]]()}{table[3]}"
 
-    return re.sub(r"(<!-- table: (\w[\w.]*) -->)\n.*?(<!-- end -->)", made, page, flags=re.S)
+    return re.sub(r"(<!-- table: (\w[\w.]*) -->)\n.*?(<!-- end -->)", updated, page, flags=re.S)
 
 
 def main() -> None:

@@ -77,7 +77,7 @@ class Theory:
 
     Attributes:
         tied: whether a single matrix is used for input and output embeddings.
-        batches: the number of gradients that the optimizers were given.
+        batches: the number of gradients that the optimizers were options.
         sums: for the gradient from the head (``"output"``), for that from the lookup (``"input"``)
             and, for a tied model, also for the sum of the two, on which its optimizer acts.
         updates: the updates by the gradient on which the output embeddings' optimizer acts.
@@ -135,8 +135,8 @@ def measure_folder(
             raise UsageError(f"{folder}: a causal language model is needed")
         tokens = text_tokens(text, load_model_tokenizer(folder))
         length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS
-    some = itertools.islice(held_out_batches(tokens, batch_size, length), batches)
-    return measure_theory(model, some, betas=betas, eps=eps)
+    taken = itertools.islice(held_out_batches(tokens, batch_size, length), batches)
+    return measure_theory(model, taken, betas=betas, eps=eps)
 
 
 def measure_theory(
@@ -233,8 +233,8 @@ class _Stream:
         if both and self.input_average is not None:
             share = {}
             for name, total in totals.items():
-                part = -(self.input_average.double() / self._denominator(name, batches)).sum(0)
-                share[name] = float(part @ total / (total @ total))
+                of_input = self.input_average.double() / self._denominator(name, batches)
+                share[name] = float(-of_input.sum(0) @ total / (total @ total))
         return Sums(
             _cancellation(self.total),
             {name: _cancellation(update) for name, update in self.updates.items()},
@@ -309,22 +309,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--picture", type=Path, help="write a picture of the updates")
     parser.add_argument("--cache", type=Path, default=default_cache(), help="prepared corpora")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     theory = measure_folder(
-        given.model,
-        text=given.text,
-        batches=given.batches,
-        batch_size=given.batch_size,
-        cache=given.cache,
+        options.model,
+        text=options.text,
+        batches=options.batches,
+        batch_size=options.batch_size,
+        cache=options.cache,
     )
-    if given.json:
+    if options.json:
         print(json.dumps(theory.to_dict(), indent=2, allow_nan=False))
     else:
         print(f"{'':34}" + "".join(f"{name:>14}" for name in ("gradient", *OPTIMIZERS)))
         for label, values in rows(theory):
             print(f"{label:34}" + "".join(f"{value:>14}" for value in values))
-    if given.picture is not None:
-        save_figure(picture(theory), given.picture)
+    if options.picture is not None:
+        save_figure(picture(theory), options.picture)
 
 
 if __name__ == "__main__":

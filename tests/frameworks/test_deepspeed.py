@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from coupled_adam import CoupledAdamW, param_groups
+from decoders import loss_of
 from optim.test_fsdp1 import decoder
 from processes import run_on_ranks
 
@@ -30,17 +31,11 @@ BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
 NO_MOMENTUM = {**BETWEEN, "betas": (0.0, 0.99)}
 
 
-def batches(steps, parts=1, part=0):
-    for step in steps:
-        ids = torch.randint(5, (2, 12), generator=torch.Generator().manual_seed(step))
-        yield ids.chunk(parts, dim=1)[part]
-
-
 def single(steps, tied=False, clip=None, **options):
     model = decoder(tied).float()
     optimizer = CoupledAdamW(param_groups(model), lr=1e-2, **options)
-    for inputs, targets in batches(steps):
-        nn.functional.cross_entropy(model(inputs), targets).backward()
+    for step in steps:
+        loss_of(model, step).backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -62,8 +57,8 @@ def engine_of(stage, tied=False, clip=0.0, zero=(), model=None, optimizer=None, 
 
 
 def train(engine, steps):
-    for inputs, targets in batches(steps, dist.get_world_size(), dist.get_rank()):
-        engine.backward(nn.functional.cross_entropy(engine(inputs), targets))
+    for step in steps:
+        engine.backward(loss_of(engine, step, dist.get_rank(), dist.get_world_size()))
         engine.step()
 
 

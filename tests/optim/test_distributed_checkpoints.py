@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -27,29 +26,19 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import decoders
 from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
+from decoders import V, full, train
 from processes import run_on_ranks
 
-RANKS = 4
-V, H = 5, 4  # of five rows the last of four ranks has none
+RANKS = 4  # of V = 5 rows the last has none
+H = 4
 HALF, END = 3, 6  # steps
 ROUNDING = 1e-12  # all is float64, and only the order of sums differs
 
 
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(V, H)
-        self.block = nn.Linear(H, H)
-        self.head = nn.Linear(H, V, bias=False)
-
-    def forward(self, ids):
-        return self.head(torch.tanh(self.block(self.embed(ids))))
-
-
 def decoder(seed=0):
-    torch.manual_seed(seed)
-    return Decoder().double()
+    return decoders.decoder(h=H, seed=seed)
 
 
 def coupled(model):
@@ -61,19 +50,6 @@ def adamw(model):
     head, *others = reversed(list(model.parameters()))
     groups = [{"params": others}, {"params": [head], "weight_decay": 0.5}]
     return torch.optim.AdamW(groups, lr=2e-2, amsgrad=True)
-
-
-def train(model, optimizer, steps):
-    """Every rank takes the whole batch."""
-    for step in steps:
-        ids = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(model(ids[0]), ids[1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def assert_equal(expected, actual, tolerance=ROUNDING):

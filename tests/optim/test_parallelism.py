@@ -22,49 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import global_offset
+from decoders import Decoder, H, V, decoder, full, train
 from processes import run_on_ranks
 
 RANKS = 4
-V, H, STEPS = 5, 8, 6
-SEQUENCES = 12
+STEPS = 6
 ROUNDING = 1e-12  # all is float64, and only the order of sums differs
-
-
-class Decoder(nn.Module):
-    def __init__(self, tied=False, v=V, h=H):
-        super().__init__()
-        self.embed = nn.Embedding(v, h)
-        self.norm = nn.LayerNorm(h)
-        self.block = nn.Sequential(nn.Linear(h, 2 * h), nn.Tanh(), nn.Linear(2 * h, h))
-        self.head = nn.Linear(h, v, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        hidden = self.embed(ids)
-        return self.head(hidden + self.block(self.norm(hidden)))
-
-
-def decoder(tied=False, v=V, h=H):
-    torch.manual_seed(0)
-    return Decoder(tied, v, h).double()
-
-
-def train(model, optimizer, steps, part=0, parts=1, backward=torch.Tensor.backward):
-    """Steps on this part of each step's batch; returns the norms that the optimizer tells."""
-    norms = []
-    for step in steps:
-        ids = torch.randint(V, (2, SEQUENCES), generator=torch.Generator().manual_seed(step))
-        inputs, targets = ids.chunk(parts, dim=1)[part]
-        backward(nn.functional.cross_entropy(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-        norms.append(getattr(optimizer, "grad_norm", None))
-    return norms
-
-
-def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def assert_equal_on_all_ranks(tensor):

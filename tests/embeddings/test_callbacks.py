@@ -22,7 +22,7 @@ from coupled_adam.embeddings.lightning import EmbeddingMeasures
 from coupled_adam.embeddings.measures import LOGGED
 from coupled_adam.embeddings.monitor import Monitor, model_embeddings
 from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMeasures
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 V = 50
 
@@ -206,8 +206,4 @@ def test_sharded():
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    sharded()
-    print("<sharded: passed>")
-    dist.destroy_process_group()
+    run_cases({"sharded": sharded})

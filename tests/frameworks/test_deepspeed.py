@@ -15,7 +15,7 @@ from torch import nn
 from coupled_adam import CoupledAdamW, param_groups
 from decoders import loss_of
 from optim.test_fsdp1 import decoder
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -149,9 +149,5 @@ def test_deepspeed(ranks, frameworks_in_processes):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
-    for name, case in CASES.items():
-        case()
-        print(f"<{name}: passed>", flush=True)
-    dist.destroy_process_group()
+    run_cases(CASES)

@@ -18,6 +18,7 @@ from coupled_adam.embeddings import analysis, analyze, single_tokens, unigram_co
 from coupled_adam.embeddings.measures import Healthy
 from coupled_adam.text import tokenizers
 from coupled_adam.text.tokenizers import text_tokens
+from lab.browser import needs_browser, told_by
 
 # In WordSim's format; which of the words are single tokens is up to the tokenizer.
 PAIRS = "the\ta\t5.0\nthe\tof\t1.0\nin\tof\t7.5\nto\tunfathomable\t3.0\nis\tto\t2.5\nif\tto\t4.5\n"
@@ -228,41 +229,19 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
 
 @pytest.mark.pixels
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@needs_browser
 def test_page_in_a_browser(gpt2, trained, tmp_path, capsys):
     """The pictures decode, and nothing is wider than the window or fetched."""
     page = tmp_path / "page.html"
     assert run(capsys, gpt2, trained[0], "--html", page)[0] == 0
-    probe = """<script>addEventListener("load", () => {
-      const images = [...document.images];
-      document.title = JSON.stringify([
-        images.length, images.filter(i => !i.naturalWidth).length,
+    probe = """[
+        document.images.length, [...document.images].filter(i => !i.naturalWidth).length,
         document.querySelectorAll("#measures td").length > 60,
         document.documentElement.scrollWidth <= innerWidth,
         performance.getEntriesByType("resource").filter(e => !e.name.startsWith("data:")).length,
-      ])})</script>"""
-    text = page.read_text()
-    assert text.count("default-src 'none'") == 1  # which would keep the probe from running, too
-    text = text.replace("default-src 'none'", "script-src 'unsafe-inline'")
-    page.write_text(text.replace("</head>", probe + "</head>"))
-    for size in ("1200,900", "400,800"):
-        dump = subprocess.run(
-            [
-                "chromium",
-                "--headless",
-                "--no-sandbox",
-                "--disable-gpu",
-                "--dump-dom",
-                f"--window-size={size}",
-                f"--user-data-dir={tmp_path / 'profile'}",
-                page.as_uri(),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stdout
-        found = json.loads(dump.partition("<title>")[2].partition("</title>")[0])
-        assert found == [5, 0, True, True, 0]
+      ]"""
+    for told in told_by(page, probe, tmp_path / "profile"):
+        assert told == [5, 0, True, True, 0]
 
 
 def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_path, capsys):

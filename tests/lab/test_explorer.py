@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import load_embeddings, row_norms
+from lab.browser import needs_browser
 
 pytest.importorskip("plotly")
 
@@ -120,7 +121,7 @@ def test_the_map_as_parquet(page):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+@needs_browser
 @pytest.mark.parametrize("size", ["1280,900", "400,800"])
 def test_the_page_in_a_browser(page, tmp_path, size):
     """Search, sort, neighbours, colours and hover, as a user would use them."""

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import decoders
 from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
 from decoders import V, full, train
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 RANKS = 4  # of V = 5 rows the last has none
 H = 4
@@ -274,19 +274,22 @@ def bfloat16(layouts, folder):
     assert_equal(saved, loaded, 0)
 
 
-CASES = (
-    on_other_ranks,
-    from_adamw,
-    to_adamw,
-    whole_state_dicts,
-    flattened_state_dicts,
-    bfloat16,
-)
+CASES = {
+    case.__name__: case
+    for case in (
+        on_other_ranks,
+        from_adamw,
+        to_adamw,
+        whole_state_dicts,
+        flattened_state_dicts,
+        bfloat16,
+    )
+}
 
 
 def test_checkpoints(tmp_path):
     """Between 1, 2, 3, 4 and 2 x 2 ranks and DDP; then into this process, which is no rank."""
-    run_on_ranks(RANKS, __file__, [case.__name__ for case in CASES], tmp_path)
+    run_on_ranks(RANKS, __file__, CASES, tmp_path)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
@@ -304,11 +307,7 @@ def test_checkpoints(tmp_path):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layouts = {str(ranks): Layout(ranks) for ranks in range(1, RANKS + 1)}
     layouts |= {"2 x 2": Layout(RANKS, 2), "ddp": Replicated(RANKS)}
-    for case in CASES:
-        case(layouts, Path(sys.argv[1]))
-        print(f"<{case.__name__}: passed>", flush=True)
-    dist.destroy_process_group()
+    run_cases(CASES, layouts, Path(sys.argv[1]))

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import StateDictType as Kind
 import decoders
 from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups, to_adam_state_dict
 from decoders import train
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 V, H, STEPS = 7, 5, 20
 ROUNDING = 1e-12  # all is float64, and only the order of sums differs
@@ -311,9 +311,5 @@ def test_fsdp1(ranks, names):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name in sys.argv[1:]:
-        {**CASES, "hybrid": hybrid}[name]()
-        print(f"<{name}: passed>", flush=True)
-    dist.destroy_process_group()
+    all_cases = {**CASES, "hybrid": hybrid}
+    run_cases({name: all_cases[name] for name in sys.argv[1:]})

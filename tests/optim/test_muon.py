@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import decoders
 from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 V, H = 12, 8
 
@@ -263,8 +263,4 @@ def test_sharded():
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    for name, case in CASES.items():
-        case()
-        print(f"<{name}: passed>", flush=True)
-    dist.destroy_process_group()
+    run_cases(CASES)

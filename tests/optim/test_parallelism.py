@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.optim.sharded import global_offset
 from decoders import Decoder, H, V, decoder, full, train
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 RANKS = 4
 STEPS = 6
@@ -289,9 +289,4 @@ def test_zero_partitions_are_refused():
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name, case in CASES.items():
-        case()
-        print(f"<{name}: passed>", flush=True)
-    dist.destroy_process_group()
+    run_cases(CASES)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import (
 )
 
 from coupled_adam import CoupledAdamW, param_groups
-from processes import run_on_ranks
+from processes import run_cases, run_on_ranks
 
 V, H, STEPS = 7, 6, 8
 
@@ -226,9 +226,4 @@ def test_sharded(ranks):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name, case in CASES.items():
-        case()
-        print(f"<{name}: passed>", flush=True)
-    dist.destroy_process_group()
+    run_cases(CASES)

@@ -34,8 +34,8 @@ def one_line(error: object, longest: int | None = 600) -> str:
 
     A message of more than ``longest`` characters is shortened in the middle, unless this is None.
     """
-    said = str(error) or type(error).__name__
-    text = printable(" ".join(said.split()))
+    message = str(error) or type(error).__name__
+    text = printable(" ".join(message.split()))
     if longest is None or len(text) <= longest:
         return text
     return f"{text[: longest // 2]} ... {text[-(longest // 2) :]}"

@@ -123,6 +123,7 @@ def make_folder(path: Path) -> list[Path]:
     """Create a folder with those above it, and return the new ones, the innermost first."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
+    # The name of a folder is in the one above it, which is flushed so that it survives a crash.
     for folder in reversed(missing):
         sync_folder(folder.parent)
     return missing
@@ -151,6 +152,7 @@ def is_result(path: Path) -> bool:
 
     Pages and pictures name the package; tables and evaluations begin in a way of their own.
     """
+    # Formats differ in whether they name their program at the start or at the end.
     with open_regular(path) as file:
         ends = file.read(2**16)
         file.seek(max(0, path.stat().st_size - 2**16))
@@ -272,20 +274,20 @@ def lock(path: Path, refusal: str, wait: float = 0, waits_for: str = "") -> Iter
         os.close(descriptor)
 
 
-def waiting(what: str, limit: float) -> Callable[[], bool]:
+def waiting(event: str, limit: float) -> Callable[[], bool]:
     """A function that sleeps a moment, and returns False if it has been so for ``limit`` seconds.
 
     After some seconds it says once, on standard error, what this process is waiting for.
     """
     began = time.monotonic()
-    said = False
+    announced = False
 
     def go_on() -> bool:
-        nonlocal said
+        nonlocal announced
         waited = time.monotonic() - began
-        if waited >= _SAYS_AFTER and not said and limit > 0:
-            said = True
-            print(f"waiting for {what}, {duration(limit)} at most", file=sys.stderr, flush=True)
+        if waited >= _SAYS_AFTER and not announced and limit > 0:
+            announced = True
+            print(f"waiting for {event}, {duration(limit)} at most", file=sys.stderr, flush=True)
         if waited >= limit:
             return False
         time.sleep(min(0.1, limit - waited))
@@ -335,7 +337,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 @contextmanager
 def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    """Something under a temporary name beside ``path``, which goes if it does not become that."""
+    """A file or folder under a temporary name, removed unless the block renames it to ``path``."""
     while True:
         temporary = temporary_path(path)
         make(temporary)
@@ -365,7 +367,7 @@ def _alive(path: Path) -> Iterator[int]:
 
 @contextmanager
 def _dead(path: Path) -> Iterator[bool]:
-    """Whether no process is working on it, nor will be inside the block."""
+    """Whether no process is working on it; none can begin to until the block ends."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:  # another user's, or gone by now
@@ -384,6 +386,7 @@ def _dead(path: Path) -> Iterator[bool]:
 
 def _dissolve(old: Path, new: Path, is_own: Callable[[str], bool]) -> None:
     """Remove a folder that has been replaced, and move what is not its own to the new one."""
+    # From the innermost folders outwards, so that each is empty when its turn comes.
     for folder, folders, names in os.walk(old, topdown=False):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for path in [Path(folder, name) for name in (*names, *links)]:

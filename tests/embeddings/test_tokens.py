@@ -213,7 +213,7 @@ def test_hubness(cloud):
     assert found.skewness == pytest.approx(stats.skew(counts), rel=0.02)
     assert counts[found.largest(3)].tolist() == sorted(counts)[:-4:-1]
     sampled = hubness(rows, centered=True, sample=200)
-    assert sampled.asked == 200
+    assert sampled.queries == 200
     assert sampled.occurrences.mean() == pytest.approx(10)
     assert sampled.skewness == pytest.approx(found.skewness, rel=0.3)
 

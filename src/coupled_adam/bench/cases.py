@@ -73,13 +73,13 @@ def parse_case(shape: str, dtype: str, clip: bool) -> Case:
     Raises:
         UsageError: the shape is not two positive integers separated by an x.
     """
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if not match:
         raise UsageError(
             f"--shapes {shape}: write the number of tokens, x and the number of dimensions, as in "
             "50304x768"
         )
-    return Case(int(found[1]), int(found[2]), dtype, clip=clip)
+    return Case(int(match[1]), int(match[2]), dtype, clip=clip)
 
 
 def check_memory(cases: Iterable[Case], device: str) -> None:

@@ -37,13 +37,13 @@ class Machine:
     def notes(self) -> list[str]:
         """Sentences for the terminal."""
         listed = ", ".join(f"{name} {state}" for name, state in self.kernels.items())
-        found = [f"Kernels of Coupled Adam: {listed}."]
+        notes = [f"Kernels of Coupled Adam: {listed}."]
         if self.busy:
-            found.append(
+            notes.append(
                 f"The machine was busy when this began (load average {self.load:.1f}, "
                 f"{self.threads} threads used here): measure again when it is idle."
             )
-        return found
+        return notes
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and :attr:`busy`, for JSON."""

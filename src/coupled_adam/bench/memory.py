@@ -22,8 +22,8 @@ def measure_memory(case: Case, name: str, device: str) -> Memory:
     ``extra_bytes`` is what CUDA's allocator counts, and None on other devices, which do not count;
     ``benchmarks/memory.py`` has torch's profiler count on a CPU.
     """
-    embedding, others = case.parameters(device)
-    optimizer, step = make_step(name, embedding, others, case.clip)
+    embedding, params = case.parameters(device)
+    optimizer, step = make_step(name, embedding, params, case.clip)
     for _ in range(2):
         step()
     state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]

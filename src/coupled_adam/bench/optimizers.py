@@ -48,10 +48,10 @@ class Candidate:
 def coupled(**options: Any) -> Candidate:
     """CoupledAdamW with these options; only the embedding matrix is coupled."""
 
-    def make(embedding: nn.Parameter, others: list[nn.Parameter], clip: float | None) -> Optimizer:
+    def make(embedding: nn.Parameter, params: list[nn.Parameter], clip: float | None) -> Optimizer:
         groups: list[dict[str, Any]] = [{"params": [embedding], "coupled": True}]
-        if others:
-            groups.append({"params": others})
+        if params:
+            groups.append({"params": params})
         return CoupledAdamW(groups, lr=1e-4, max_grad_norm=clip, **options)
 
     has_momentum = options.get("betas", (0.9, 0.999))[0] != 0
@@ -61,7 +61,7 @@ def coupled(**options: Any) -> Candidate:
 def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Candidate:
     """Any other optimizer class with these options."""
     return Candidate(
-        lambda embedding, others, _: cls([embedding, *others], lr=1e-4, **options), matrices_moved
+        lambda embedding, params, _: cls([embedding, *params], lr=1e-4, **options), matrices_moved
     )
 
 
@@ -113,15 +113,15 @@ def candidate(name: str) -> Candidate:
 
 
 def make_step(
-    name: str, embedding: nn.Parameter, others: list[nn.Parameter], clip: bool
+    name: str, embedding: nn.Parameter, params: list[nn.Parameter], clip: bool
 ) -> tuple[Optimizer, Callable[[], object]]:
     """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
-    optimizer = candidate(name).make(embedding, others, 1.0 if clip else None)
+    optimizer = candidate(name).make(embedding, params, 1.0 if clip else None)
     if not clip or isinstance(optimizer, CoupledAdamW):
         return optimizer, optimizer.step
 
     def clip_and_step() -> None:
-        nn.utils.clip_grad_norm_([embedding, *others], 1.0)
+        nn.utils.clip_grad_norm_([embedding, *params], 1.0)
         optimizer.step()
 
     return optimizer, clip_and_step

@@ -23,9 +23,10 @@ def bench_picture(results: Sequence[Timed]) -> "Figure":
     figure = Figure(figsize=(9, 1 + 0.55 * len(cases) + 0.12 * len(names)), layout="constrained")
     ax = figure.subplots()
     for number, name in enumerate(names):
-        mine = [result for result in results if result.optimizer == name]
-        low, median, high = zip(*(result.ratio for result in mine))
-        heights = [cases.index(r.case) + (number + 0.5) / len(names) * 0.8 - 0.4 for r in mine]
+        measurements = [result for result in results if result.optimizer == name]
+        low, median, high = zip(*(result.ratio for result in measurements))
+        within = (number + 0.5) / len(names) * 0.8 - 0.4  # the group of a case
+        heights = [cases.index(result.case) + within for result in measurements]
         spread = [
             [m - q for m, q in zip(median, low)],
             [q - m for m, q in zip(median, high)],

@@ -43,9 +43,9 @@ def bench(
 
 def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[float, float, float]]:
     """Seconds of a step, of a step of the baseline, and of a copy of the matrix, by round."""
-    embedding, others = case.parameters(device)
-    _, step = make_step(name, embedding, others, case.clip)
-    _, baseline = make_step(BASELINE, embedding, others, case.clip)
+    embedding, params = case.parameters(device)
+    _, step = make_step(name, embedding, params, case.clip)
+    _, baseline = make_step(BASELINE, embedding, params, case.clip)
     source, target = embedding.detach(), torch.empty_like(embedding)
     samplers = [
         step_sampler(step, device),
@@ -53,4 +53,4 @@ def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[fl
         step_sampler(lambda: target.copy_(source), device),
     ]
     rounds = sample_in_turn(samplers, least=_LEAST_PAIRS, most=_MOST_PAIRS, seconds=seconds)
-    return [(ours, theirs, copy) for ours, theirs, copy in rounds]
+    return [(step, baseline, copy) for step, baseline, copy in rounds]

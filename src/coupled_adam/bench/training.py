@@ -35,23 +35,23 @@ class TrainingSpeed:
     @property
     def tokens_per_second(self) -> tuple[float, float]:
         """The medians for Coupled Adam and for AdamW."""
-        ours, theirs = (statistics.median(times) for times in zip(*self.samples))
-        return self.tokens / ours, self.tokens / theirs
+        coupled, adamw = (statistics.median(times) for times in zip(*self.samples))
+        return self.tokens / coupled, self.tokens / adamw
 
     @property
     def ratio(self) -> Quartiles:
         """Coupled Adam's tokens per second relative to AdamW's, computed within each pair."""
-        return Quartiles.of(theirs / ours for ours, theirs in self.samples)
+        return Quartiles.of(adamw / coupled for coupled, adamw in self.samples)
 
     @property
     def summary(self) -> str:
         """One sentence for the terminal."""
-        ours, theirs = self.tokens_per_second
+        coupled, adamw = self.tokens_per_second
         ratio = self.ratio
         return (
             f"{self.recipe}: {self.parameters / 1e6:.1f}M parameters, {self.tokens:,} tokens a "
-            f"step: {ours:,.0f} tokens/s with CoupledAdamW, {theirs:,.0f} with AdamW fused; ratio "
-            f"in pairs {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) {ratio.remark}"
+            f"step: {coupled:,.0f} tokens/s with CoupledAdamW, {adamw:,.0f} with AdamW fused; "
+            f"ratio in pairs {ratio.median:.3f} ({ratio.low:.3f}–{ratio.high:.3f}) {ratio.remark}"
         ).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
@@ -81,13 +81,13 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
     """
     if steps < 2:
         raise UsageError(f"--steps {steps}: quartiles need 2 steps at least")
-    ours = _training_step(recipe, device, coupled=True)
-    theirs = _training_step(recipe, device, coupled=False)
+    coupled_step = _training_step(recipe, device, coupled=True)
+    adamw_step = _training_step(recipe, device, coupled=False)
     with torch.device("meta"):
         parameters = count_parameters(build_model(recipe))
-    for step in (ours, theirs, ours, theirs):
+    for step in (coupled_step, adamw_step, coupled_step, adamw_step):
         step()
-    rounds = sample_in_turn([ours, theirs], least=steps, most=steps)
+    rounds = sample_in_turn([coupled_step, adamw_step], least=steps, most=steps)
     tokens = recipe.training.batch_size * recipe.training.sequence_length
     return TrainingSpeed(recipe.name, parameters, tokens, [(a, b) for a, b in rounds])
 

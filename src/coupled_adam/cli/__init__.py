@@ -65,13 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # rather ? than an error, where there is no ‖
         sys.stdout.reconfigure(errors="replace")
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         name = _command_name(arguments)
-        given = vars(_command_parser(name).parse_args(arguments[1:]))
-        options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if given.get(name)}
+        values = vars(_command_parser(name).parse_args(arguments[1:]))
+        options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if values.get(name)}
         with arguments_named(options), _sigterm_raises():
-            _COMMANDS[name].run(_COMMANDS[name].Options(**given))
+            _COMMANDS[name].run(_COMMANDS[name].Options(**values))
         sys.stdout.flush()
     except UsageError as error:
         message = one_line(error, longest=None)
@@ -95,19 +95,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f": {printable(str(error.filename))}" if error.filename else ""
         if error.errno == errno.ENAMETOOLONG:  # nobody has made such a file
             return _fail(2, f"{os.strerror(error.errno)}{where}", error)
-        kept = "; what was finished is kept, continue with --resume" if "resume" in given else ""
-        return _fail(1, f"{os.strerror(error.errno)}{where}{kept}", error)
+        advice = "; what was finished is kept, continue with --resume" if "resume" in values else ""
+        return _fail(1, f"{os.strerror(error.errno)}{where}{advice}", error)
     except (MemoryError, RuntimeError) as error:
         if str(error).startswith("Symlink loop"):  # which pathlib raises before Python 3.13
             return _fail(2, one_line(error), error)
         if not _is_out_of_memory(error):
             raise
-        what = one_line(error) if str(error) else "no more can be allocated"
-        kept = ". What was finished is kept, continue with --resume" if "resume" in given else ""
-        return _fail(1, f"out of memory: {what}{kept}", error)
+        reason = one_line(error) if str(error) else "no more can be allocated"
+        advice = ". What was finished is kept, continue with --resume" if "resume" in values else ""
+        return _fail(1, f"out of memory: {reason}{advice}", error)
     except PreemptedError as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
-        more = "continue with --resume" if "resume" in given else "run the command again"
+        more = "continue with --resume" if "resume" in values else "run the command again"
         _say(f"{one_line(error, longest=None)}; {more}")
         return PREEMPTED
     except KeyboardInterrupt:
@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
         except KeyboardInterrupt:  # so fast that the second came on the way here
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        more = "; add --resume to the command to continue" if "resume" in given else ""
+        more = "; add --resume to the command to continue" if "resume" in values else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{more}")
         return 130

@@ -86,10 +86,11 @@ def run(options: Options) -> None:
 
     from coupled_adam.embeddings import analysis, tables, tokens
 
+    # What can be refused is refused before a matrix is read, which may take minutes.
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
-    given = [name for name, value in counted.items() if value is not None]
-    if len(given) > 1:
-        raise UsageError(f"--{' and --'.join(given)} exclude each other: pass only one of them")
+    names = [name for name, value in counted.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
     if options.revision is not None:
         here = [model for model in options.models if Path(model).exists()]
         if here:
@@ -135,7 +136,8 @@ def run(options: Options) -> None:
         )
         for model in options.models
     ]
-    analyses = [entry for found in by_model for entry in found]
+    # A model whose matrices are not tied has an analysis for each of the two.
+    analyses = [entry for of_model in by_model for entry in of_model]
     undertrained, neighbours, comparisons = [], [], []
     if options.undertrained or options.explore or options.parquet:
         for entry in analyses:
@@ -174,8 +176,8 @@ def run(options: Options) -> None:
             print(tables.analyses_json(analyses, listed, neighbours, comparisons))
         else:
             for entry in analyses:
-                said = f"{entry.label}: {' '.join(entry.diagnosis)}"
-                console().print(Text(printable(said), "bold"))
+                sentences = f"{entry.label}: {' '.join(entry.diagnosis)}"
+                console().print(Text(printable(sentences), "bold"))
             shown = [tables.analyses_table(analyses, options.all)]
             shown += [named.table(options.show) for named in listed]
             shown += [table for near in neighbours for table in near.tables()]

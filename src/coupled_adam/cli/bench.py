@@ -58,9 +58,9 @@ def run(options: Options) -> None:
     target = device(options.device)
     facts = environment()  # of the code that is timed, whatever is changed meanwhile
     machine = bench.describe_machine(target)
-    found = {"environment": facts, "machine": machine.to_dict()}
+    conditions = {"environment": facts, "machine": machine.to_dict()}
     if options.recipe is not None:
-        _time_training(options, options.recipe, machine, found)
+        _time_training(options, options.recipe, machine, conditions)
         return
     if options.steps is not None:
         raise UsageError("--steps are those of a recipe: name it with --recipe")
@@ -82,13 +82,13 @@ def run(options: Options) -> None:
             bench.save_figure(bench.bench_picture(results), Path(options.picture))
     finally:
         if options.json:
-            print(json.dumps({**found, "results": [result.to_dict() for result in results]}))
+            print(json.dumps({**conditions, "results": [result.to_dict() for result in results]}))
         else:
             print_table(bench.bench_table(results))
 
 
 def _time_training(
-    options: Options, recipe_name: str, machine: Machine, found: Mapping[str, object]
+    options: Options, recipe_name: str, machine: Machine, conditions: Mapping[str, object]
 ) -> None:
     """Time whole training steps of a recipe."""
     from coupled_adam.bench.training import training_speed
@@ -113,6 +113,6 @@ def _time_training(
         print("\n".join(machine.notes))
     speed = training_speed(recipe, device=device(options.device), steps=options.steps or 20)
     if options.json:
-        print(json.dumps({**found, **speed.to_dict()}, indent=1))
+        print(json.dumps({**conditions, **speed.to_dict()}, indent=1))
     else:
         print(speed.summary)

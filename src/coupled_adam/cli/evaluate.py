@@ -84,8 +84,8 @@ def run(options: Options) -> None:
     if options.lm_eval is not None:
         downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder, options.limit)
     elif tasks_folder is not None or options.limit is not None:
-        given = "--limit" if tasks_folder is None else "--lm-eval-path"
-        raise UsageError(f"{given} needs --lm-eval, with the names of the tasks")
+        given_option = "--limit" if tasks_folder is None else "--lm-eval-path"
+        raise UsageError(f"{given_option} needs --lm-eval, with the names of the tasks")
     if is_run(folder):
         check_folder("MODEL", folder)
         if options.text is not None or options.out is not None or options.revision is not None:

@@ -77,6 +77,7 @@ def _add_argument(
     parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
 ) -> None:
     more = {name: value for name, value in field.metadata.items() if value is not None}
+    # None stands for an option that is left out, and is nothing that can be typed.
     if type(None) in get_args(kind):
         (kind,) = [member for member in get_args(kind) if member is not type(None)]
     if get_origin(kind) is list:
@@ -96,6 +97,7 @@ def _add_argument(
     default = field.default
     if field.default_factory is not dataclasses.MISSING:
         default = field.default_factory()
+    # A dataclass field without a default is an option that must be given.
     more |= {"required": True} if default is dataclasses.MISSING else {"default": default}
     parser.add_argument(f"--{field.name.replace('_', '-')}", **more)
 
@@ -107,8 +109,8 @@ def _not_empty(text: str) -> str:
     return text
 
 
-def _number(kind: type[N], fits: Callable[[N], bool], what: str) -> Callable[[str], N]:
-    """The type of numbers that fit; ``what`` says which these are."""
+def _number(kind: type[N], fits: Callable[[N], bool], meaning: str) -> Callable[[str], N]:
+    """The type of numbers that fit; ``meaning`` says which these are."""
 
     def convert(text: str) -> N:
         try:
@@ -116,7 +118,7 @@ def _number(kind: type[N], fits: Callable[[N], bool], what: str) -> Callable[[st
         except ValueError:
             number = kind(-1)
         if not fits(number):
-            raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {what}")
+            raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {meaning}")
         return number
 
     return convert
@@ -224,19 +226,19 @@ def selected(recipe: Recipe, arms: list[str] | None, seeds: list[int] | None) ->
     return recipe
 
 
-def _seeds(given: list[int]) -> list[int]:
+def _seeds(numbers: list[int]) -> list[int]:
     """The seeds that ``--seeds`` means: one number counts them, several name them."""
-    shown = f"--seeds {' '.join(map(str, given))}"
-    if len(given) == 1:
-        if not 1 <= given[0] <= _MOST_SEEDS:
+    shown = f"--seeds {' '.join(map(str, numbers))}"
+    if len(numbers) == 1:
+        if not 1 <= numbers[0] <= _MOST_SEEDS:
             raise UsageError(
                 f"{shown}: one number is how many seeds there are, and must be from 1 to "
                 f"{_MOST_SEEDS}; several numbers are the seeds"
             )
-        return list(range(1, given[0] + 1))
-    if len({*given}) < len(given):
+        return list(range(1, numbers[0] + 1))
+    if len({*numbers}) < len(numbers):
         raise UsageError(f"{shown} names a seed twice: each is run once")
-    return sorted(given)
+    return sorted(numbers)
 
 
 def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
@@ -248,14 +250,14 @@ def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
     from coupled_adam.lab.recipe import override, parse_overrides
 
     values = parse_overrides(options.overrides)
-    for option, given, others in (
+    for option, value, keys in (
         ("--steps", options.steps, ("training.steps", "training.tokens")),
         ("--text", options.text, ("data.text", "data.hub", "data.tokens")),
     ):
-        for key in others:
-            if given is not None and values.get(key) is not None:
+        for key in keys:
+            if value is not None and values.get(key) is not None:
                 raise UsageError(
-                    f"{option} {given} and {key}={values[key]} exclude each other: give only one"
+                    f"{option} {value} and {key}={values[key]} exclude each other: give only one"
                 )
     if options.steps is not None:
         values |= {"training.steps": options.steps, "training.tokens": None}
@@ -451,8 +453,8 @@ def write_file(option: str, name: str, content: str | bytes) -> None:
 
 
 @contextmanager
-def _explaining(what: str, instead: str) -> Iterator[None]:
+def _explaining(subject: str, instead: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{what} cannot be written ({error.strerror}): {instead}") from None
+        raise UsageError(f"{subject} cannot be written ({error.strerror}): {instead}") from None

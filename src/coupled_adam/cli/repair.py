@@ -117,9 +117,9 @@ def _print(report: RepairedMatrix, number: int) -> None:
     from coupled_adam.rendering.tables import Table
 
     reasons = collections.Counter(row.reason for row in report.rows)
-    said = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+    summary = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     if report.mean_removed is not None:
-        said += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
+        summary += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
     columns = ("id", "token", "reason", "new value", "norm before", "after")
     rows = []
     for row in report.rows[:number]:
@@ -127,4 +127,4 @@ def _print(report: RepairedMatrix, number: int) -> None:
         after = f"{row.norm_after:.4g}"
         rows.append([str(row.row), row.token, row.reason, row.method, before, after])
     title = f"{report.role}: {', '.join(report.tensors)}"
-    print_table(Table(columns, rows, title, [f"rows changed: {said}"], left=(1, 2, 3)))
+    print_table(Table(columns, rows, title, [f"rows changed: {summary}"], left=(1, 2, 3)))

@@ -64,7 +64,7 @@ def run(options: Options) -> None:
     target = device(options.device)
     quiet_libraries()
     texts = {}
-    for name in (folder for given in options.models for folder in runs_to_sample(given)):
+    for name in (folder for place in options.models for folder in runs_to_sample(place)):
         source = str(Path(name) / MODEL) if is_run(Path(name)) else name
         model = load_model(source, target, options.revision)
         require_causal(model, source)
@@ -78,10 +78,10 @@ def run(options: Options) -> None:
             seed=options.seed,
         )
     if options.json:
-        found = [
+        samples = [
             {"model": name, "prompt": options.prompt, "text": text} for name, text in texts.items()
         ]
-        print(json.dumps(found, indent=2))
+        print(json.dumps(samples, indent=2))
     else:
         terminal = console()
         terminal.print(side_by_side(options.prompt, texts, terminal.width))

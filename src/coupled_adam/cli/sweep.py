@@ -52,19 +52,22 @@ def run(options: Options) -> None:
     out = Path(options.out or Path("runs") / f"{name}-sweep")
     check_folder("--out", out)
     stored = stored_sweep(out) if options.resume else None
-    known = stored.grid.axes if stored else ()
-    fixed, swept = several_values(options.overrides, known)
+    axes = stored.grid.axes if stored else ()
+    fixed, swept = several_values(options.overrides, axes)
     if options.resume and not stored and not swept:
         raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
-    if options.steps is not None and (both := swept.keys() & {"training.steps", "training.tokens"}):
-        raise UsageError(f"--steps gives one length, {both.pop()} several: leave out one of them")
+    lengths = swept.keys() & {"training.steps", "training.tokens"}
+    if options.steps is not None and lengths:
+        raise UsageError(
+            f"--steps gives one length, {lengths.pop()} several: leave out one of them"
+        )
     trials = stored.trials if stored and options.optuna is None else options.optuna
     if trials is not None and importlib.util.find_spec("optuna") is None:
         raise UsageError("--optuna needs a package: pip install optuna")
     recipe = named or (stored.grid.recipe if stored else load_recipe(DEFAULT_RECIPE))
     recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
     recipe = selected(recipe, options.arms, options.seeds)
-    plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, known=known), trials)
+    plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, stored_axes=axes), trials)
     if stored:
         plan = extended(stored, plan, out)
     recipe = plan.grid.recipe

@@ -23,11 +23,11 @@ def console() -> Console:
     return Console(quiet=other_rank() is not None)
 
 
-def print_path(what: str, path: Path) -> None:
+def print_path(label: str, path: Path) -> None:
     """Print a path: brackets in it are not markup, and a terminal obeys none of its characters."""
     from rich.text import Text
 
-    console().print(Text(printable(f"{what} {path}")), soft_wrap=True)
+    console().print(Text(printable(f"{label} {path}")), soft_wrap=True)
 
 
 def print_table(table: RenderableType) -> None:
@@ -39,11 +39,11 @@ def print_table(table: RenderableType) -> None:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on a terminal, after some seconds; yields a function of what is done and to do."""
     from tqdm import tqdm
 
-    with tqdm(desc=what, delay=3, disable=None, leave=False) as bar:
+    with tqdm(desc=label, delay=3, disable=None, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total

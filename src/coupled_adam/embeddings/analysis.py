@@ -298,7 +298,7 @@ def _counts(
     is_token: NDArray[np.bool_] | None,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
-    own = Path(model) / COUNTS
+    run_counts = Path(model) / COUNTS
     pieces: Iterable[NDArray[Any]] | None = None
     if source.text is not None and tokenizer is not None:
         pieces = token_pieces(source.text, tokenizer)
@@ -309,15 +309,15 @@ def _counts(
         pieces = (tokens[start : start + 2**24] for start in bar)
     if pieces is not None:
         counted = np.zeros(rows, dtype=np.int64)
-        given = source.tokens if source.text is None else [source.text]
+        paths = source.tokens if source.text is None else [source.text]
         option = "--tokens" if source.text is None else "--text"
         try:
             for piece in pieces:  # in bounded memory
                 counted += unigram_counts(piece, rows)
         except ValueError as error:
-            raise UsageError(f"{model}: {option} {' '.join(map(str, given))}: {error}") from None
+            raise UsageError(f"{model}: {option} {' '.join(map(str, paths))}: {error}") from None
         return counted
-    path = source.counts or (own if own.exists() else None)
+    path = source.counts or (run_counts if run_counts.exists() else None)
     if path is None:
         return None
     shown = path if source.counts is None else f"--counts {path}"

@@ -114,12 +114,12 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
         first.texts[row]: row for row in np.flatnonzero(first.categories != "none")[::-1].tolist()
     }
     rows |= {first.texts[row]: row for row in np.flatnonzero(first.categories == "ok").tolist()}
-    found = {}
+    matches = {}
     for row in np.flatnonzero(second.categories != "none").tolist():
         text = second.texts[row]
-        if text in rows and (text not in found or second.categories[row] == "ok"):
-            found[text] = row
-    pairs = sorted((row, rows[text]) for text, row in found.items())
+        if text in rows and (text not in matches or second.categories[row] == "ok"):
+            matches[text] = row
+    pairs = sorted((row, rows[text]) for text, row in matches.items())
     to, of = (np.array(side, dtype=np.int64) for side in zip(*pairs)) if pairs else (_NONE, _NONE)
     new = np.setdiff1d(np.flatnonzero(second.categories != "none"), to)
     return Pairs(of, to, "text", new, np.setdiff1d(np.flatnonzero(_has_token(first)), of))
@@ -166,12 +166,14 @@ def compare(
         raise ValueError("the two matrices have no finite rows of the same tokens")
     used = dataclasses.replace(pairs, first=pairs.first[usable], second=pairs.second[usable])
     same_width = first.shape[1] == second.shape[1]
+    # Rows that are zero or not finite on either side have no ratio.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = after[pairs.second] / before[pairs.first]
     ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
 
     norms = before[used.first].mean(), after[used.second].mean()
     geometry.check_not_zero(min(norms))
+    # The norms of A^T A and B^T B, and below that of B^T A, all with the means removed.
     means, grams = [], []
     for matrix, rows in ((first, used.first), (second, used.second)):
         keep = np.zeros(len(matrix), np.bool_)
@@ -257,8 +259,8 @@ def _group(
     def of(values: Array | None, function: Any) -> float | None:
         if values is None or len(values) != len(chosen):
             return None
-        known = values[chosen & np.isfinite(values)]
-        return float(function(known)) if len(known) else None
+        finite = values[chosen & np.isfinite(values)]
+        return float(function(finite)) if len(finite) else None
 
     relative = of(norms, np.mean)
     return Group(

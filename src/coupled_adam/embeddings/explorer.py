@@ -21,7 +21,7 @@ POINTS = 50_000
 
 
 def explorer_page(
-    found: Sequence[Undertrainedness],
+    matrices: Sequence[Undertrainedness],
     comparisons: Sequence[Comparison] = (),
     layout: Layout = "pca",
     progress: Progress | None = None,
@@ -29,7 +29,7 @@ def explorer_page(
     """Make the page; it is self-contained, and loads nothing.
 
     Args:
-        found: the matrices with their indicators.
+        matrices: the matrices with their indicators.
         comparisons: what changed; the cosines become a column.
         layout: see :func:`token_maps`.
         progress: called as the neighbours are searched, which takes the most time.
@@ -41,13 +41,13 @@ def explorer_page(
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError:
         raise UsageError("--explore needs a package: pip install plotly") from None
-    maps = token_maps(found, layout, POINTS)
+    maps = token_maps(matrices, layout, POINTS)
     data = {
         "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
         "categories": CATEGORIES,
         "maps": [
             _packed(entry, of, _cosines(entry, comparisons), progress)
-            for entry, of in zip(maps, found)
+            for entry, of in zip(maps, matrices)
         ],
     }
     labels = ", ".join(entry.analysis.label for entry in maps)
@@ -61,7 +61,7 @@ def explorer_page(
 
 def _packed(
     entry: TokenMap,
-    found: Undertrainedness,
+    undertrained: Undertrainedness,
     cosines: NDArray[np.float32] | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
@@ -74,9 +74,10 @@ def _packed(
     near = nearest(matrix, entry.rows, k, centered=True, keep=shown, progress=progress)
     place = np.zeros(len(matrix), np.int64)
     place[entry.rows] = np.arange(len(entry.rows))
+    # By their numbers on the page, of which there are so few that 16 bits hold them.
     neighbours = place[near.neighbours]
-    alike = np.isin(entry.rows, found.found.alike)
-    order = found.found.order_by
+    alike = np.isin(entry.rows, undertrained.indicated.alike)
+    order = undertrained.indicated.order_by
     kinds = [CATEGORIES.index(str(kind)) for kind in vocabulary.categories[entry.rows]]
     columns: Mapping[str, NDArray[Any] | None] = {
         "x": entry.xy[:, 0],
@@ -108,9 +109,9 @@ def _packed(
 
 def _cosines(entry: TokenMap, comparisons: Sequence[Comparison]) -> NDArray[np.float32] | None:
     """How far each token turned in the first comparison that ends in this matrix; NaN if new."""
-    for found in comparisons:
-        if found.after is entry.analysis and found.changes.cosines is not None:
+    for comparison in comparisons:
+        if comparison.after is entry.analysis and comparison.changes.cosines is not None:
             values = np.full(len(entry.analysis.embeddings.matrix), np.nan, np.float32)
-            values[found.changes.pairs.second] = found.changes.cosines
+            values[comparison.changes.pairs.second] = comparison.changes.cosines
             return values[entry.rows]
     return None

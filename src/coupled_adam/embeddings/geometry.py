@@ -291,10 +291,10 @@ class Moments:
         signs = means.new_tensor([[1.0], [-1.0]])
         lower = signs * means + torch.log1p(_quadratic(-reach) * variances) - rounding
         upper = signs * means + torch.log1p(_quadratic(reach) * variances) + rounding
-        found = torch.zeros_like(means, dtype=torch.bool)
+        extreme = torch.zeros_like(means, dtype=torch.bool)
         for low, high in ((lower, upper), *[(lower[:1], upper[:1])] * published):
-            found = found | ((low <= high.min()) | (high >= low.max())).any(0)
-        return found
+            extreme = extreme | ((low <= high.min()) | (high >= low.max())).any(0)
+        return extreme
 
 
 def _quadratic(t: float) -> float:

@@ -114,16 +114,16 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
     if tensor is not None:
         if tensor not in matrices:
-            what = f"it contains {listed}" if any(matrices) else "its matrix has no name"
-            raise ValueError(f"{weights.source} has no matrix {tensor!r}; {what}")
+            hint = f"it contains {listed}" if any(matrices) else "its matrix has no name"
+            raise ValueError(f"{weights.source} has no matrix {tensor!r}; {hint}")
         return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
     inputs, output = _named(matrices, INPUT_NAMES), _named(matrices, OUTPUT_NAMES)
     if inputs is None and output is None:
         if len(matrices) == 1:
             (name,) = matrices
             return [EmbeddingMatrix(_read(weights, name), "embeddings", name)]
-        what = f"name one of {listed}" if matrices else "there are no matrices in it"
-        raise ValueError(f"{weights.source}: no embeddings under a known name; {what}")
+        hint = f"name one of {listed}" if matrices else "there are no matrices in it"
+        raise ValueError(f"{weights.source}: no embeddings under a known name; {hint}")
     # The heads of classification and regression models have such names as well.
     if inputs and output and matrices[inputs] != matrices[output]:
         same_width = matrices[inputs][1] == matrices[output][1]
@@ -145,13 +145,13 @@ def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
     return -item[1][0] * item[1][1], item[0]
 
 
-def _named(matrices: Mapping[str, tuple[int, ...]], known: tuple[str, ...]) -> str | None:
+def _named(matrices: Mapping[str, tuple[int, ...]], endings: tuple[str, ...]) -> str | None:
     """The matrix with the first of the known names that occurs, after any module prefix."""
-    for ending in known:
-        found = [name for name in matrices if name == ending or name.endswith(f".{ending}")]
-        if found:
+    for ending in endings:
+        matches = [name for name in matrices if name == ending or name.endswith(f".{ending}")]
+        if matches:
             # If there are several, as in a model that contains a smaller one, take the largest.
-            return min(found, key=lambda name: _largest((name, matrices[name])))
+            return min(matches, key=lambda name: _largest((name, matrices[name])))
     return None
 
 
@@ -184,14 +184,14 @@ def _open_folder(folder: Path) -> Weights:
     for stem in ("model", "pytorch_model"):
         ending = ".safetensors" if stem == "model" else ".bin"
         index = folder / f"{stem}{ending}.index.json"
-        whole = folder / f"{stem}{ending}"
+        weights_file = folder / f"{stem}{ending}"
         if index.exists():
             files = _indexed(_json(index), index)
             for file in sorted({*files.values()}):
                 check_inside(folder, file)
             return _join(str(folder), files, lambda file: open_file(folder / file), config)
-        if whole.exists():
-            opened = open_file(whole)
+        if weights_file.exists():
+            opened = open_file(weights_file)
             return dataclasses.replace(opened, source=str(folder), config=config)
     runs = inner_runs(folder)
     if runs:
@@ -231,7 +231,7 @@ def _join(
     config: Mapping[str, Any] | None,
 ) -> Weights:
     """Join a model's shards; only shards that may contain embeddings are opened."""
-    wanted = {
+    embedding_files = {
         name: file
         for name, file in files.items()
         if any(
@@ -239,9 +239,9 @@ def _join(
             for ending in (*INPUT_NAMES, *OUTPUT_NAMES)
         )
     }
-    opened = {file: open_file(file) for file in sorted({*(wanted or files).values()})}
+    opened = {file: open_file(file) for file in sorted({*(embedding_files or files).values()})}
     places = {name: shard for shard in opened.values() for name in shard.shapes}
-    for name, file in wanted.items():
+    for name, file in embedding_files.items():
         if name not in opened[file].shapes:
             raise ValueError(f"{source}: {name} is not in {file}, where the index has it")
     shapes = {name: shard.shapes[name] for name, shard in places.items()}
@@ -267,8 +267,8 @@ def _open_hub(name: str, revision: str | None) -> Weights:
         if index is not None:
             files = _indexed(index, f"{name}: model.safetensors.index.json")
             return _join(name, files, lambda file: open_hub_file(name, file, revision), config)
-        whole = open_hub_file(name, "model.safetensors", revision)
-        return dataclasses.replace(whole, source=name, config=config)
+        weights = open_hub_file(name, "model.safetensors", revision)
+        return dataclasses.replace(weights, source=name, config=config)
     except RemoteEntryNotFoundError:
         raise ValueError(
             f"{name} has no model.safetensors on the hub: download the model and pass its folder"

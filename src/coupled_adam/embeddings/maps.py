@@ -64,7 +64,7 @@ def check_installed(layout: Layout, as_parquet: bool = False) -> None:
 
 
 def token_maps(
-    found: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
+    matrices: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
 ) -> list[TokenMap]:
     """Lay out the tokens of one or several matrices.
 
@@ -73,7 +73,7 @@ def token_maps(
     2018, arXiv 1802.03426) is computed for each matrix with the cosine metric.
 
     Args:
-        found: the matrices with their indicators.
+        matrices: the matrices with their indicators.
         layout: ``"pca"``, or ``"umap"``, which needs the package ``umap-learn``.
         limit: the most rows in all maps together; None for all. From more, a fixed random sample is
             drawn in which under-trained tokens and unused rows are kept.
@@ -82,10 +82,10 @@ def token_maps(
         UsageError: if ``umap-learn`` is needed and not installed.
     """
     check_installed(layout)
-    share = None if limit is None else limit // len(found)
+    share = None if limit is None else limit // len(matrices)
     maps: list[TokenMap] = []
     frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for entry in found:
+    for entry in matrices:
         matrix = entry.analysis.embeddings.matrix
         rows = _chosen(entry, share)
         healthy = np.zeros(len(matrix), np.bool_)
@@ -103,7 +103,7 @@ def token_maps(
                 frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
             xy = _project(matrix, rows, *frames[width])
         indicators: dict[str, Array] = {
-            name: values[rows] for name, values in entry.found.indicators.items()
+            name: values[rows] for name, values in entry.indicated.indicators.items()
         }
         maps.append(TokenMap(entry.analysis, rows, xy, indicators["norm"], indicators))
     return maps
@@ -123,10 +123,10 @@ def parquet(maps: Sequence[TokenMap]) -> bytes:
     import pyarrow.parquet
 
     tables = [pyarrow.table(_writable(entry.columns())) for entry in maps]
-    whole = pyarrow.concat_tables(tables, promote_options="permissive")
+    combined = pyarrow.concat_tables(tables, promote_options="permissive")
     file = io.BytesIO()
-    whole = whole.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
-    pyarrow.parquet.write_table(whole, file)
+    combined = combined.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
+    pyarrow.parquet.write_table(combined, file)
     return file.getvalue()
 
 
@@ -142,7 +142,7 @@ def _writable(columns: dict[str, Any]) -> dict[str, Any]:
 
 def _healthy(entry: Undertrainedness) -> NDArray[np.int64]:
     rows = np.arange(len(entry.analysis.embeddings.matrix))
-    return np.setdiff1d(rows, entry.found.dead)
+    return np.setdiff1d(rows, entry.indicated.dead)
 
 
 def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
@@ -150,10 +150,10 @@ def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
     rows = _healthy(entry)
     if limit is None or len(rows) <= limit:
         return rows
-    wanted = np.concatenate([entry.rows, np.flatnonzero(entry.found.unused)])
-    kept = wanted[np.isin(wanted, rows)][: limit // 2]
-    rest = np.random.default_rng(0).permutation(np.setdiff1d(rows, kept))
-    return np.sort(np.concatenate([kept, rest[: limit - len(kept)]])).astype(np.int64)
+    preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
+    chosen = preferred[np.isin(preferred, rows)][: limit // 2]
+    sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))
+    return np.sort(np.concatenate([chosen, sample[: limit - len(chosen)]])).astype(np.int64)
 
 
 def _project(

@@ -410,8 +410,8 @@ LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} |
 
 def meanings(measures: Iterable[Measure]) -> str:
     """What the measures mean, for the small print below a table."""
-    said = {(m.header or m.symbol or m.label): m.meaning for m in measures if m.meaning}
-    return "; ".join(f"{name}: {meaning}" for name, meaning in said.items())
+    by_name = {(m.header or m.symbol or m.label): m.meaning for m in measures if m.meaning}
+    return "; ".join(f"{name}: {meaning}" for name, meaning in by_name.items())
 
 
 def logged(report: object) -> dict[str, float]:

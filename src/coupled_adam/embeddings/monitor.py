@@ -31,8 +31,8 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
     for module in cast(Iterator[Any], model.modules()):
         if hasattr(module, "get_output_embeddings") and hasattr(module, "get_input_embeddings"):
             head, inputs = module.get_output_embeddings(), module.get_input_embeddings()
-            found = {"output": head, "input": inputs}
-            weights = {role: layer.weight for role, layer in found.items() if layer is not None}
+            layers = {"output": head, "input": inputs}
+            weights = {role: layer.weight for role, layer in layers.items() if layer is not None}
             if weights.get("input") is weights.get("output"):
                 del weights["input"]
             if weights:

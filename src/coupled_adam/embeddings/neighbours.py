@@ -43,14 +43,14 @@ class Hubness:
             the sample where not all rows were asked. Its mean is k over the rows that have a
             direction.
         k: the number of neighbours.
-        asked: the number of rows whose neighbours were searched.
+        queries: the number of rows whose neighbours were searched.
         exact: whether these were all rows, so that nothing is estimated.
     """
 
     skewness: float | None
     occurrences: Array
     k: int
-    asked: int
+    queries: int
     exact: bool
 
     def largest(self, number: int) -> NDArray[np.int64]:
@@ -88,31 +88,32 @@ def nearest(
     finite, norms = finite_rows(embeddings)
     usable = finite & (norms > 0)
     total = len(usable)
-    asked = np.asarray(rows, dtype=np.int64)
-    outside = asked[(asked < 0) | (asked >= total)]
+    queries = np.asarray(rows, dtype=np.int64)
+    outside = queries[(queries < 0) | (queries >= total)]
     if len(outside):
         raise ValueError(f"rows must be between 0 and {total - 1}, but one is {outside[0]}")
-    if not usable[asked].all():
-        raise ValueError(f"row {asked[~usable[asked]][0]} has no neighbours: zero or not finite")
+    if not usable[queries].all():
+        row = queries[~usable[queries]][0]
+        raise ValueError(f"row {row} has no neighbours: zero or not finite")
     mean, _ = geometry.mean_and_norms(embeddings, usable)
     shift = mean if centered else torch.zeros_like(mean)
-    others = usable if keep is None else usable & keep
-    if not 1 <= k < others.sum():
-        raise ValueError(f"k={k} must be from 1 to {int(others.sum()) - 1}")
-    neighbours = np.empty((len(asked), k), np.int64)
-    cosines = np.empty((len(asked), k), np.float32)
-    for start in range(0, len(asked), _QUERIES):
+    candidates = usable if keep is None else usable & keep
+    if not 1 <= k < candidates.sum():
+        raise ValueError(f"k={k} must be from 1 to {int(candidates.sum()) - 1}")
+    neighbours = np.empty((len(queries), k), np.int64)
+    cosines = np.empty((len(queries), k), np.float32)
+    for start in range(0, len(queries), _QUERIES):
         chunk = slice(start, start + _QUERIES)
 
-        def report(done: int, first: int = start, size: int = len(asked[chunk])) -> None:
+        def report(rows_done: int, first: int = start, size: int = len(queries[chunk])) -> None:
             if progress is not None:
-                share = done / total if total else 1.0
-                progress(int(first + share * size), len(asked))
+                share = rows_done / total if total else 1.0
+                progress(int(first + share * size), len(queries))
 
         neighbours[chunk], cosines[chunk] = _search(
-            embeddings, asked[chunk], k, shift, others, report
+            embeddings, queries[chunk], k, shift, candidates, report
         )
-    return Neighbours(asked, neighbours, cosines)
+    return Neighbours(queries, neighbours, cosines)
 
 
 def hubness(
@@ -138,26 +139,26 @@ def hubness(
     """
     finite, norms = finite_rows(embeddings)
     rows = np.flatnonzero(finite & (norms > 0))
-    asked = rows
+    queried = rows
     if sample is None:
         sample = len(rows) if len(rows) <= _ALL else _QUERIES
     if sample < len(rows):
-        asked = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
-    found = nearest(embeddings, asked, k, centered=centered, progress=progress)
-    counts = np.bincount(found.neighbours.reshape(-1), minlength=len(norms)).astype(np.float64)
-    skewness = _skewness(counts[rows], len(asked), len(rows))
+        queried = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
+    neighbours = nearest(embeddings, queried, k, centered=centered, progress=progress)
+    counts = np.bincount(neighbours.neighbours.reshape(-1), minlength=len(norms)).astype(np.float64)
+    skewness = _skewness(counts[rows], len(queried), len(rows))
     return Hubness(
-        skewness, counts * (len(rows) / len(asked)), k, len(asked), len(asked) == len(rows)
+        skewness, counts * (len(rows) / len(queried)), k, len(queried), len(queried) == len(rows)
     )
 
 
-def _skewness(counts: Array, asked: int, total: int) -> float | None:
+def _skewness(counts: Array, queries: int, total: int) -> float | None:
     """The skewness of N_k, from its factorial moments in a sample of the rows."""
     factorial, thinning = np.ones_like(counts), 1.0
     moments = []
     for order in range(3):
         factorial = factorial * (counts - order)
-        thinning *= (asked - order) / (total - order)
+        thinning *= (queries - order) / (total - order)
         moments.append(float(factorial.mean()) / thinning)
     first, second, third = moments
     second += first  # from here on, the mean of N^2
@@ -174,23 +175,24 @@ def _search(
     rows: NDArray[np.int64],
     k: int,
     mean: torch.Tensor,
-    others: NDArray[np.bool_],
+    candidates: NDArray[np.bool_],
     report: Callable[[int], None],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The k nearest of some rows, and the cosines, in one pass over the matrix."""
     queries = _directions(geometry.as_float64(embeddings[rows]), mean)
-    own = torch.from_numpy(rows).to(queries.device)
+    query_rows = torch.from_numpy(rows).to(queries.device)
     best = torch.full((len(rows), k), -math.inf, device=queries.device)
     where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)
-    places = torch.from_numpy(np.flatnonzero(others)).to(queries.device)
+    places = torch.from_numpy(np.flatnonzero(candidates)).to(queries.device)
     start = 0
-    for block in geometry.blocks(embeddings, others):
+    for block in geometry.blocks(embeddings, candidates):
         here = places[start : start + len(block)]
         cosines = queries @ _directions(block, mean).T
-        inside = torch.isin(own, here)
+        inside = torch.isin(query_rows, here)
         if inside.any():  # no row is a neighbour of its own
-            column = torch.searchsorted(here, own[inside])
+            column = torch.searchsorted(here, query_rows[inside])
             cosines[inside.nonzero().squeeze(1), column] = -math.inf
+        # The best so far compete with the best of this block, so that k of each are all it takes.
         new, index = cosines.topk(min(k, len(block)))
         best, order = torch.cat([best, new], 1).topk(k)
         where = torch.cat([where, here[index]], 1).gather(1, order)

@@ -36,10 +36,10 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     rows = -(-len(analyses) // columns)
     clouds = Figure(figsize=(max(6, 4.5 * columns), 4.5 * rows), layout="constrained")
     panels = clouds.subplots(rows, columns, squeeze=False).flat
-    kept = [
+    matrices = [
         a.embeddings.matrix if a.keep is None else a.embeddings.matrix[a.keep] for a in analyses
     ]
-    for ax, analysis, matrix, color in zip(panels, analyses, kept, colors):
+    for ax, analysis, matrix, color in zip(panels, analyses, matrices, colors):
         pictures.plot_cloud(ax, matrix, color)
         pictures.finish_clouds(ax)
         ax.set_title(_plain(analysis.label))
@@ -62,7 +62,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
         drawn.append(single(draw_all, caption))
 
     labels = [_plain(analysis.label) for analysis in analyses]
-    norms = [row_norms(matrix) for matrix in kept]
+    norms = [row_norms(matrix) for matrix in matrices]
     draw(
         "Singular values relative to the largest.",
         lambda ax, i: pictures.plot_spectrum(
@@ -71,7 +71,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     )
     draw(
         "Cosine similarities of pairs of rows drawn at random.",
-        lambda ax, i: pictures.plot_similarities(ax, kept[i], colors[i], labels[i]),
+        lambda ax, i: pictures.plot_similarities(ax, matrices[i], colors[i], labels[i]),
     )
     draw(
         "Norms of the embeddings.",

@@ -167,10 +167,10 @@ class _Change:
 
     def mean(self, on_rows: Callable[[int], object]) -> Tensor:
         """The mean of all rows, those that are new included."""
-        kept = np.ones(len(self.matrix), np.bool_)
-        kept[self.rows] = False
+        keep = np.ones(len(self.matrix), np.bool_)
+        keep[self.rows] = False
         mean: Tensor
-        mean, norms = geometry.mean_and_norms(self.matrix, kept, on_rows)
+        mean, norms = geometry.mean_and_norms(self.matrix, keep, on_rows)
         return (mean * len(norms) + self.new.double().sum(0)) / len(self.matrix)
 
     def blocks(self) -> Iterator[Tensor]:
@@ -339,10 +339,10 @@ def _changes(
     for entry in entries:
         partner = None
         if repair.method == "partner":
-            (partner,) = (other.matrix for other in entries if other is not entry)
-        known = vocabulary(len(entry.matrix))
+            (partner,) = (side.matrix for side in entries if side is not entry)
+        tokens = vocabulary(len(entry.matrix))
         try:
-            rows, change = _repaired(entry, partner, repair, known, config, on_rows)
+            rows, change = _repaired(entry, partner, repair, tokens, config, on_rows)
         except ValueError as error:
             raise UsageError(f"{folder}: {error}") from None
         mean_norm = None
@@ -379,9 +379,9 @@ def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
     def ignored(place: str, names: list[str]) -> list[str]:
         paths = [Path(place, name) for name in names]
         folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
-        kept = [path for path in paths if path in folders or _is_file_of(folder, path)]
-        left_out.extend(str(path) for path in paths if path not in kept)
-        return [path.name for path in paths if path not in kept or path in weights]
+        copied = [path for path in paths if path in folders or _is_file_of(folder, path)]
+        left_out.extend(str(path) for path in paths if path not in copied)
+        return [path.name for path in paths if path not in copied or path in weights]
 
     try:
         shutil.copytree(folder, copy, ignore=ignored, dirs_exist_ok=True)
@@ -464,31 +464,31 @@ def _repaired(
             del reasons[padding]
     healthy &= vocabulary.categories != "none"
     if repair.undertrained:
-        found = undertrained(
+        untrained = undertrained(
             matrix,
             vocabulary.unused,
             among=vocabulary.categories == "ok",
             order_by=BY_ROLE.get(entry.role) if vocabulary.unused.any() else None,
             on_rows=on_rows,
         )
-        if found.limit is None:
+        if untrained.limit is None:
             raise ValueError(
                 "--undertrained needs at least three rows that are known to be unused, such as "
                 "rows without a token, and that resemble each other; there are none"
             )
-        for row in found.alike.tolist():
+        for row in untrained.alike.tolist():
             reasons.setdefault(row, "under-trained")
-        healthy[found.alike] = False
-        healthy &= ~found.unused
+        healthy[untrained.alike] = False
+        healthy &= ~untrained.unused
     rows = np.array(sorted(reasons), dtype=np.int64)
     directed = np.zeros(len(rows), np.bool_)
     if partner is not None:
         directed = ~np.isin(rows, list(dead_rows(partner)))
     new = torch.empty(len(rows), matrix.shape[1], dtype=matrix.dtype)
-    for chosen, other in ((directed, partner), (~directed, None)):
+    for chosen, side in ((directed, partner), (~directed, None)):
         if chosen.any():
             new[torch.from_numpy(chosen)] = healthy_rows(
-                matrix, rows[chosen], healthy, partner=other, seed=repair.seed, on_rows=on_rows
+                matrix, rows[chosen], healthy, partner=side, seed=repair.seed, on_rows=on_rows
             )
     changed = [
         RepairedRow(
@@ -539,10 +539,10 @@ def _write_shard(
     return replaced
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two matrices are equal, NaN included."""
     return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     )

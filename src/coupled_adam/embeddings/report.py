@@ -76,12 +76,12 @@ class EmbeddingReport(Measures):
         variants = self._variants()
         rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
-            value, *others = (measure.of(variant) for _, variant in variants)
+            value, *changed = (measure.of(variant) for _, variant in variants)
             if value is None:
                 continue
             healthy = measure.healthy
             cell = Cell(measure.text(value), outside=healthy is not None and value not in healthy)
-            texts = map(measure.text, others)
+            texts = map(measure.text, changed)
             rows.append([measure.label, measure.symbol, cell, *texts, str(healthy or "")])
         for label, number in (
             ("tokens never seen, left out of correlations", self.unseen_tokens),
@@ -201,7 +201,7 @@ def analyze(
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
-    kept = _checked_keep(keep, rows)
+    measured = _checked_keep(keep, rows)
     p = None if counts is None else checked_counts(counts, rows)
     unseen = None if p is None else int((p == 0).sum())
     words: list[str] = []
@@ -209,12 +209,12 @@ def analyze(
     if sets is not None:
         if token_ids is None:
             raise ValueError("sets needs token_ids, a function from a word to its token id")
-        words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, kept))
+        words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, measured))
 
-    mean, norms = geometry.mean_and_norms(embeddings, kept, on_rows)
+    mean, norms = geometry.mean_and_norms(embeddings, measured, on_rows)
     geometry.check_not_zero(float(norms.max()))
     used = len(norms)
-    centred_gram = geometry.gram(embeddings, mean, kept, on_rows)
+    centred_gram = geometry.gram(embeddings, mean, measured, on_rows)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
@@ -223,14 +223,14 @@ def analyze(
     floor = 1e-12 * float(norms.max())
     raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
     along = torch.empty_like(norms)
-    taken = centred_basis[:, columns - top :]
+    top_axes = centred_basis[:, columns - top :]
     start = 0
-    for block in geometry.blocks(embeddings, kept, on_rows):
+    for block in geometry.blocks(embeddings, measured, on_rows):
         along[start : start + len(block)] = block @ mean
         raw.add(block, start)
         block = block - mean
         centred.add(block, start)
-        topless.add(block - block @ taken @ taken.T, start)
+        topless.add(block - block @ top_axes @ top_axes.T, start)
         start += len(block)
 
     # Z comes last, because the isotropy at unit mean norm needs the norms; and only for directions
@@ -250,7 +250,7 @@ def analyze(
     center = mean.to(dtype)
     for cloud in (raw, centred, topless):
         cloud.begin_z()
-    for block in geometry.blocks(embeddings, kept, on_rows, dtype):
+    for block in geometry.blocks(embeddings, measured, on_rows, dtype):
         raw.add_z(geometry.project(block, axes))
         # In the basis of the principal directions, removing the top ones means dropping columns.
         projections = geometry.project(block - center, centred_axes)
@@ -259,9 +259,9 @@ def analyze(
     topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 
-    p = p if p is None or kept is None else p[kept]
+    p = p if p is None or measured is None else p[measured]
     centred_vectors = vectors - as_array(mean)
-    removed = as_array(taken)
+    removed = as_array(top_axes)
     topless_vectors = centred_vectors - centred_vectors @ removed @ removed.T
 
     def measures(cloud: _Cloud, squares: Tensor, word_vectors: Array, **more: Any) -> Measures:

@@ -146,17 +146,17 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
         ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
         OSError: if a file cannot be read.
     """
-    found = {}
+    sets = {}
     for name, layout in _FORMATS.items():
         paths = sorted(p for p in Path(folder).rglob(layout.file) if p.is_file())
         if len(paths) > 1:
             raise ValueError(f"{name} exists twice, in {paths[0]} and {paths[1]}: remove one")
         if paths:
-            found[name] = _read(paths[0], layout)
-    if not found:
+            sets[name] = _read(paths[0], layout)
+    if not sets:
         files = ", ".join(layout.file for layout in _FORMATS.values())
         raise ValueError(f"{folder} has no word-similarity set: none of {files}")
-    return found
+    return sets
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
@@ -280,8 +280,8 @@ def similarity_of(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return math.fsum(known) / len(known) if known and len(known) == len(values) else None
+    defined = [value for value in values if value is not None]
+    return math.fsum(defined) / len(defined) if defined and len(defined) == len(values) else None
 
 
 def _mean_interval(scores: Sequence[SetScore]) -> tuple[float, float] | None:

@@ -126,10 +126,10 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
     """CSV with a line for each matrix and variant, in full precision; missing numbers are empty."""
     lines = []
     for analysis in analyses:
-        whole = analysis.to_dict()
+        numbers = analysis.to_dict()
         for variant in ("as is", "centered", "all_but_the_top"):
-            measures = whole if variant == "as is" else whole[variant]
-            line = {name: whole[name] for name in ("model", "role", "tensor")}
+            measures = numbers if variant == "as is" else numbers[variant]
+            line = {name: numbers[name] for name in ("model", "role", "tensor")}
             line["variant"] = variant
             line |= {
                 name: value

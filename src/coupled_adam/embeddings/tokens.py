@@ -36,25 +36,25 @@ class Undertrainedness:
     """The under-trained tokens of one analysis."""
 
     analysis: Analysis
-    found: Undertrained
+    indicated: Undertrained
 
     @property
     def rows(self) -> list[int]:
         """The rows to name: the candidates, and those that look like unused ones, if these are
         more.
         """
-        rows: list[int] = max(self.found.candidates, self.found.alike, key=len).tolist()
+        rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the counts of each category, and all rows named."""
-        alike = {*self.found.alike.tolist()}
+        """The counts of each category, and all rows that are named, as plain values."""
+        alike = {*self.indicated.alike.tolist()}
         return {
             **_categories(self.analysis),
-            "unused_rows": int(self.found.unused.sum()),
-            "dead_rows": self.found.dead.tolist(),
-            "order_by": self.found.order_by,
-            "limit": self.found.limit,
+            "unused_rows": int(self.indicated.unused.sum()),
+            "dead_rows": self.indicated.dead.tolist(),
+            "order_by": self.indicated.order_by,
+            "limit": self.indicated.limit,
             "tokens": [
                 {**_described(self.analysis, row), **self._values(row), "like_unused": row in alike}
                 for row in self.rows
@@ -62,50 +62,50 @@ class Undertrainedness:
         }
 
     def table(self, number: int) -> Table:
-        """For the terminal: the first of the rows."""
-        found, counts = self.found, self.analysis.counts
+        """The first of the rows that are named, for the terminal."""
+        result, counts = self.indicated, self.analysis.counts
         kinds = _categories(self.analysis)
-        said = [
+        counted = [
             f"{kinds['categories'][name]} {name}"
             for name in CATEGORIES
             if name in kinds["categories"]
         ]
         parts = [
-            f"rows by category: {', '.join(said)}",
-            f"{len(found.candidates)} candidates, the lowest by {INDICATORS[found.order_by]}",
+            f"rows by category: {', '.join(counted)}",
+            f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}",
         ]
         if kinds["surplus_tokens"]:
             parts.append(f"{kinds['surplus_tokens']} tokens of the tokenizer have no row")
-        if len(found.dead):
-            parts.append(f"{len(found.dead)} rows are zero or not finite")
-        if found.limit is None:
+        if len(result.dead):
+            parts.append(f"{len(result.dead)} rows are zero or not finite")
+        if result.limit is None:
             parts.append(
                 "the rows that are known to be unused are too few, or do not resemble each other: "
                 "candidates may be tokens that are merely rare, or well trained"
             )
         else:
             parts.append(
-                f"{len(found.alike)} tokens cannot be told from the {int(found.unused.sum())} rows "
-                "that are known to be unused (marked with *)"
+                f"{len(result.alike)} tokens cannot be told from the {int(result.unused.sum())} "
+                "rows that are known to be unused (marked with *)"
             )
         columns = ["id", "token", "category"]
         columns += [
-            INDICATORS[key].replace("principal component", "PC") for key in found.indicators
+            INDICATORS[key].replace("principal component", "PC") for key in result.indicators
         ]
         columns += [] if counts is None else ["count"]
-        alike = {*found.alike.tolist()}
+        alike = {*result.alike.tolist()}
         rows = []
         for row in self.rows[:number]:
             cells = [f"{'*' if row in alike else ''}{row}", self.analysis.vocabulary.name(row)]
             cells.append(str(self.analysis.vocabulary.categories[row]))
-            cells += [f"{found.indicators[name][row]:.4f}" for name in found.indicators]
+            cells += [f"{result.indicators[name][row]:.4f}" for name in result.indicators]
             cells += [] if counts is None else [f"{counts[row]:g}"]
             rows.append(cells)
         title = f"Under-trained tokens: {self.analysis.label}"
         return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2))
 
     def _values(self, row: int) -> dict[str, float]:
-        return {name: float(values[row]) for name, values in self.found.indicators.items()}
+        return {name: float(values[row]) for name, values in self.indicated.indicators.items()}
 
 
 def find_undertrained(
@@ -122,7 +122,7 @@ def find_undertrained(
     """
     vocabulary = analysis.vocabulary
     try:
-        found = undertrained(
+        result = undertrained(
             analysis.embeddings.matrix,
             vocabulary.unused,
             among=vocabulary.categories == "ok",
@@ -132,7 +132,7 @@ def find_undertrained(
         )
     except ValueError as error:
         raise UsageError(f"{analysis.model}: {error}") from None
-    return Undertrainedness(analysis, found)
+    return Undertrainedness(analysis, result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,17 +140,17 @@ class Neighbourhood:
     """The neighbours of some tokens of one analysis, and the hubs among all.
 
     Attributes:
-        found: the neighbours as the rows are (``"raw"``), and with their mean removed
+        nearest: the neighbours as the rows are (``"raw"``), and with their mean removed
             (``"centered"``).
         hubs: the hubness for both.
     """
 
     analysis: Analysis
-    found: dict[str, Neighbours]
+    nearest: dict[str, Neighbours]
     hubs: dict[str, Hubness]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The neighbours of each token, and the hubs, as plain values."""
         name = self.analysis.vocabulary.name
         return {
             "neighbours": [
@@ -158,19 +158,19 @@ class Neighbourhood:
                     **_described(self.analysis, int(row)),
                     **{
                         variant: [
-                            {"id": int(other), "token": name(other), "cosine": float(cosine)}
-                            for other, cosine in zip(near.neighbours[index], near.cosines[index])
+                            {"id": int(token), "token": name(token), "cosine": float(cosine)}
+                            for token, cosine in zip(near.neighbours[index], near.cosines[index])
                         ]
-                        for variant, near in self.found.items()
+                        for variant, near in self.nearest.items()
                     },
                 }
-                for index, row in enumerate(self.found["raw"].rows)
+                for index, row in enumerate(self.nearest["raw"].rows)
             ],
             "hubness": {
                 variant: {
                     "k": hubs.k,
                     "skewness": hubs.skewness,
-                    "rows_asked": hubs.asked,
+                    "rows_asked": hubs.queries,
                     "largest": [
                         {**_described(self.analysis, row), "occurrences": hubs.occurrences[row]}
                         for row in hubs.largest(NEIGHBOURS).tolist()
@@ -181,13 +181,13 @@ class Neighbourhood:
         }
 
     def tables(self) -> list[Table]:
-        """For the terminal: the neighbours, and the hubs."""
+        """The neighbours and the hubs, for the terminal."""
         name = self.analysis.vocabulary.name
         near = []
-        for index, row in enumerate(self.found["raw"].rows):
-            for (variant, found), shown in zip(self.found.items(), ("as it is", "mean removed")):
-                pairs = zip(found.neighbours[index], found.cosines[index])
-                listed = ", ".join(f"{name(other)} {cosine:.2f}" for other, cosine in pairs)
+        for index, row in enumerate(self.nearest["raw"].rows):
+            for (variant, side), shown in zip(self.nearest.items(), ("as it is", "mean removed")):
+                pairs = zip(side.neighbours[index], side.cosines[index])
+                listed = ", ".join(f"{name(neighbour)} {cosine:.2f}" for neighbour, cosine in pairs)
                 near.append([name(row) if variant == "raw" else "", shown, listed])
         hubs = []
         for shown, hub in zip(("as it is", "mean removed"), self.hubs.values()):
@@ -283,8 +283,8 @@ class Comparison:
     moment_slopes: tuple[float | None, float | None]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the numbers, and the hundred tokens that moved most."""
-        found, pairs = self.changes, self.changes.pairs
+        """The numbers, and the hundred tokens that moved most, as plain values."""
+        changes, pairs = self.changes, self.changes.pairs
         return {
             "before": _matrix(self.before),
             "after": _matrix(self.after),
@@ -292,27 +292,27 @@ class Comparison:
             "matched": len(pairs.first),
             "new_rows": len(pairs.new),
             "gone_rows": len(pairs.gone),
-            "cka": found.cka,
-            "mean_shift": found.mean_shift,
-            "mean_norm_ratio": list(found.mean_norm_ratio),
-            "norm_frequency_correlation": _finite_list(found.norm_frequency),
+            "cka": changes.cka,
+            "mean_shift": changes.mean_shift,
+            "mean_norm_ratio": list(changes.mean_norm_ratio),
+            "norm_frequency_correlation": _finite_list(changes.norm_frequency),
             "norm_frequency_slope": list(self.norm_slopes),
             "second_moment_frequency_slope": list(self.moment_slopes),
-            "groups": {name: dataclasses.asdict(group) for name, group in found.groups.items()},
+            "groups": {name: dataclasses.asdict(group) for name, group in changes.groups.items()},
             "movers": [
                 {
                     **_described(self.after, int(pairs.second[index])),
-                    "cosine": None if found.cosines is None else _finite(found.cosines[index]),
-                    "norm_ratio": _finite(found.norm_ratios[index]),
+                    "cosine": None if changes.cosines is None else _finite(changes.cosines[index]),
+                    "norm_ratio": _finite(changes.norm_ratios[index]),
                 }
-                for index in found.movers(100)
+                for index in changes.movers(100)
             ],
         }
 
     def tables(self, number: int) -> list[Table]:
-        """For the terminal: the numbers, the groups of rows, and the first of the movers."""
+        """The numbers, the groups of rows, and the first of the movers, for the terminal."""
         changes, pairs = self.changes, self.changes.pairs
-        whole = [
+        totals = [
             [f"tokens of both, matched by {pairs.by}", f"{len(pairs.first)}"],
             ["rows of the second only", f"{len(pairs.new)}"],
             ["rows of the first only", f"{len(pairs.gone)}"],
@@ -345,7 +345,7 @@ class Comparison:
         rows = ["", "rows", "median cos", "lowest cos", "norm after / before", "norm / mean"]
         moved = ["id", "token", "cos", "norm after / before"]
         return [
-            Table(["", ""], whole, f"From {self.before.label} to {self.after.label}"),
+            Table(["", ""], totals, f"From {self.before.label} to {self.after.label}"),
             Table(rows, groups, "Rows"),
             Table(moved, movers, "Tokens that moved most", left=(1,)),
         ]
@@ -366,25 +366,25 @@ def compare_analyses(
         UsageError: if they have no matrices or no tokens in common.
     """
     comparisons = []
-    for one in before:
-        for other in after:
-            roles = {one.embeddings.role, other.embeddings.role}
+    for earlier in before:
+        for later in after:
+            roles = {earlier.embeddings.role, later.embeddings.role}
             if roles == {"input", "output"}:
                 continue
             try:
-                pairs = match_rows(one.vocabulary, other.vocabulary)
-                found = compare(
-                    one.embeddings.matrix,
-                    other.embeddings.matrix,
+                pairs = match_rows(earlier.vocabulary, later.vocabulary)
+                changes = compare(
+                    earlier.embeddings.matrix,
+                    later.embeddings.matrix,
                     pairs,
-                    other.counts,
+                    later.counts,
                     progress=progress,
                 )
             except ValueError as error:
-                raise UsageError(f"--compare {one.model} {other.model}: {error}") from None
-            slopes = [_slopes(analysis) for analysis in (one, other)]
+                raise UsageError(f"--compare {earlier.model} {later.model}: {error}") from None
+            slopes = [_slopes(analysis) for analysis in (earlier, later)]
             norms, moments = ((slopes[0][index], slopes[1][index]) for index in (0, 1))
-            comparisons.append(Comparison(one, other, found, norms, moments))
+            comparisons.append(Comparison(earlier, later, changes, norms, moments))
     if not comparisons:
         raise UsageError(
             f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"

@@ -125,9 +125,11 @@ def undertrained(
         indicators |= frame.indicators(embeddings, finite, on_rows)
         if reference.sum() > 2:
             limit = float(frame.of_unused(embeddings, order_by).max())
+    # Rows that are known to be unused are the reference, and need not be found.
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
     order = np.argsort(values, kind="stable")[: choice.sum()]
+    # A limit that most rows are below tells nothing, as in a model that was not trained.
     if limit is not None and (values <= limit).sum() > len(order) / 2:
         limit = None
     return Undertrained(
@@ -193,22 +195,22 @@ class _Frame:
     ) -> dict[Indicator, Array]:
         """The indicators of all finite rows, [V] each."""
         names: tuple[Indicator, ...] = tuple(name for name in INDICATORS if name != "norm")
-        found = {name: np.full(len(embeddings), np.nan) for name in names}
+        indicators = {name: np.full(len(embeddings), np.nan) for name in names}
         places = np.flatnonzero(finite)
         start = 0
         for block in geometry.blocks(embeddings, finite, on_rows):
             here = places[start : start + len(block)]
             for name in names:
-                found[name][here] = geometry.as_array(self._compare(name, block, self.unused))
+                indicators[name][here] = geometry.as_array(self._compare(name, block, self.unused))
             start += len(block)
-        return found
+        return indicators
 
     def of_unused(self, embeddings: Embeddings, name: Indicator) -> Array:
         """An indicator of each unused row, relative to the mean of the other unused rows."""
         block = geometry.as_float64(embeddings[self.rows])
         count = len(block)
-        others = (self.unused * count - block) / (count - 1)
-        return geometry.as_array(self._compare(name, block, others))
+        means_of_others = (self.unused * count - block) / (count - 1)
+        return geometry.as_array(self._compare(name, block, means_of_others))
 
     def _compare(self, name: Indicator, rows: Tensor, reference: Tensor) -> Tensor:
         """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""

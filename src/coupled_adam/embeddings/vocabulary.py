@@ -87,10 +87,10 @@ class Vocabulary:
     @functools.cached_property
     def _rows(self) -> dict[str, int]:
         """The row of each text, the one that can be reached if several have the same."""
-        found: dict[str, int] = {}
+        rows: dict[str, int] = {}
         for row in np.argsort(self.categories == "ok", kind="stable").tolist():
-            found[self.texts[row]] = row
-        return found
+            rows[self.texts[row]] = row
+        return rows
 
     @classmethod
     def of_ids(cls, rows: int) -> Vocabulary:
@@ -164,13 +164,14 @@ def _reachable(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], texts: Sequence[str]
 ) -> set[int]:
     """The ids that the tokenizer returns for their own texts, alone or behind something else."""
-    found: set[int] = set()
+    reachable: set[int] = set()
     left = [(row, text) for row, text in zip(ids, texts) if text]
     for context in _CONTEXTS:
         if left:
             before = tokenizer.encode(context, add_special_tokens=False)
             inputs = [context + text for _, text in left]
             encoded = tokenizer(inputs, add_special_tokens=False, verbose=False)["input_ids"]
-            found |= {row for (row, _), got in zip(left, encoded) if list(got) == [*before, row]}
-            left = [(row, text) for row, text in left if row not in found]
-    return found
+            pairs = zip(left, encoded)
+            reachable |= {row for (row, _), tokens in pairs if list(tokens) == [*before, row]}
+            left = [(row, text) for row, text in left if row not in reachable]
+    return reachable

@@ -172,19 +172,19 @@ def _check_one_directory(file: BinaryIO) -> None:
 
 def _tensors(content: Any) -> dict[str, Tensor]:
     """The tensors in nested dicts; each dict is visited once, as it may contain itself."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    visited: set[int] = set()
     waiting = [("", content, 0)]
     while waiting:
         name, value, depth = waiting.pop()
         if isinstance(value, Tensor):
             if _is_plain(value):
-                found[name] = value
-        elif isinstance(value, Mapping) and id(value) not in seen and depth < _DEPTH:
-            seen.add(id(value))
+                tensors[name] = value
+        elif isinstance(value, Mapping) and id(value) not in visited and depth < _DEPTH:
+            visited.add(id(value))
             for key, item in value.items():
                 waiting.append((f"{name}.{key}" if name else str(key), item, depth + 1))
-    return found
+    return tensors
 
 
 _DEPTH = 20  # the deepest nesting of dicts that is read; frameworks use three or four levels
@@ -297,17 +297,17 @@ class _Sharded:
         there = sum((folder / file).stat().st_size for file in {c.file for c in self.chunks})
         if math.prod(self.shape) * self.dtype.itemsize > promised or promised > there:
             raise ValueError("its files are shorter than the index says")
-        whole = torch.zeros(self.shape, dtype=self.dtype)
+        tensor = torch.zeros(self.shape, dtype=self.dtype)
         for chunk in self.chunks:
             place = tuple(slice(at, at + n) for at, n in zip(chunk.offsets, chunk.sizes))
-            whole[place] = chunk.read(folder)
-        return whole
+            tensor[place] = chunk.read(folder)
+        return tensor
 
 
 def _indexed_tensors(index: Any) -> dict[str, _Sharded]:
     """The tensors in the index of a distributed checkpoint."""
     places = _places(index)
-    found = {}
+    tensors = {}
     for name, entry in index.state["state_dict_metadata"].items():
         if not isinstance(name, str) or type(entry).__name__ != "TensorStorageMetadata":
             continue
@@ -317,8 +317,8 @@ def _indexed_tensors(index: Any) -> dict[str, _Sharded]:
         for chunk in entry.state["chunks"]:
             offsets, sizes = (_whole_numbers(chunk.state[key]) for key in ("offsets", "sizes"))
             chunks.append(_Chunk(offsets, sizes, *_location(places[name, offsets])))
-        found[name] = _Sharded(shape, dtype, chunks)
-    return found
+        tensors[name] = _Sharded(shape, dtype, chunks)
+    return tensors
 
 
 def _places(index: Any) -> dict[tuple[str, Any], dict[str, Any]]:
@@ -386,9 +386,9 @@ class _IndexUnpickler(pickle._Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        member = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(member, torch.dtype):
+            return member
         if (module, name) == ("torch", "Size"):
             return tuple
         if (module, name) == ("collections", "OrderedDict"):
@@ -425,8 +425,8 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
         content = bytearray()
         with get_session().stream("GET", url, headers=headers) as response:
             hf_raise_for_status(response)
-            for part in response.iter_bytes():
-                content += part
+            for piece in response.iter_bytes():
+                content += piece
                 if len(content) > length:
                     raise ValueError(
                         f"{url}: the server sent more than the {length} bytes requested"

@@ -114,6 +114,7 @@ def compare(
             with Progress(runs) as progress:
                 for run in runs:
                     train(run, corpus, execution, progress)
+                    # At once if no other process has to wait for it; otherwise after the group.
                     if world_size() == 1:
                         progress.say("testing")
                         evaluate_run(
@@ -123,6 +124,7 @@ def compare(
             own_rank = rank()
         if own_rank > 0:
             return None
+        # A run that has been evaluated above is not evaluated again.
         for run in runs:
             evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
         return report([out], out / REPORT)
@@ -163,13 +165,14 @@ def claim_and_prepare(
         UsageError: if the folder is in use or not writable, or the text cannot be used.
     """
     out = file.parent
-    text, made = on_rank_zero(lambda: _claim(out, content, held))
+    text, new_folders = on_rank_zero(lambda: _claim(out, content, held))
     try:
         corpus = _same_corpus(recipe, cache)
     except UsageError:
-        if rank() == 0 and made:
+        # A text that is mistyped, for example, should not leave an empty folder behind.
+        if rank() == 0 and new_folders:
             (out / LOCK).unlink()
-            remove_empty(made)
+            remove_empty(new_folders)
         raise
     on_rank_zero(lambda: write_atomically(file, text))
     return corpus
@@ -185,7 +188,7 @@ def _claim(
     """
     text = content()
     try:
-        made = make_folder(out)
+        new_folders = make_folder(out)
         held.enter_context(sole_writer(out))
     except OSError as error:
         reason = os.strerror(error.errno or 0)
@@ -193,7 +196,7 @@ def _claim(
             f"--out {out} cannot be written ({reason}): choose another folder"
         ) from None
     clear_leftovers(out)
-    return text, made
+    return text, new_folders
 
 
 def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
@@ -219,12 +222,12 @@ def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
         UsageError: on every rank, if one of them cannot, or if they have different texts.
     """
     corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
-    first, *others = all_gather((corpus.facts["source"], corpus.identity))
-    for number, (source, identity) in enumerate(others, 1):
-        if identity != first[1]:
+    (first_source, first_identity), *later = all_gather((corpus.facts["source"], corpus.identity))
+    for number, (source, identity) in enumerate(later, 1):
+        if identity != first_identity:
             raise on_all_ranks(
                 UsageError(
-                    f"the processes of this run have different texts: {first[0]} in process 0, "
+                    f"the processes of this run have different texts: {first_source} in process 0, "
                     f"{source} in process {number}. Start all of them with the same text"
                 )
             )
@@ -246,9 +249,9 @@ def is_used(folder: Path) -> bool:
     return any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir())
 
 
-def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, str]:
+def differences(stored: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
     """By dotted key: the values that differ between two nested dicts, as a message says it."""
-    there, here = flat(theirs), flat(ours)
+    there, here = flat(stored), flat(current)
     return {
         key: f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
         for key in {**there, **here}
@@ -258,13 +261,13 @@ def differences(theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, str]:
 
 def _content(recipe: Recipe, out: Path, resume: bool) -> str:
     """The content of ``comparison.yaml``; raises UsageError if the folder holds something else."""
-    found = stored_recipe(out) if resume else None
-    if found is not None:
-        _check_same(found, recipe, out)
+    stored = stored_recipe(out) if resume else None
+    if stored is not None:
+        _check_same(stored, recipe, out)
         recipe = dataclasses.replace(
             recipe,
-            arms={**found.arms, **recipe.arms},
-            seeds=sorted({*found.seeds, *recipe.seeds}),
+            arms={**stored.arms, **recipe.arms},
+            seeds=sorted({*stored.seeds, *recipe.seeds}),
         )
     elif resume and is_used(out):
         raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
@@ -273,12 +276,13 @@ def _content(recipe: Recipe, out: Path, resume: bool) -> str:
     return yaml.safe_dump(recipe.to_dict(), sort_keys=False)
 
 
-def _check_same(found: Recipe, recipe: Recipe, out: Path) -> None:
+def _check_same(stored: Recipe, recipe: Recipe, out: Path) -> None:
     """Raise UsageError unless the runs that both recipes have are the same."""
-    shared = {f"arms.{arm}" for arm in found.arms if arm in recipe.arms}
+    # Arms and seeds that only one of the two has are added to the comparison.
+    shared = {f"arms.{arm}" for arm in stored.arms if arm in recipe.arms}
     different = [
         text
-        for key, text in differences(found.to_dict(), recipe.to_dict()).items()
+        for key, text in differences(stored.to_dict(), recipe.to_dict()).items()
         if key != "seeds" and (not key.startswith("arms.") or key.rpartition(".")[0] in shared)
     ]
     if different:

@@ -108,6 +108,7 @@ class Range(list[float]):
 def parse_range(text: str) -> Range | None:
     """The range that is written as ``1e-4..1e-2``, if it is one."""
     low, dots, high = text.partition("..")
+    # Whole numbers stay whole, so that nothing between them is tried for an option that counts.
     try:
         ends = [float(end) if re.search(r"[.e]", end.lower()) else int(end) for end in (low, high)]
     except ValueError:
@@ -118,14 +119,14 @@ def parse_range(text: str) -> Range | None:
 
 
 def several_values(
-    arguments: Sequence[str], known: Sequence[Axis] = ()
+    arguments: Sequence[str], stored_axes: Sequence[Axis] = ()
 ) -> tuple[list[str], dict[str, list[Any]]]:
     """Separate what is swept from what is given one value.
 
     Args:
         arguments: such as ``"training.lr=1e-3,3e-3"`` and ``"model.n_layer=4"``. A comma separates
             values, except in brackets, braces and quotes.
-        known: the axes of a sweep that is continued; one value for these is a further one.
+        stored_axes: the axes of a sweep that is continued; one value for these is a further one.
 
     Returns:
         The arguments with one value, and the values of the others by key. A key with a pattern of
@@ -135,13 +136,14 @@ def several_values(
         UsageError: an argument is not of that form, or a key is given twice.
     """
     fixed, swept = [], {}
-    seen: set[str] = set()
-    axes = {axis.key for axis in known}
+    keys: set[str] = set()
+    axes = {axis.key for axis in stored_axes}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        if key in seen:
+        if key in keys:
             raise UsageError(f"{key} is given twice: separate its values by commas, as {_EXAMPLE}")
-        seen.add(key)
+        keys.add(key)
+        # As a list: YAML says which commas separate values, not those in brackets or quotes.
         listed = parse_overrides([f"{key}=[{value}]" if equals else argument]).get(key)
         if isinstance(listed, list) and (
             len(listed) > 1 or "*" in key or key in axes or parse_range(value)
@@ -157,14 +159,14 @@ def make_grid(
     swept: Mapping[str, Sequence[Any]],
     *,
     ranges: bool = False,
-    known: Sequence[Axis] = (),
+    stored_axes: Sequence[Axis] = (),
 ) -> Grid:
     """Check the values of a sweep, and the recipes of all its settings.
 
     Args:
         swept: the values by key; ``arms.*.lr_factor`` stands for that option of every arm.
         ranges: whether ranges are possible.
-        known: the axes of a sweep that is continued, which get further values.
+        stored_axes: the axes of a sweep that is continued, which get further values.
 
     Raises:
         UsageError: there is nothing to sweep, an option does not exist, cannot be swept, or is
@@ -182,7 +184,7 @@ def make_grid(
                 "--optuna TRIALS; a grid needs single values, separated by commas"
             )
     # Checked one by one before they are combined, so that the message names the one at fault.
-    axes = {axis.key: axis for axis in known}
+    axes = {axis.key: axis for axis in stored_axes}
     several = {k: listed for k, listed in values.items() if len(listed) > 1 or k in axes}
     recipe = override(recipe, {k: values[k][0] for k in values if k not in several})
     if not several and not axes:
@@ -207,6 +209,7 @@ def make_grid(
                 f"arm {arm!r} has {grid.number(arm):,} combinations of values: at most "
                 f"{_LARGEST:,} are possible; leave some out, or try ranges with --optuna TRIALS"
             )
+        # Only for their checks: no run starts while a combination of a later one is impossible.
         grid.settings(arm)
     return grid
 
@@ -222,13 +225,14 @@ def as_text(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list | tuple):
         return "_".join(map(as_text, value))
+    # Twelve digits hide the rounding of float64, as in 0.30000000000000004.
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def _keys(pattern: str, recipe: Recipe) -> list[str]:
     """The keys that a pattern stands for."""
     section, _, option = pattern.partition(".")
-    if any(fnmatch.fnmatchcase(pattern, other) for other in _OTHER_TEXT):
+    if any(fnmatch.fnmatchcase(pattern, excluded) for excluded in _OTHER_TEXT):
         raise UsageError(
             f"{pattern} cannot be swept, as losses on other text, or on other tokens of it, cannot "
             "be compared: give it one value, with commas in quotes"

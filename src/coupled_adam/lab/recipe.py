@@ -124,6 +124,7 @@ class Recipe:
         width, layers = model.n_embd, model.n_layer
         inner = model.intermediate_size or 4 * width
         matrices = 1 if model.tied else 2
+        # Attention has four matrices; the feed-forward part of GPT-2 has two, and SwiGLU three.
         if model.architecture == "gpt2":
             embeddings = model.n_positions or self.training.sequence_length
             weights = 4 * width**2 + 2 * width * inner
@@ -252,13 +253,13 @@ def explained(recipe: Recipe) -> str:
             lines += _commented({key: values[key]}, meaning)
             continue
         lines += [f"# {meaning}", f"{key}:"]
-        for name, what in meanings(type(section)).items():
-            lines += _commented({name: values[key][name]}, what, "  ")
+        for name, text in meanings(type(section)).items():
+            lines += _commented({name: values[key][name]}, text, "  ")
     for optimizer, arm in OPTIMIZERS.items():
         lines.append(f"# The options of an arm with optimizer: {optimizer}")
-        for name, what in meanings(arm).items():
+        for name, text in meanings(arm).items():
             lines += textwrap.wrap(
-                f"{name}: {what}", 100, initial_indent="#   ", subsequent_indent="#       "
+                f"{name}: {text}", 100, initial_indent="#   ", subsequent_indent="#       "
             )
     return "\n".join(lines) + "\n"
 
@@ -273,10 +274,12 @@ def _commented(value: dict[str, Any], meaning: str, indent: str = "") -> Iterato
 
 def meanings(section: type[Any]) -> dict[str, str]:
     """What the docstring of a dataclass says about each of its fields, by name."""
+    # Entries begin with the names of one or several fields; their further lines are indented.
     text = re.sub(r"``|:(?:class|func):", "", inspect.getdoc(section) or "")
     entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)
-    said = {name: " ".join(words.split()) for names, words in entries for name in names.split(", ")}
-    return {field.name: said.get(field.name, "") for field in dataclasses.fields(section)}
+    texts = {name: text for names, text in entries for name in names.split(", ")}
+    fields = [field.name for field in dataclasses.fields(section)]
+    return {name: " ".join(texts.get(name, "").split()) for name in fields}
 
 
 def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
@@ -340,6 +343,7 @@ def _check_data(data: Data) -> None:
 @functools.cache
 def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
     """The checker of a dataclass and of those in it, which refuse keys that they do not have."""
+    # Configured here, so that the classes of the arms need not know of pydantic.
     checked: list[Any] = [Recipe, *_SECTIONS.values(), *OPTIMIZERS.values()]
     for section in checked:
         with_config(ConfigDict(extra="forbid"))(section)
@@ -379,14 +383,14 @@ def _explained(error: ErrorDetails, cls: type[Any], values: Any, where: str) -> 
     if key == "[key]":
         return f"{_key(where, sections[:-1])}: {_shown(sections[-1])} must be text, in quotes"
     # An element of a list is wrong as a part of the whole.
-    loc = [part for part in error["loc"] if isinstance(part, str)]
+    loc = [place for place in error["loc"] if isinstance(place, str)]
     value = values
-    for part in loc:
-        value = value[part]
-    wanted = _LISTS.get(loc[-1]) or _in_words(error)
+    for name in loc:
+        value = value[name]
+    expected = _LISTS.get(loc[-1]) or _in_words(error)
     several = isinstance(value, str) and "," in value and error["type"] != "string_type"
     hint = "; coupled-adam sweep tries several values" if several else ""
-    return f"{_key(where, loc)}={_shown(value)} must be {wanted}{hint}"
+    return f"{_key(where, loc)}={_shown(value)} must be {expected}{hint}"
 
 
 _LISTS = {
@@ -438,9 +442,9 @@ def keys(name: str | None = None) -> list[str]:
 
 def suggestion(key: str, cls: type[Any] = Recipe, place: str = "") -> str:
     """What a key may stand for that a dataclass of the recipe does not have."""
-    own = [field.name for field in dataclasses.fields(cls)]
-    near = difflib.get_close_matches(key, own, n=1)
+    names = [field.name for field in dataclasses.fields(cls)]
+    near = difflib.get_close_matches(key, names, n=1)
     if not near and cls in (Recipe, *_SECTIONS.values()):
         near = keys(key.rpartition(".")[2])
         near = near or difflib.get_close_matches(f"{place}.{key}", keys(), n=1, cutoff=0.8)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(own)}"
+    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"

@@ -41,8 +41,8 @@ else:
 
         def __init__(self, stream: str) -> None:
             yaml.cyaml.CParser.__init__(self, stream)
-            for part in (Composer, SafeConstructor, Resolver):
-                part.__init__(self)
+            for base in (Composer, SafeConstructor, Resolver):
+                base.__init__(self)
 
 
 class _Loader(_Safe):
@@ -61,7 +61,7 @@ class _Loader(_Safe):
             node.size = 1 + len(node.value)
         elif not is_alias:
             pairs = node.value if isinstance(node, yaml.MappingNode) else [node.value]
-            node.size = 1 + sum(part.size for pair in pairs for part in pair)
+            node.size = 1 + sum(child.size for pair in pairs for child in pair)
         if node.size > LONGEST:
             raise yaml.YAMLError(f"its aliases stand for more than {LONGEST} characters")
         return node

@@ -73,8 +73,8 @@ def sweep(
     """Train all runs of a sweep into ``out``, evaluate the best setting of each arm, and report.
 
     The validation loss at the end of training, averaged over the seeds, chooses the setting. The
-    test loss is evaluated only for what is chosen. A run that diverges ends its setting's chance,
-    but not the sweep.
+    test loss is evaluated only for what is chosen. A setting of which a
+    run diverges is not chosen, and the sweep goes on.
 
     Args:
         cache: the folder of prepared corpora.
@@ -84,7 +84,7 @@ def sweep(
         announce: called with a line about each setting before its runs are trained.
 
     Returns:
-        What was found, on rank 0; None on the others.
+        The report, on rank 0; None on the others.
 
     Raises:
         UsageError: as in :func:`~coupled_adam.lab.comparison.compare`.
@@ -101,7 +101,8 @@ def sweep(
             corpus = claim_and_prepare(
                 out / SWEEP, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
             )
-            plan = on_rank_zero(lambda: stored_sweep(out)) or plan  # with what it had before
+            # The folder's file now has the values and seeds of earlier calls as well.
+            plan = on_rank_zero(lambda: stored_sweep(out)) or plan
             on_start()
             tried: list[Tried] = []
             number = plan.settings
@@ -121,6 +122,7 @@ def sweep(
                     for setting in plan.grid.settings(arm):
                         attempt(setting)
             own_rank = rank()
+        # Outside of the group, so that no process waits for the evaluation until it times out.
         if own_rank > 0:
             return None
         for best in best_of_arms(tried):
@@ -188,20 +190,23 @@ def _search(grid: Grid, arm: str, trials: int, attempt: Callable[[Setting], Trie
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))
-    found: dict[str, Tried] = {}
+    tried: dict[str, Tried] = {}
     for _ in range(trials):
         trial = study.ask()
         setting = grid.setting(arm, [_suggestion(trial, axis) for axis in grid.of_arm(arm)])
-        if setting.name not in found:
-            found[setting.name] = attempt(setting)
-        study.tell(trial, found[setting.name].mean)
+        # Optuna may ask for a setting again, whose runs are there: it is told the same loss.
+        if setting.name not in tried:
+            tried[setting.name] = attempt(setting)
+        study.tell(trial, tried[setting.name].mean)
 
 
 def _suggestion(trial: Any, axis: Axis) -> Any:
     """A value that Optuna chooses; numbers of a range have three digits."""
+    # By their index, since the categories that Optuna knows are single values, and betas are two.
     if not axis.is_range:
         return axis.values[trial.suggest_int(axis.key, 0, len(axis.values) - 1)]
     low, high = axis.values
+    # Positive numbers are tried on a logarithmic scale, as rates and decays differ by factors.
     if isinstance(low, int):
         return trial.suggest_int(axis.key, low, high, log=low > 0)
     value = float(f"{trial.suggest_float(axis.key, low, high, log=low > 0):.3g}")
@@ -210,9 +215,9 @@ def _suggestion(trial: Any, axis: Axis) -> Any:
 
 def _content(plan: Sweep, out: Path, resume: bool) -> str:
     """The content of ``sweep.yaml``; raises UsageError if the folder holds something else."""
-    found = stored_sweep(out) if resume else None
-    if found is not None:
-        plan = extended(found, plan, out)
+    stored = stored_sweep(out) if resume else None
+    if stored is not None:
+        plan = extended(stored, plan, out)
     elif resume and is_used(out):
         raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
     else:
@@ -235,7 +240,7 @@ def stored_sweep(out: Path) -> Sweep | None:
         raise UsageError(f"{path} is damaged ({error!r}): choose another --out") from None
 
 
-def extended(found: Sweep, plan: Sweep, out: Path) -> Sweep:
+def extended(stored: Sweep, plan: Sweep, out: Path) -> Sweep:
     """The sweep of a folder, with further values and seeds, or trials, of another plan.
 
     With Optuna nothing but the number of trials may grow: its choice depends on everything else.
@@ -243,17 +248,17 @@ def extended(found: Sweep, plan: Sweep, out: Path) -> Sweep:
     Raises:
         UsageError: anything else differs.
     """
-    theirs, ours = found.to_dict()["values"], plan.to_dict()["values"]
+    stored_values, values = stored.to_dict()["values"], plan.to_dict()["values"]
     grows = {"--optuna"}
-    if found.trials is None and plan.trials is None:
-        grows = {"seeds", *(theirs.keys() & ours.keys())}
-    elif found.trials is None or plan.trials is None:
+    if stored.trials is None and plan.trials is None:
+        grows = {"seeds", *(stored_values.keys() & values.keys())}
+    elif stored.trials is None or plan.trials is None:
         grows = set()
     different = [
         text
         for key, text in differences(
-            {**flat(found.grid.recipe.to_dict()), **theirs, "--optuna": found.trials},
-            {**flat(plan.grid.recipe.to_dict()), **ours, "--optuna": plan.trials},
+            {**flat(stored.grid.recipe.to_dict()), **stored_values, "--optuna": stored.trials},
+            {**flat(plan.grid.recipe.to_dict()), **values, "--optuna": plan.trials},
         ).items()
         if key not in grows
     ]
@@ -262,8 +267,8 @@ def extended(found: Sweep, plan: Sweep, out: Path) -> Sweep:
             f"--out {out} holds another sweep ({', '.join(different)}): leave those options out "
             "to continue it, or choose another folder"
         )
-    if found.trials is not None and plan.trials is not None:
-        return dataclasses.replace(found, trials=max(found.trials, plan.trials))
-    seeds = sorted({*found.grid.recipe.seeds, *plan.grid.recipe.seeds})
-    recipe = dataclasses.replace(found.grid.recipe, seeds=seeds)
-    return Sweep(make_grid(recipe, ours, known=found.grid.axes))
+    if stored.trials is not None and plan.trials is not None:
+        return dataclasses.replace(stored, trials=max(stored.trials, plan.trials))
+    seeds = sorted({*stored.grid.recipe.seeds, *plan.grid.recipe.seeds})
+    recipe = dataclasses.replace(stored.grid.recipe, seeds=seeds)
+    return Sweep(make_grid(recipe, values, stored_axes=stored.grid.axes))

@@ -285,9 +285,10 @@ def _latex_header(text: str) -> str:
     symbol = "|".join(_SYMBOLS)
     parts = re.split(f"((?:{symbol})+)", text)
     formulas = [
-        "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], part) + "$" for part in parts[1::2]
+        "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], symbols) + "$"
+        for symbols in parts[1::2]
     ]
-    words = [_latex_text(part) for part in parts[::2]]
+    words = [_latex_text(word) for word in parts[::2]]
     return "".join(word + formula for word, formula in zip(words, [*formulas, ""]))
 
 

@@ -175,16 +175,16 @@ def text_files(path: Path) -> list[Path]:
         if not stat.S_ISREG(kind):  # a device or a pipe, which may never end
             raise UsageError(f"{shown}: not a file or folder")
         return [path]
-    found = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
-    if not found:
+    files = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
+    if not files:
         raise UsageError(f"{shown}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
-    formats = {_format(p) for p in found}
+    formats = {_format(p) for p in files}
     if not formats <= {*_PLAIN} and not formats <= {*_TABLES}:
         raise UsageError(
             f"{shown} holds plain text and tables ({', '.join(sorted(formats))}): give "
             "one file, a folder of one kind, or a folder as the hub has them as data.hub"
         )
-    return found
+    return files
 
 
 def python_documentation() -> Iterator[str]:
@@ -214,17 +214,17 @@ def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
 
     A passage without such a line ends after four times that length.
     """
-    kept: list[str] = []
+    lines_of_passage: list[str] = []
     size = 0
     for line in lines:
         for start in range(0, len(line), 4 * length):  # one piece, unless the line is very long
             piece = line[start : start + 4 * length]
-            kept.append(piece)
+            lines_of_passage.append(piece)
             size += len(piece)
             if size >= 4 * length or (size >= length and not line.strip()):
-                yield "".join(kept).strip()
-                kept, size = [], 0
-    yield "".join(kept).strip()
+                yield "".join(lines_of_passage).strip()
+                lines_of_passage, size = [], 0
+    yield "".join(lines_of_passage).strip()
 
 
 def separated(chunks: Iterable[str], separator: str, longest: int = sys.maxsize) -> Iterator[str]:
@@ -232,14 +232,14 @@ def separated(chunks: Iterable[str], separator: str, longest: int = sys.maxsize)
 
     Text without a separator is cut soon after ``longest`` characters.
     """
-    rest = ""
+    remainder = ""
     for chunk in chunks:
-        *whole, rest = (rest + chunk).split(separator)
-        yield from map(str.strip, whole)
-        if len(rest) > longest + len(separator):
-            yield rest
-            rest = ""
-    yield rest.strip()
+        *documents, remainder = (remainder + chunk).split(separator)
+        yield from map(str.strip, documents)
+        if len(remainder) > longest + len(separator):
+            yield remainder
+            remainder = ""
+    yield remainder.strip()
 
 
 def _with_text(reader: Callable[[], Iterator[str]], source: str) -> Iterator[str]:
@@ -271,7 +271,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted(
         p
         for p in folder.rglob("*")
-        if p.is_file() and not any(part[0] == "." for part in p.relative_to(folder).parts)
+        if p.is_file() and not any(name[0] == "." for name in p.relative_to(folder).parts)
     )
 
 
@@ -333,10 +333,10 @@ def _text(read: Callable[[], str], where: str) -> Iterator[str]:
 
 def _limit(name: str, default: int) -> int:
     """A limit, from the environment variable of that name."""
-    given = os.environ.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,18}", given) or int(given) == 0:
-        raise UsageError(f"{name}={given!r} must be a whole number, at least 1")
-    return int(given)
+    value = os.environ.get(name) or str(default)
+    if not re.fullmatch("[0-9]{1,18}", value) or int(value) == 0:
+        raise UsageError(f"{name}={value!r} must be a whole number, at least 1")
+    return int(value)
 
 
 def _not_too_long(document: str, where: str) -> str:

@@ -139,22 +139,22 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
         UsageError: a split has no files, or a file is truncated or in another format.
     """
     folder = Path(str(data.tokens))
-    found: dict[str, list[TokenFile]] = {}
+    splits: dict[str, list[TokenFile]] = {}
     for split, word in (("train", "train"), ("valid", "val"), ("test", "test")):
         paths = sorted(folder.glob(f"*{word}*.bin"))
         if not paths and split != "test":
             reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
             raise UsageError(f"data.tokens={folder}: {reason}")
-        found[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
-    if not found["test"]:
-        half = sum(file.length for file in found["valid"]) // 2
-        found["valid"], found["test"] = _cut(found["valid"], half)
+        splits[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
+    if not splits["test"]:
+        half = sum(file.length for file in splits["valid"]) // 2
+        splits["valid"], splits["test"] = _cut(splits["valid"], half)
     limits = {"train": data.max_tokens}
-    for split, files in found.items():
+    for split, files in splits.items():
         limit = limits.get(split, data.max_held_out_tokens)
         if limit is not None:
-            found[split] = _cut(files, limit)[0]
-    return found
+            splits[split] = _cut(files, limit)[0]
+    return splits
 
 
 def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> TokenFile:
@@ -190,13 +190,13 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
             f"{shown} has the header {magic}, version {version}; of llm.c's files those with "
             f"{' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
         )
-    length, rest = divmod(size - offset, np.dtype(dtype).itemsize)
-    if rest or length < 0 or (offset and length != promised):
+    length, remainder = divmod(size - offset, np.dtype(dtype).itemsize)
+    if remainder or length < 0 or (offset and length != promised):
         says = f", where its header says {promised} tokens" if offset else ""
-        other = "" if shown.startswith("--") else ", or set data.token_dtype"
+        advice = "" if shown.startswith("--") else ", or set data.token_dtype"
         raise UsageError(
             f"{shown} is damaged: {size - offset} bytes of {dtype}{says}. Copy or write it again"
-            f"{other}"
+            f"{advice}"
         )
     little_endian = np.dtype(dtype).newbyteorder("<").str
     return TokenFile(str(path.resolve()), little_endian, offset, length)
@@ -204,10 +204,8 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
 
 def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFile]]:
     """Split files into those with the first ``at`` tokens and those with the rest."""
-    first, rest = [], []
+    cuts = []
     for file in files:
-        one, other = file.cut(at)
-        at -= one.length
-        first.append(one)
-        rest.append(other)
-    return first, rest
+        cuts.append(file.cut(at))
+        at -= cuts[-1][0].length
+    return [first for first, _ in cuts], [last for _, last in cuts]

@@ -54,6 +54,7 @@ class Batches:
         order: NDArray[Any] = np.empty(0)
         while self.position < len(self):
             epoch, batch = divmod(self.position, per_epoch)
+            # From seed and epoch alone: all processes agree on the order without a message.
             if epoch != shuffled:
                 order = np.random.default_rng((self.seed, epoch)).permutation(blocks)
                 shuffled = epoch
@@ -87,9 +88,13 @@ def held_out_loader(
     blocks = (len(tokens) - 1) // length
     if training.evaluation_batches is not None:
         blocks = min(blocks, training.evaluation_batches * training.batch_size)
-    mine = np.arange(rank, math.ceil(blocks / world_size) * world_size, world_size)
-    ids = _blocks(tokens, np.minimum(mine, blocks - 1) * length, length)
-    return DataLoader(TensorDataset(torch.from_numpy(ids), torch.from_numpy(mine < blocks)), batch)
+    # Past the last block each process repeats it, and the mask says that it does not count.
+    numbers = np.arange(rank, math.ceil(blocks / world_size) * world_size, world_size)
+    ids, counted = (
+        _blocks(tokens, np.minimum(numbers, blocks - 1) * length, length),
+        numbers < blocks,
+    )
+    return DataLoader(TensorDataset(torch.from_numpy(ids), torch.from_numpy(counted)), batch)
 
 
 def held_out_batches(
@@ -98,8 +103,8 @@ def held_out_batches(
     """Yield all complete blocks of a split in order, in batches [batch, sequence_length + 1]."""
     starts = range(0, len(tokens) - sequence_length, sequence_length)
     for first in range(0, len(starts), batch_size):
-        part = starts[first : first + batch_size]
-        yield torch.from_numpy(_blocks(tokens, part, sequence_length))
+        batch = starts[first : first + batch_size]
+        yield torch.from_numpy(_blocks(tokens, batch, sequence_length))
 
 
 def _blocks(

@@ -118,6 +118,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         source = TokenFiles(f"data.tokens={data.tokens}", find_token_files(data, vocab_size))
     else:
         source = open_documents(data)
+    # Where text and tokenizer are makes no difference: the same content is the same corpus.
     made_from = {
         "layout": _LAYOUT,
         "source": source.fingerprint,
@@ -127,6 +128,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     }
     folder = cache / content_hash(made_from)[:32]
     try:
+        # First without the lock, since a cache that holds the corpus may be read-only.
         corpus = _find(folder, source)
         if corpus is None:
             cache.mkdir(parents=True, exist_ok=True)
@@ -214,6 +216,7 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
 
 def held_out_split(document: str, share: float) -> str:
     """The split of a document, as a function of its text; valid and test get ``share`` each."""
+    # Not drawn at random: a document keeps its split when others are added, or come in other order.
     start = hashlib.sha256(document.encode()).digest()[:8]
     place = int.from_bytes(start, "big") / 2**64
     return "valid" if place < share else "test" if place < 2 * share else "train"
@@ -226,6 +229,7 @@ def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
     """
     if not (folder / "corpus.json").exists():
         return None
+    # The file may hold any JSON, so that any of its parts may be missing or of another type.
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     reason = "corpus.json"
     with contextlib.suppress(*damaged):
@@ -235,8 +239,8 @@ def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
         tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
         paths = {file.path for parts in files.values() for file in parts}
         inside = isinstance(source, TokenFiles) or paths <= {f"{split}.bin" for split in SPLITS}
-        known = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
-        if digest == content_hash(facts) and inside and known:
+        consistent = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
+        if digest == content_hash(facts) and inside and consistent:
             reason = _difference(folder, facts["digests"])
             present = [file.is_there(folder) for parts in files.values() for file in parts]
             if not reason and (all(present) or isinstance(source, TokenFiles)):
@@ -302,6 +306,7 @@ def _make(
         facts["dtype"] = files["train"][0].dtype
         facts["tokens"] = {s: sum(file.length for file in parts) for s, parts in files.items()}
         facts["files"] = {s: [dataclasses.asdict(f) for f in parts] for s, parts in files.items()}
+        # Counted from the files, as training will read them; token files may have changed by now.
         counts, digests = _count(files, temporary, vocab_size)
         if isinstance(source, TokenFiles) and digests != source.digests:
             raise UsageError(f"{source.source} changed while it was read: start again")
@@ -313,11 +318,11 @@ def _make(
     return _loaded(folder, facts, source)
 
 
-def _assigned(documents: Documents, part: str, data: Data) -> Iterator[tuple[str, str]]:
+def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[str, str]]:
     """Yield the pairs (split, document) of a reader's documents."""
-    for document in documents.readers[part]():
-        split = held_out_split(document, data.held_out) if part == "train" else part
-        yield part if split in documents.readers else split, document
+    for document in documents.readers[reader]():
+        split = held_out_split(document, data.held_out) if reader == "train" else reader
+        yield reader if split in documents.readers else split, document
 
 
 def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -373,16 +378,17 @@ def _write_tokens(
         bar = stack.enter_context(
             tqdm(desc="tokens", unit="", unit_scale=True, total=data.max_tokens, disable=None)
         )
-        for part in documents.readers:
-            for batch in _batches(_assigned(documents, part, data)):
-                wanted = [(split, text) for split, text in batch if tokens[split] < limits[split]]
-                for (split, _), encoded in zip(wanted, encode([text for _, text in wanted])):
+        for reader in documents.readers:
+            for batch in _batches(_assigned(documents, reader, data)):
+                # The documents of a split that is full are not even tokenized.
+                needed = [(split, text) for split, text in batch if tokens[split] < limits[split]]
+                for (split, _), encoded in zip(needed, encode([text for _, text in needed])):
                     ids = np.array([end_of_text, *encoded], dtype)[: limits[split] - tokens[split]]
                     files[split].write(ids.tobytes())
                     tokens[split] += len(ids)
                     counts[split] += len(ids) > 0
                     bar.update(len(ids))
-                if tokens[part] >= limits[part]:
+                if tokens[reader] >= limits[reader]:
                     break
     return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
 
@@ -415,8 +421,8 @@ def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterat
 
 
 def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    found: int | None = tokenizer.eos_token_id
-    return tokenizer.bos_token_id if found is None else found
+    end_of_text: int | None = tokenizer.eos_token_id
+    return tokenizer.bos_token_id if end_of_text is None else end_of_text
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -447,14 +453,14 @@ def _count(
                 piece = np.array(ids[start : start + 2**24])  # read once
                 digest.update(piece.data)
                 try:
-                    found = unigram_counts(piece, vocab_size)
+                    piece_counts = unigram_counts(piece, vocab_size)
                 except ValueError as error:
                     raise UsageError(
                         f"{file.path} ({file.dtype}): {error} Set model.vocab_size={vocab_size} "
                         "higher, or data.token_dtype"
                     ) from None
                 if split == "train":
-                    counts += found
+                    counts += piece_counts
             digests[split].append(digest.hexdigest())
     return counts, digests
 
@@ -468,9 +474,9 @@ def _range_digest(file: TokenFile, bar: "tqdm[Any]") -> str:
         raise UsageError(f"data.tokens: {path}: {error.strerror}") from None
 
 
-def _progress(what: str, size: int) -> "tqdm[Any]":
+def _progress(label: str, size: int) -> "tqdm[Any]":
     """A progress bar for some bytes, which appears if that takes seconds."""
-    return tqdm(desc=what, unit="B", unit_scale=True, total=size, delay=3, disable=None)
+    return tqdm(desc=label, unit="B", unit_scale=True, total=size, delay=3, disable=None)
 
 
 def _check_length(corpus: Corpus, recipe: Recipe) -> None:
@@ -481,17 +487,17 @@ def _check_length(corpus: Corpus, recipe: Recipe) -> None:
     for split in SPLITS:
         if tokens[split] >= needed[split]:
             continue
-        said = f"its {split} split has {tokens[split]} tokens"
-        what, fix = "is too short", "Give more text"
+        finding = f"its {split} split has {tokens[split]} tokens"
+        problem, fix = "is too short", "Give more text"
         # Long enough, but as documents are not cut, they cannot be shared out.
         if documents["train"] is not None and sum(tokens.values()) >= sum(needed.values()):
-            what = "has too few documents"
-            said += f" in {documents[split]} of its {sum(documents.values())} documents"
+            problem = "has too few documents"
+            finding += f" in {documents[split]} of its {sum(documents.values())} documents"
             fix = (
                 "Give more documents (data.separator is what separates those of a text file), or "
                 "raise data.held_out"
             )
         raise UsageError(
-            f"{corpus.facts['source']} {what}: {said}, and the recipe needs {needed[split]}. "
+            f"{corpus.facts['source']} {problem}: {finding}, and the recipe needs {needed[split]}. "
             f"{fix}, or lower training.batch_size or training.sequence_length"
         )

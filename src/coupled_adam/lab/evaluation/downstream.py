@@ -55,11 +55,11 @@ class Downstream:
             raise UsageError(f"--lm-eval needs a package ({error}): {install('lm-eval')}") from None
         if folder is not None and not folder.is_dir():
             raise UsageError(f"--lm-eval-path {folder} is not a folder")
-        own = TaskManager(include_path=str(folder), include_defaults=False) if folder else None
-        if own is not None and set(names) <= set(own.all_tasks):
-            self._manager = own
-        else:
-            self._manager = TaskManager(include_path=str(folder) if folder else None)
+        path = None if folder is None else str(folder)
+        # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
+        self._manager = TaskManager(include_path=path, include_defaults=folder is None)
+        if folder is not None and not set(names) <= set(self._manager.all_tasks):
+            self._manager = TaskManager(include_path=path)
         for name in names:
             if name not in self._manager.all_tasks:
                 near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
@@ -74,7 +74,7 @@ class Downstream:
                 f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Can the "
                 "tasks' data be reached?"
             ) from None
-        tasks = {name: task for part in loaded.values() for name, task in part["tasks"].items()}
+        tasks = {name: task for group in loaded.values() for name, task in group["tasks"].items()}
         for name, task in tasks.items():
             if not set(task.aggregation()) & set(_ACCURACIES):
                 raise UsageError(
@@ -120,14 +120,14 @@ class Downstream:
             tasks |= scores
             versions |= results["versions"]
             for task, score in scores.items():
-                said = f"{task}: {score['metric']} {with_error(score)}"
-                print(f"{said} ({number} of {len(self.names)})", file=sys.stderr)
+                line = f"{task}: {score['metric']} {with_error(score)}"
+                print(f"{line} ({number} of {len(self.names)})", file=sys.stderr)
         accuracies = [score["accuracy"] for score in tasks.values()]
         errors = [score["stderr"] for score in tasks.values()]
-        known = None not in errors
+        have_errors = None not in errors
         return {
             "accuracy": math.fsum(accuracies) / len(tasks),
-            "stderr": math.hypot(*errors) / len(tasks) if known else None,
+            "stderr": math.hypot(*errors) / len(tasks) if have_errors else None,
             "tasks": tasks,
             "limit": self.limit,
             "versions": {"lm_eval": self._version, **versions},
@@ -135,11 +135,11 @@ class Downstream:
 
     def _scores(self, name: str, results: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """The scores of a task, of a group with a score, or of all tasks in a group or tag."""
-        found = results["results"].get(name, {})
+        values = results["results"].get(name, {})
         for metric in _ACCURACIES:
-            for key, value in found.items():
+            for key, value in values.items():
                 if key.partition(",")[0] == metric:
-                    error = found.get(key.replace(metric, f"{metric}_stderr", 1))
+                    error = values.get(key.replace(metric, f"{metric}_stderr", 1))
                     error = float(error) if isinstance(error, float) else None
                     return {name: {"accuracy": float(value), "stderr": error, "metric": metric}}
         members = results["group_subtasks"].get(name) or self._manager.task_index[name].tags

@@ -91,12 +91,13 @@ def evaluate_run(
         )
     clear_leftovers(run)
     path = run / EVALUATION
-    done = _read(path)
+    evaluation = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
-    has_loss = "test_loss" in done and done.get("test_batches") == batches
-    has_measures = MEASURES.keys() <= (done.get("embeddings") or {}).keys()
+    has_loss = "test_loss" in evaluation and evaluation.get("test_batches") == batches
+    # A file from before a measure was added is completed.
+    has_measures = MEASURES.keys() <= (evaluation.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
-        return done
+        return evaluation
     model, trained = load_trained(run, recipe, device)
     if not has_loss:
         tokens = (corpus() if callable(corpus) else corpus).tokens("test")
@@ -105,6 +106,7 @@ def evaluate_run(
         loss = held_out_loss(model, tokens, length, sequences, losses)
         _merge(path, {**loss, "test_batches": batches})
     if not has_measures:
+        # Those of a new model: the one that was loaded does not know which biases were frozen.
         with torch.device("meta"):
             parameters = count_parameters(trained.build_model(recipe))
         try:
@@ -237,9 +239,9 @@ def _summed_loss(
     if sequences is not None:
         tokens = tokens[: sequences * length + 1]
     total, predicted = 0.0, 0
-    whole = (len(tokens) - 1) // length * length
+    size = (len(tokens) - 1) // length * length
     bar = tqdm(
-        total=whole, desc="test loss", unit="", unit_scale=True, disable=None, leave=False, delay=1
+        total=size, desc="test loss", unit="", unit_scale=True, disable=None, leave=False, delay=1
     )
     with torch.inference_mode(), bar:
         for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):

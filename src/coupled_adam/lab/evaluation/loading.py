@@ -54,8 +54,8 @@ def check_model(source: Path | str) -> None:
         return
     runs = inner_runs(folder)
     if runs:
-        what = "sweep" if (folder / SWEEP).exists() else "comparison"
-        raise UsageError(f"{folder} is a {what}: name one of its runs, such as {runs[0]}")
+        kind = "sweep" if (folder / SWEEP).exists() else "comparison"
+        raise UsageError(f"{folder} is a {kind}: name one of its runs, such as {runs[0]}")
     raise UsageError(
         f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
     )

@@ -40,8 +40,8 @@ def sample(
     """
     end = tokenizer.eos_token_id
     first = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    given = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-    ids = [*([] if first is None else [first]), *given]
+    prompt_ids = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+    ids = [*([] if first is None else [first]), *prompt_ids]
     if not ids:
         raise UsageError("--prompt is empty, and the tokenizer has no token that begins a text")
     length, vocab_size = block_length(model), model.config.get_text_config().vocab_size
@@ -51,7 +51,7 @@ def sample(
             f"only {vocab_size} embeddings"
         )
     # Rows that pad the vocabulary belong to no token.
-    known = torch.arange(vocab_size) < max(tokenizer.get_vocab().values()) + 1
+    has_token = torch.arange(vocab_size) < max(tokenizer.get_vocab().values()) + 1
     generator = torch.Generator().manual_seed(seed)
     written: list[int] = []
     for _ in tqdm(range(tokens), "tokens", disable=None, leave=False, delay=1):
@@ -59,13 +59,13 @@ def sample(
         logits = model(input_ids=window, use_cache=False).logits[0, -1].double().cpu()
         if not logits.isfinite().all():
             raise UsageError(f"{model.name_or_path}: a logit is not finite")
-        token = _draw(logits.masked_fill(~known, -torch.inf), temperature, generator)
+        token = _draw(logits.masked_fill(~has_token, -torch.inf), temperature, generator)
         if token == end:
             break
         written.append(token)
     # Some tokenizers drop a space in front of the first token that they decode.
-    before = tokenizer.decode(given)
-    return str(tokenizer.decode([*given, *written])[len(before) :])
+    before = tokenizer.decode(prompt_ids)
+    return str(tokenizer.decode([*prompt_ids, *written])[len(before) :])
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -75,5 +75,5 @@ def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int
     probabilities = (logits / temperature).softmax(0)
     # Where the same number falls in the cumulative sum: close models then choose the same token.
     place = torch.rand((), dtype=torch.float64, generator=generator)
-    found = int(torch.searchsorted(probabilities.cumsum(0), place))
-    return min(found, int(probabilities.nonzero().max()))
+    token = int(torch.searchsorted(probabilities.cumsum(0), place))
+    return min(token, int(probabilities.nonzero().max()))

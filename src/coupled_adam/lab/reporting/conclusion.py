@@ -29,8 +29,8 @@ def conclusion(runs: Sequence[Run], left_out: Mapping[Path, str]) -> list[str]:
     for run in runs:
         experiments.setdefault(run.experiment, []).append(run)
     paragraphs = [
-        (f"{name}: " if len(experiments) > 1 else "") + " ".join(_experiment(mine))
-        for name, mine in experiments.items()
+        (f"{name}: " if len(experiments) > 1 else "") + " ".join(_experiment(members))
+        for name, members in experiments.items()
     ]
     diverged = sum(reason.startswith("diverged") for reason in left_out.values())
     unfinished = sum(reason.startswith("not ") for reason in left_out.values())
@@ -57,19 +57,19 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
                 f"({', '.join(seeds)}), which {'is' if len(seeds) == 1 else 'are'} not compared."
             )
     baseline = baseline_of(arms.values())
-    others = [arm for arm in arms.values() if arm is not baseline]
+    rivals = [arm for arm in arms.values() if arm is not baseline]
     if baseline is None:
         return [*sentences, "There is no run with AdamW to compare with."]
-    if not others:
+    if not rivals:
         return [*sentences, "There are only runs with AdamW, and nothing to compare them with."]
-    if len(others) > _MOST:
-        return [*sentences, _overview(baseline, others)]
+    if len(rivals) > _MOST:
+        return [*sentences, _overview(baseline, rivals)]
     if len({run.seed for run in runs}) == 1:
-        return [*sentences, *_one_seed([baseline, *others])]
-    for arm in others:
+        return [*sentences, *_one_seed([baseline, *rivals])]
+    for arm in rivals:
         sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
-    if len(others) > 1:
-        sentences.append(f"p is not corrected for {len(others)} comparisons.")
+    if len(rivals) > 1:
+        sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
     return sentences
 
 
@@ -87,7 +87,7 @@ def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
         return []
     names = [run.label.replace(", ", " (", 1) + ")" * (", " in run.label) for run in runs]
     first = ", ".join(phrase.format(texts[0]) for phrase, texts in shown.items())
-    others = [
+    comparisons = [
         f"{name}: {', '.join(str(texts[place]) for texts in shown.values())}"
         for place, name in enumerate(names[1:], 1)
     ]
@@ -95,7 +95,7 @@ def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
     if (folder / COMPARISON).exists():
         command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
     return [
-        f"With one seed, {'; '.join([f'{names[0]} has {first}', *others])}.",
+        f"With one seed, {'; '.join([f'{names[0]} has {first}', *comparisons])}.",
         f"One seed cannot tell whether a loss is lower; three can:{command}",
     ]
 
@@ -134,25 +134,25 @@ def _pairs(
         {run.seed: run.value(measure) for run in side if _is_finite(run)}
         for side in (arm, baseline)
     ]
-    mine, theirs = (
+    values, baseline_values = (
         {seed: value for seed, value in side.items() if value is not None and math.isfinite(value)}
         for side in finite
     )
-    seeds = sorted(mine.keys() & theirs.keys())
-    return {seed: mine[seed] for seed in seeds}, {seed: theirs[seed] for seed in seeds}
+    seeds = sorted(values.keys() & baseline_values.keys())
+    return {seed: values[seed] for seed in seeds}, {seed: baseline_values[seed] for seed in seeds}
 
 
 def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     """The sentence about an arm's test loss."""
     name, reference = arm[0].label, baseline[0].label
-    mine, theirs = _pairs(baseline, arm, TEST_LOSS)
-    if not mine:
+    losses, baseline_losses = _pairs(baseline, arm, TEST_LOSS)
+    if not losses:
         return f"{name} and {reference} have no finished seed in common, and cannot be compared."
-    test = paired_t_test(mine, theirs)
+    test = paired_t_test(losses, baseline_losses)
     if test is None:
         return (
             f"{name} and {reference} have one finished seed in common, with which no test is "
-            f"possible: the test loss is {_mean(mine):.3f} and {_mean(theirs):.3f}."
+            f"possible: the test loss is {_mean(losses):.3f} and {_mean(baseline_losses):.3f}."
         )
     if not test.significant:
         return (
@@ -173,13 +173,13 @@ def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
     """A sentence with the most important measures of the embeddings, if they were measured."""
     parts = []
     for name, measure in _GEOMETRY.items():
-        mine, theirs = _pairs(baseline, arm, measure)
-        if mine:
-            part = f"{name} is {_mean(mine):.2g} against {_mean(theirs):.2g}"
-            test = paired_t_test(mine, theirs)
+        values, baseline_values = _pairs(baseline, arm, measure)
+        if values:
+            clause = f"{name} is {_mean(values):.2g} against {_mean(baseline_values):.2g}"
+            test = paired_t_test(values, baseline_values)
             if test is not None:
-                part += f" ({shown_p(test.p)})"
-            parts.append(part)
+                clause += f" ({shown_p(test.p)})"
+            parts.append(clause)
     return [f"With {arm[0].label}, {' and '.join(parts)}."] if parts else []
 
 
@@ -187,18 +187,18 @@ def _mean(values: _BySeed) -> float:
     return math.fsum(values.values()) / len(values)
 
 
-def _overview(baseline: Sequence[Run], others: Sequence[Sequence[Run]]) -> str:
+def _overview(baseline: Sequence[Run], rivals: Sequence[Sequence[Run]]) -> str:
     """One sentence about the test losses of many arms."""
-    found: dict[str, list[str]] = {}
-    for arm in others:
-        mine, theirs = _pairs(baseline, arm, TEST_LOSS)
-        test = paired_t_test(mine, theirs)
+    by_verdict: dict[str, list[str]] = {}
+    for arm in rivals:
+        losses, baseline_losses = _pairs(baseline, arm, TEST_LOSS)
+        test = paired_t_test(losses, baseline_losses)
         text = arm[0].label if test is None else f"{arm[0].label} ({shown_p(test.p)})"
-        found.setdefault(_verdict(test), []).append(text)
-    listed = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in found.items())
+        by_verdict.setdefault(_verdict(test), []).append(text)
+    listed = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in by_verdict.items())
     return (
-        f"Test losses of {len(others)} arms against {baseline[0].label} (paired t-tests over the "
-        f"seeds in common, not corrected for {len(others)} comparisons): {listed}."
+        f"Test losses of {len(rivals)} arms against {baseline[0].label} (paired t-tests over the "
+        f"seeds in common, not corrected for {len(rivals)} comparisons): {listed}."
     )
 
 

@@ -34,13 +34,13 @@ def draw_all(runs: Sequence[Run]) -> list[Picture]:
     drawn = []
     experiments = list(dict.fromkeys(run.experiment for run in runs))
     for number, experiment in enumerate(experiments, 1):
-        mine = [run for run in runs if run.experiment == experiment]
-        name = mine[0].recipe.name  # a valid name for a folder, without ~
+        members = [run for run in runs if run.experiment == experiment]
+        name = members[0].recipe.name  # a valid name for a folder, without ~
         folder = f"figures/{name}" if experiment == name else f"figures/{name}~{number}"
-        figure, captions = _overview(mine)
+        figure, captions = _overview(members)
         file = "overview.png" if len(experiments) == 1 else f"{folder}/overview.png"
         drawn.append(Picture(figure, f"{experiment}. {captions}", file))
-        for file, (draw, caption) in _details(mine).items():
+        for file, (draw, caption) in _details(members).items():
             drawn.append(single(draw, f"{experiment}. {caption}", f"{folder}/{file}.png"))
     return [*drawn, *_across(runs)]
 
@@ -182,11 +182,11 @@ def _sweep(
     Runs that also differ in another option form separate sweeps; the sweep with the most values is
     returned.
     """
-    found: dict[str, dict[float, list[Run]]] = {}
+    sweeps: dict[str, dict[float, list[Run]]] = {}
     for run in runs:
-        options = dict(run.recipe.arms[run.arm])
+        options = dict(run.options)
         if options.pop("optimizer") == optimizer:
             value = number(float(options.pop(option, 1.0)))
-            sweep = found.setdefault(json.dumps(options, sort_keys=True), {})
+            sweep = sweeps.setdefault(json.dumps(options, sort_keys=True), {})
             sweep.setdefault(value, []).append(run)
-    return dict(sorted(max(found.values(), key=len, default={}).items()))
+    return dict(sorted(max(sweeps.values(), key=len, default={}).items()))

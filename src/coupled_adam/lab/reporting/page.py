@@ -71,33 +71,33 @@ def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
         arms.setdefault((run.experiment, run.setup), []).append(run)
     return [
         {
-            "experiment": mine[0].experiment,
-            "label": mine[0].label,
-            "options": ", ".join(f"{k}={v}" for k, v in mine[0].recipe.arms[mine[0].arm].items()),
-            "seconds": _shown_seconds([run.seconds for run in mine], statistics.fmean),
-            "total": _shown_seconds([run.seconds for run in mine], math.fsum),
-            "speed": _shown_speed([run.tokens_per_second for run in mine]),
-            "runs": [(run.seed, _link(run.folder, out)) for run in mine],
+            "experiment": arm_runs[0].experiment,
+            "label": arm_runs[0].label,
+            "options": ", ".join(f"{k}={v}" for k, v in arm_runs[0].options.items()),
+            "seconds": _shown_seconds([run.seconds for run in arm_runs], statistics.fmean),
+            "total": _shown_seconds([run.seconds for run in arm_runs], math.fsum),
+            "speed": _shown_speed([run.tokens_per_second for run in arm_runs]),
+            "runs": [(run.seed, _link(run.folder, out)) for run in arm_runs],
         }
-        for mine in arms.values()
+        for arm_runs in arms.values()
     ]
 
 
 def _shown_seconds(
     seconds: Sequence[float | None], combine: Callable[[Sequence[float]], float]
 ) -> str:
-    known = [value for value in seconds if value is not None]
-    if len(known) < len(seconds):
+    measured = [value for value in seconds if value is not None]
+    if len(measured) < len(seconds):
         return "–"
-    total = round(combine(known))
+    total = round(combine(measured))
     if total < 3600:
         return f"{total // 60}:{total % 60:02} min"
     return f"{total // 3600}:{total % 3600 // 60:02} h"
 
 
 def _shown_speed(speeds: Sequence[float | None]) -> str:
-    known = [value for value in speeds if value is not None]
-    return f"{statistics.harmonic_mean(known):,.0f}" if known else "–"
+    measured = [value for value in speeds if value is not None]
+    return f"{statistics.harmonic_mean(measured):,.0f}" if measured else "–"
 
 
 def _link(folder: Path, out: Path) -> str:
@@ -108,16 +108,16 @@ def _link(folder: Path, out: Path) -> str:
 def _environment(run: Run) -> dict[str, Any]:
     """The environment of a run; empty if its file is missing or not as training writes it."""
     try:
-        found = json.loads(read_text(run.folder / ENVIRONMENT))
+        recorded = json.loads(read_text(run.folder / ENVIRONMENT))
         return {
-            "command": " ".join(map(str, found.get("command", []))),
-            "git commit": found.get("git_commit"),
-            "machine": f"{found.get('processor')}, {found.get('cores')} cores; "
-            + (", ".join(map(str, found.get("gpus", []))) or "no GPU"),
-            "python": found.get("python"),
-            "packages": ", ".join(f"{k} {v}" for k, v in found.get("packages", {}).items()),
-            "corpus": (found.get("corpus") or {}).get("source"),
-            "time": found.get("time"),
+            "command": " ".join(map(str, recorded.get("command", []))),
+            "git commit": recorded.get("git_commit"),
+            "machine": f"{recorded.get('processor')}, {recorded.get('cores')} cores; "
+            + (", ".join(map(str, recorded.get("gpus", []))) or "no GPU"),
+            "python": recorded.get("python"),
+            "packages": ", ".join(f"{k} {v}" for k, v in recorded.get("packages", {}).items()),
+            "corpus": (recorded.get("corpus") or {}).get("source"),
+            "time": recorded.get("time"),
         }
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}

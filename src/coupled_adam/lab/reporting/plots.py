@@ -32,10 +32,10 @@ class OfArm(Protocol):
 def arm_colors(runs: Sequence[OfArm]) -> dict[str, str]:
     """A color for each arm: fixed ones for the two main arms, a color scale for the others."""
     fixed = {"adamw": ADAMW_COLOR, "coupled_adam": COUPLED_ADAM_COLOR}
-    others = [arm for arm in dict.fromkeys(run.arm for run in runs) if arm not in fixed]
-    scale = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(len(others), 1)))
+    other_arms = [arm for arm in dict.fromkeys(run.arm for run in runs) if arm not in fixed]
+    scale = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(len(other_arms), 1)))
     return fixed | {
-        arm: matplotlib.colors.to_hex(color) for arm, color in zip(others, scale.tolist())
+        arm: matplotlib.colors.to_hex(color) for arm, color in zip(other_arms, scale.tolist())
     }
 
 
@@ -203,9 +203,9 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None
     sizes = sorted({run.parameters for run in runs})
     for size in sizes:
         for arm in dict.fromkeys(run.arm for run in runs):
-            mine = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
+            arm_runs = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
             points: dict[int, list[float]] = {}
-            for run in mine:
+            for run in arm_runs:
                 value = run.value(measure)
                 if value is not None:
                     points.setdefault(run.recipe.tokens, []).append(value)
@@ -221,7 +221,7 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None
                     marker=markers[sizes.index(size) % len(markers)],
                     capsize=3,
                     color=colors[arm],
-                    label=f"{mine[0].label}, N = {short(size)}",
+                    label=f"{arm_runs[0].label}, N = {short(size)}",
                 )
     label = measure.label
     ax.set(title=label.capitalize(), xlabel="D (tokens)", ylabel=label, xscale="log")

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -82,6 +83,11 @@ class Run:
     def label(self) -> str:
         """The arm's name in tables and pictures."""
         return self.recipe.arm(self.arm).label
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arm's optimizer and options, as the recipe has them."""
+        return self.recipe.arms[self.arm]
 
     @property
     def setup(self) -> str:
@@ -198,7 +204,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
                 continue
             evaluation = _json(folder / EVALUATION)
             # The parts of an evaluation are written one after the other; these two come first.
-            if not all({"test_loss", "parameters"} <= {*part} for part in evaluation):
+            if not all({"test_loss", "parameters"} <= {*entry} for entry in evaluation):
                 left_out[folder] = "not evaluated yet"
             elif not evaluation:
                 left_out[folder] = _why_unfinished(folder)
@@ -212,12 +218,12 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
             reason = one_line(error, longest=None)
             raise UsageError(f"{folder} is damaged ({reason}): move it away") from None
     runs = sorted(_name_experiments(runs), key=_place)
-    kept: dict[tuple[str, str, int], Run] = {}
+    unique: dict[tuple[str, str, int], Run] = {}
     for run in runs:
-        first = kept.setdefault((run.experiment, run.setup, run.seed), run)
+        first = unique.setdefault((run.experiment, run.setup, run.seed), run)
         if first is not run:  # counting a run twice would make p too small
             left_out[run.folder] = f"the same arm and seed as {first.folder}"
-    return _with_other_tokens([*kept.values()]), left_out
+    return _with_other_tokens([*unique.values()]), left_out
 
 
 def _with_other_tokens(runs: Sequence[Run]) -> list[Run]:
@@ -231,8 +237,8 @@ def _with_other_tokens(runs: Sequence[Run]) -> list[Run]:
         counter = tokens[run.experiment]
         usual = max(counter, key=lambda number: (counter[number], number or 0))
         number = run.evaluation.get("test_tokens")
-        other = None if number == usual or number is None else number
-        marked.append(dataclasses.replace(run, other_tokens=other))
+        different = None if number == usual or number is None else number
+        marked.append(dataclasses.replace(run, other_tokens=different))
     return marked
 
 
@@ -255,7 +261,7 @@ def _json(path: Path) -> list[Any]:
         parts = [json.loads(p) for p in (text.splitlines() if path.suffix == ".jsonl" else [text])]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-    if not all(isinstance(part, dict) for part in parts):
+    if not all(isinstance(entry, dict) for entry in parts):
         raise ValueError(f"{path.name}: not JSON objects")
     return parts
 
@@ -340,10 +346,9 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
         setting
         for setting in next(iter(settings.values()), ())
         if any(
-            settings[key][setting] != settings[other][setting]
-            for key in names
-            for other in names
-            if names[key] == names[other]
+            settings[a][setting] != settings[b][setting]
+            for a, b in itertools.combinations(names, 2)
+            if names[a] == names[b]
         )
     ]
     sizes: dict[tuple[int, int], set[str]] = {}
@@ -352,14 +357,14 @@ def _name_experiments(runs: Sequence[Run]) -> list[Run]:
     has_names = any(len(sharing) > 1 for sharing in sizes.values())  # D and N do not tell them
     named = []
     for run, key in zip(runs, keys):
-        mine = {setting: settings[key][setting] for setting in apart}
-        others = [settings[other] for other in names if names[other] == names[key]]
-        own = [s for s in mine if any(other[s] != mine[s] for other in others)]
-        listed = ", ".join(f"{short_key(s, apart)}={setting_text(mine[s])}" for s in own)
+        values = {setting: settings[key][setting] for setting in apart}
+        namesakes = [settings[k] for k in names if names[k] == names[key]]
+        telling = [s for s in values if any(namesake[s] != values[s] for namesake in namesakes)]
+        listed = ", ".join(f"{short_key(s, apart)}={setting_text(values[s])}" for s in telling)
         title = f"{names[key]} ({listed})" if listed else names[key]
         if has_names:
-            mine = {"recipe": names[key], **mine}
-        named.append(dataclasses.replace(run, experiment=title, settings=mine))
+            values = {"recipe": names[key], **values}
+        named.append(dataclasses.replace(run, experiment=title, settings=values))
     return named
 
 
@@ -386,7 +391,7 @@ def baseline_of(arms: Iterable[list[Run]]) -> list[Run] | None:
 def short_key(key: str, keys: Sequence[str]) -> str:
     """A dotted key without its section, if that is the only one of its name among these keys."""
     last = key.rpartition(".")[2]
-    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+    return last if [k.rpartition(".")[2] for k in keys].count(last) == 1 else key
 
 
 def setting_text(value: Any) -> str:
@@ -402,7 +407,7 @@ def _is_flag(value: Any) -> bool:
 
 def _place(run: Run) -> tuple[Any, ...]:
     """The sort key: size, experiment, AdamW before Coupled Adam, a plain arm before its sweep."""
-    options = run.recipe.arms[run.arm]
+    options = run.options
     kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
     scale = float(options.get("second_moment_scale", 1))  # YAML reads 1e-3 as text
     swept = -np.log2(scale) if scale != 1 else -np.inf, float(options.get("lr_factor", 0))

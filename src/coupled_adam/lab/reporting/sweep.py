@@ -62,9 +62,11 @@ def best_of_arms(tried: Sequence[Tried]) -> list[Tried]:
 
     An arm has none if in each of its settings at least one run has diverged.
     """
-    finite = [one for one in tried if math.isfinite(one.mean)]
-    arms = dict.fromkeys(one.arm for one in finite)
-    return [min((one for one in finite if one.arm == arm), key=lambda t: t.mean) for arm in arms]
+    finite = [trial for trial in tried if math.isfinite(trial.mean)]
+    arms = dict.fromkeys(trial.arm for trial in finite)
+    return [
+        min((trial for trial in finite if trial.arm == arm), key=lambda t: t.mean) for arm in arms
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,58 +84,58 @@ class SweepReport:
     def label(self, arm: str) -> str:
         """The optimizer's name; the arm's own name if that is not enough to tell it."""
         labels = {name: self.recipe.arm(name).label for name in self.recipe.arms}
-        mine = labels[arm]
-        is_clear = "," not in mine and [*labels.values()].count(mine) == 1
-        return mine if is_clear else arm
+        label = labels[arm]
+        is_clear = "," not in label and [*labels.values()].count(label) == 1
+        return label if is_clear else arm
 
     def conclusions(self) -> list[str]:
         """Sentences: the test losses of the chosen settings compared, and what restricts them."""
-        found = [
+        diverged = [
             f"Every setting of {self.label(arm)} has a run that diverged."
-            for arm in dict.fromkeys(one.arm for one in self.tried)
-            if arm not in [one.arm for one in self.best]
+            for arm in dict.fromkeys(trial.arm for trial in self.tried)
+            if arm not in [trial.arm for trial in self.best]
         ]
-        compared = [self._comparison(one, self.best[0]) for one in self.best[1:]]
-        return [*found, *compared, *self._edges()]
+        compared = [self._comparison(trial, self.best[0]) for trial in self.best[1:]]
+        return [*diverged, *compared, *self._edges()]
 
-    def _comparison(self, one: Tried, other: Tried) -> str:
-        seeds = list(one.test)
-        difference = float(np.mean([one.test[s] - other.test[s] for s in seeds]))
-        mine, theirs = self.label(one.arm), self.label(other.arm)
-        paired = paired_t_test(one.test, other.test)
+    def _comparison(self, trial: Tried, baseline: Tried) -> str:
+        seeds = list(trial.test)
+        difference = float(np.mean([trial.test[s] - baseline.test[s] for s in seeds]))
+        name, baseline_name = self.label(trial.arm), self.label(baseline.arm)
+        paired = paired_t_test(trial.test, baseline.test)
         way = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
         if paired is None:
             return (
-                f"With one seed, the test loss of the best setting of {mine} is {way} than that of "
-                f"{theirs}; a test needs two seeds or more."
+                f"With one seed, the test loss of the best setting of {name} is {way} than that of "
+                f"{baseline_name}; a test needs two seeds or more."
             )
         test = f"two-sided paired t-test over {len(seeds)} seeds: p = {paired.p:.2g}"
         if paired.significant:
             return (
-                f"The test loss of the best setting of {mine} is {way} than that of {theirs} "
-                f"({test})."
+                f"The test loss of the best setting of {name} is {way} than that of "
+                f"{baseline_name} ({test})."
             )
         return (
-            f"The test losses of the best settings of {mine} and {theirs} cannot be told apart: "
-            f"that of {mine} is {way} ({test})."
+            f"The test losses of the best settings of {name} and {baseline_name} cannot be told "
+            f"apart: that of {name} is {way} ({test})."
         )
 
     def _edges(self) -> Iterator[str]:
-        for one in self.best:
-            for name, value in one.setting.values.items():
-                numbers = self._tried_values(one.arm, name)
+        for trial in self.best:
+            for name, value in trial.setting.values.items():
+                numbers = self._tried_values(trial.arm, name)
                 if len(numbers) > 1 and value in (numbers[0], numbers[-1]):
                     is_lowest = value == numbers[0]
                     place, more = ("lowest", "lower") if is_lowest else ("highest", "higher")
                     yield (
-                        f"The best {name} of {self.label(one.arm)}, {as_text(value)}, is the "
+                        f"The best {name} of {self.label(trial.arm)}, {as_text(value)}, is the "
                         f"{place} that was tried: a {more} one may be better."
                     )
 
     def _tried_values(self, arm: str, name: str) -> list[float]:
         """The numbers that were tried for an option of an arm, in ascending order."""
-        mine = [one.setting.values.get(name) for one in self.tried if one.arm == arm]
-        return sorted({value for value in mine if is_number(value)})
+        values = [trial.setting.values.get(name) for trial in self.tried if trial.arm == arm]
+        return sorted({value for value in values if is_number(value)})
 
     def terminal(self) -> Table:
         """The table for the terminal; the chosen settings are bold."""
@@ -158,9 +160,9 @@ class SweepReport:
         return Table(columns, rows, title, notes, left=(0, 1))
 
     @staticmethod
-    def test_text(one: Tried) -> str:
+    def test_text(trial: Tried) -> str:
         """The test loss; empty for a setting that was not chosen."""
-        return shorthand(list(one.test.values())) if one.test else ""
+        return shorthand(list(trial.test.values())) if trial.test else ""
 
     def notes(self) -> list[str]:
         """The conclusions, and how they were found."""
@@ -175,15 +177,15 @@ class SweepReport:
 
     def csv(self) -> str:
         """A line for each run, in full precision."""
-        names = list(dict.fromkeys(name for one in self.tried for name in one.setting.values))
+        names = list(dict.fromkeys(name for trial in self.tried for name in trial.setting.values))
         lines = []
-        for one in self.tried:
-            values = [one.setting.values.get(name) for name in names]
+        for trial in self.tried:
+            values = [trial.setting.values.get(name) for name in names]
             cells = [None if value is None else as_text(value) for value in values]
-            for seed, loss in one.validation.items():
-                folder = f"{one.setting.name}/{one.arm}-seed-{seed}"
-                result = [seed, loss, one.test.get(seed), one in self.best, folder]
-                lines.append([one.arm, *cells, *result])
+            for seed, loss in trial.validation.items():
+                folder = f"{trial.setting.name}/{trial.arm}-seed-{seed}"
+                result = [seed, loss, trial.test.get(seed), trial in self.best, folder]
+                lines.append([trial.arm, *cells, *result])
         header = ["arm", *names, "seed", "valid_loss", "test_loss", "chosen", "folder"]
         return csv_text([header, *lines])
 
@@ -199,9 +201,9 @@ class SweepReport:
     def _pictures(self) -> list[Picture]:
         names = dict.fromkeys(
             name
-            for one in self.tried
-            for name in one.setting.values
-            if len(self._tried_values(one.arm, name)) > 1
+            for trial in self.tried
+            for name in trial.setting.values
+            if len(self._tried_values(trial.arm, name)) > 1
         )
         return [
             single(
@@ -217,29 +219,29 @@ class SweepReport:
         """Plot the validation loss against one option."""
         colors = arm_colors(self.tried)
         ticks: set[float] = set()
-        for arm in dict.fromkeys(one.arm for one in self.tried):
-            mine = [one for one in self.tried if one.arm == arm]
+        for arm in dict.fromkeys(trial.arm for trial in self.tried):
+            trials = [trial for trial in self.tried if trial.arm == arm]
             color = colors[arm]
             lines: dict[str, list[Tried]] = {}
-            for one in mine:
-                rest = {k: v for k, v in one.setting.values.items() if k != name}
-                lines.setdefault(str(rest), []).append(one)
+            for trial in trials:
+                other_options = {k: v for k, v in trial.setting.values.items() if k != name}
+                lines.setdefault(str(other_options), []).append(trial)
             for line in lines.values():
-                points = [(x, one.mean) for x, one in _lowest(line, name).items()]
+                points = [(x, trial.mean) for x, trial in _lowest(line, name).items()]
                 if points and len(lines) > 1:
                     ax.plot(*zip(*points), color=color, alpha=0.25, linewidth=0.8, marker=".")
-            lowest = _lowest(mine, name)
-            means = np.array([one.mean for one in lowest.values()])
+            lowest = _lowest(trials, name)
+            means = np.array([trial.mean for trial in lowest.values()])
             ranges = [
-                means - [min(one.validation.values()) for one in lowest.values()],
-                [max(one.validation.values()) for one in lowest.values()] - means,
+                means - [min(trial.validation.values()) for trial in lowest.values()],
+                [max(trial.validation.values()) for trial in lowest.values()] - means,
             ]
             label = self.label(arm)
             ax.errorbar([*lowest], means, ranges, marker="o", capsize=3, color=color, label=label)
             values = self._tried_values(arm, name)
-            gone = [x for x in values if x not in lowest]
+            diverged = [x for x in values if x not in lowest]
             top = ax.get_xaxis_transform()
-            ax.plot(gone, [1] * len(gone), "x", color=color, clip_on=False, transform=top)
+            ax.plot(diverged, [1] * len(diverged), "x", color=color, clip_on=False, transform=top)
             ticks.update(values)
         ax.set(title=f"Validation loss against {name}", xlabel=name, ylabel="nats per token")
         if min(ticks) > 0:
@@ -253,8 +255,8 @@ class SweepReport:
 def _lowest(tried: Sequence[Tried], name: str) -> dict[float, Tried]:
     """The best setting for each value of an option, in ascending order, if it has not diverged."""
     best: dict[float, Tried] = {}
-    for one in sorted(tried, key=lambda one: one.mean):
-        value = one.setting.values.get(name)
-        if is_number(value) and math.isfinite(one.mean):
-            best.setdefault(value, one)
+    for trial in sorted(tried, key=lambda trial: trial.mean):
+        value = trial.setting.values.get(name)
+        if is_number(value) and math.isfinite(trial.mean):
+            best.setdefault(value, trial)
     return dict(sorted(best.items()))

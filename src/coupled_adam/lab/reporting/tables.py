@@ -82,14 +82,14 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
     for experiment in dict.fromkeys(run.experiment for run in runs):
         arms = by_arm(run for run in runs if run.experiment == experiment)
         baseline = baseline_of(arms.values())
-        others = [arm for arm in arms.values() if arm is not baseline]
+        compared = [arm for arm in arms.values() if arm is not baseline]
         for arm in arms.values():
             if bold == "all":
-                rivals = [other for other in arms.values() if other is not arm]
+                rivals = [rival for rival in arms.values() if rival is not arm]
             elif arm is not baseline:
                 rivals = [] if baseline is None else [baseline]
             else:
-                rivals = others if len(others) == 1 else []
+                rivals = compared if len(compared) == 1 else []
             # Without a p in the baseline's row, which readers would take for that of another row.
             against = None if arm is baseline else baseline
             metrics = {
@@ -129,8 +129,8 @@ def _metric(
     by_seed = _values(column, arm)
     values = [*by_seed.values()]
 
-    def p(other: list[Run]) -> float | None:
-        return one_sided_t_test(values, [*_values(column, other).values()], better)
+    def p(rival_runs: list[Run]) -> float | None:
+        return one_sided_t_test(values, [*_values(column, rival_runs).values()], better)
 
     against_rivals = [p(rival) for rival in rivals]
     paired = None if against is None else paired_t_test(by_seed, _values(column, against))
@@ -195,10 +195,10 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
             for seed, tokens in row.other_tokens.items()
         ]
     for experiment in dict.fromkeys(row.experiment for row in rows):
-        mine = [row for row in rows if row.experiment == experiment]
-        if len({tuple(row.seeds) for row in mine}) > 1:
+        members = [row for row in rows if row.experiment == experiment]
+        if len({tuple(row.seeds) for row in members}) > 1:
             notes.append(f"{experiment}: the arms were run with different seeds.")
-        if not any(row.is_baseline for row in mine):
+        if not any(row.is_baseline for row in members):
             notes.append(f"{experiment}: no run with AdamW to compare with.")
     return notes
 

@@ -101,8 +101,10 @@ class RunLog(pl.Callback):
         """Save AdamW's bias-corrected second moment, averaged over H: a number for each token."""
         embedding = output_embeddings(module.model)
         moment = trainer.optimizers[0].state.get(embedding, {}).get("exp_avg_sq")
+        # SGD has none, and that of Coupled Adam is a vector: AdamW's alone is a matrix.
         if moment is None or moment.shape != embedding.shape:
             return
+        # All ranks gather a sharded one, and the first writes it.
         moment = full_tensor(moment)
         if rank() > 0:
             return
@@ -221,17 +223,18 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
         UsageError: if lines before the checkpoint are missing, come twice or are not JSON.
     """
     path = run.folder / METRICS
+    # Lines after the checkpoint are of steps that will be made, and logged, again.
     end = -1 if last_step is None else last_step
-    found = [line for line in logged_lines(path) if line[0] <= end]
-    kept = {(step, name): line for step, name, line in reversed(found)}
+    logged_before = [line for line in logged_lines(path) if line[0] <= end]
+    first_lines = {(step, name): line for step, name, line in reversed(logged_before)}
     expected = _expected(run.recipe, end)
-    missing = [place for place in expected if place not in kept]
-    often = collections.Counter(line[:2] for line in found)
+    missing = [place for place in expected if place not in first_lines]
+    often = collections.Counter(line[:2] for line in logged_before)
     twice = [place for place in expected if often[place] > 1]
     if missing or twice:
-        what, places = ("missing", missing) if missing else ("there twice", twice)
+        problem, places = ("missing", missing) if missing else ("there twice", twice)
         message = (
-            f"{path} is damaged: of the lines before the checkpoint {len(places)} are {what}, "
+            f"{path} is damaged: of the lines before the checkpoint {len(places)} are {problem}, "
             f"first {places[0][1]} of step {places[0][0]}"
         )
         if not skip_damaged:
@@ -240,7 +243,8 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
             )
         warnings.warn(message, stacklevel=2)
     if path.exists():
-        write_atomically(path, "".join(kept[place] for place in expected if place in kept))
+        lines = [first_lines[place] for place in expected if place in first_lines]
+        write_atomically(path, "".join(lines))
 
 
 def _expected(recipe: Recipe, last_step: int) -> list[tuple[int, str]]:

@@ -127,6 +127,7 @@ class Checkpoints(pl.Callback):
         signal.signal(signal.SIGTERM, self._stop)
         if self._resumed is None:
             return
+        # These errors are raised within explaining_content, which names the checkpoint.
         if trainer.global_step != self.step(self._resumed):
             raise ValueError(f"it is of step {trainer.global_step}")
         optimizer = trainer.optimizers[0]
@@ -167,6 +168,7 @@ class Checkpoints(pl.Callback):
             self._write(trainer, temporary)
             self._commit(temporary, path)
         except BaseException as error:
+            # Whatever ended it, a full disk or Ctrl-C, earlier checkpoints stay as they are.
             if rank() == 0:
                 remove(temporary)
             if isinstance(error, OSError):
@@ -188,6 +190,8 @@ class Checkpoints(pl.Callback):
         digests = _digests(temporary, path.name, flush=True)
 
         def finish() -> None:
+            # In this order a crash leaves a whole checkpoint, with its digests and its part of the
+            # log, or none of this name.
             if temporary.is_dir():
                 sync_folder(temporary)
             sync(self.metrics)
@@ -196,9 +200,9 @@ class Checkpoints(pl.Callback):
             write_atomically(_manifest(path), json.dumps(content, indent=2))
             temporary.rename(path)
             sync_folder(self.folder)
-            own = [other for other in by_step(self.folder).values() if self._own_files(other)]
-            for other in own[:-_KEPT]:
-                self._remove(other)
+            saved = [*filter(self._own_files, by_step(self.folder).values())]
+            for checkpoint in saved[:-_KEPT]:
+                self._remove(checkpoint)
 
         on_rank_zero(finish)
 
@@ -209,6 +213,7 @@ class Checkpoints(pl.Callback):
 
     def _newest(self) -> tuple[Path | None, Path | None]:
         """The last two checkpoints, newest first; also removes digests without a checkpoint."""
+        # Digests are written first, and removed last: a crash may leave them alone.
         for manifest in by_step(self.folder, ".json").values():
             path = manifest.with_suffix("")
             if not os.path.lexists(path) and self._own_files(path):
@@ -226,7 +231,7 @@ class Checkpoints(pl.Callback):
 
     def _damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, as the end of a sentence; None if it is intact."""
-        found = _digests(path, path.name)
+        digests = _digests(path, path.name)
         try:
             manifest = read_json(_manifest(path), Manifest)
         except OSError:
@@ -236,7 +241,7 @@ class Checkpoints(pl.Callback):
         files = manifest["files"]
         if manifest["config"] != self._config():
             return "is not of this run (it was made with another config.yaml)"
-        damaged = sorted(name for name in {**files, **found} if files.get(name) != found.get(name))
+        damaged = sorted({name for name, _ in files.items() ^ digests.items()})
         if damaged:
             return f"is damaged ({', '.join(damaged)})"
         try:
@@ -252,10 +257,10 @@ class Checkpoints(pl.Callback):
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint of this run, but nothing that others have put into its folder."""
         if path.is_dir():
-            own = self._own_files(path)
+            own_files = self._own_files(path)
             inside = sorted(path.rglob("*"), reverse=True)  # what is in a folder comes before it
             for file in inside:
-                if file.relative_to(path).as_posix() in own:
+                if file.relative_to(path).as_posix() in own_files:
                     file.unlink()
             for folder in (*(p for p in inside if p.is_dir()), path):
                 remove_empty([folder])
@@ -333,9 +338,10 @@ def _digests(path: Path, name: str, flush: bool = False) -> dict[str, str]:
         flush: whether to flush each file to the disk first.
     """
     names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
-    found = {}
+    digests = {}
+    # A checkpoint that is a single file has no names in it, and is read by the first rank.
     for file in names[rank() :: world_size()] if path.is_dir() else [""][rank() :]:
         if flush:
             sync(path / file)
-        found[file or name] = file_digest(path / file)
-    return {name: digest for part in all_gather(found) for name, digest in part.items()}
+        digests[file or name] = file_digest(path / file)
+    return {name: digest for share in all_gather(digests) for name, digest in share.items()}

@@ -99,23 +99,25 @@ def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
 
 def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any:
     """The store through which the processes meet, when all are there with the same settings."""
-    own, number = environment.global_rank(), environment.world_size()
+    own_rank, number = environment.global_rank(), environment.world_size()
     place = f"{environment.main_address}:{environment.main_port}"
-    others = "the other process" if number == 2 else f"the other {number - 1} processes"
-    go_on = waiting(f"{others} of this run, at {place}", PATIENCE)
+    peers = "the other process" if number == 2 else f"the other {number - 1} processes"
+    go_on = waiting(f"{peers} of this run, at {place}", PATIENCE)
     store = _store(environment, go_on, place)
-    store.set(f"settings of {own}", json.dumps(settings))
+    store.set(f"settings of {own_rank}", json.dumps(settings))
+    # Nothing is compared before all are there, so that all processes report the same difference.
     _wait_for(store, [f"settings of {rank}" for rank in range(number)], go_on)
-    theirs = [flat(json.loads(store.get(f"settings of {rank}"))) for rank in range(number)]
+    first, *later = (flat(json.loads(store.get(f"settings of {rank}"))) for rank in range(number))
     different = [
-        f"{name}={theirs[0].get(name)!r} in process 0, {other.get(name)!r} in process {rank}"
-        for rank, other in enumerate(theirs)
-        for name in {**theirs[0], **other}
-        if theirs[0].get(name) != other.get(name)
+        f"{name}={first.get(name)!r} in process 0, {values.get(name)!r} in process {rank}"
+        for rank, values in enumerate(later, 1)
+        for name in {**first, **values}
+        if first.get(name) != values.get(name)
     ]
     if different:
-        store.set(f"{own} has read", "")
-        if own == 0:  # the store may be in this process
+        # The store may be in process 0, and would end with it before the others have read it.
+        store.set(f"{own_rank} has read", "")
+        if own_rank == 0:
             _wait_for(store, [f"{rank} has read" for rank in range(number)], go_on)
         raise on_all_ranks(
             UsageError(
@@ -131,6 +133,7 @@ def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: st
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = environment.global_rank() == 0 and not agents
     failure = None
+    # The others may come before the process that serves: only the latter's failure is final.
     while failure is None or (not serves and go_on()):
         try:
             return TCPStore(
@@ -175,7 +178,7 @@ def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; every rank must call this."""
     if world_size() == 1:
         return flag
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # where the backend reduces
     flags = torch.tensor(int(flag), device=device)
     dist.all_reduce(flags, dist.ReduceOp.MAX)
     return bool(flags.item())
@@ -218,6 +221,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     if world_size() == 1:
         return function()
     outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
+    # Rank 0 broadcasts an outcome in any case, or the others would wait until they time out.
     try:
         if rank() == 0:
             outcome = [(function(), None)]

@@ -35,14 +35,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two environments that may affect results, or a clock set back."""
     flat = [{**facts, **facts.get("packages", {})} for facts in (before, now)]
     names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")
-    found = [
+    differences = [
         f"{name} {flat[0].get(name)} -> {flat[1].get(name)}"
         for name in names
         if flat[0].get(name) != flat[1].get(name)
     ]
     if before.get("time", "") > now["time"]:  # ISO 8601 in UTC: the order of text is that of time
-        found.append(f"the clock is set back, {before['time']} -> {now['time']}")
-    return found
+        differences.append(f"the clock is set back, {before['time']} -> {now['time']}")
+    return differences
 
 
 def _git_commit() -> str | None:

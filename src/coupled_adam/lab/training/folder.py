@@ -72,6 +72,7 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
             )
         _check_text(folder, corpus)
         return
+    # config.yaml makes the folder a run, and comes last: whoever finds it finds the others as well.
     facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
     write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
     save_array(folder / COUNTS, corpus.unigram_counts())
@@ -144,10 +145,10 @@ def save_model(
     """
     # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    own = {name: value for name, value in state_dict.items() if name in names}
+    weights = {name: value for name, value in state_dict.items() if name in names}
     with new_folder(folder) as temporary:
         try:
-            model.save_pretrained(temporary, state_dict=own)
+            model.save_pretrained(temporary, state_dict=weights)
             if corpus.tokenizer_folder is not None:
                 load_tokenizer(corpus.tokenizer_folder).save_pretrained(temporary)
         except OSError:

@@ -60,6 +60,7 @@ class LanguageModel(pl.LightningModule):
         *first, last = batch.split(self.execution.micro_batch_size or len(batch))
         self.trainer.optimizers[0].zero_grad()
         self.train_loss = torch.zeros((), device=batch.device)
+        # Each counts by its share of the batch, since the last one may be smaller.
         for micro_batch in first:
             loss = self.loss(micro_batch) * (len(micro_batch) / len(batch))
             loss.backward()
@@ -89,12 +90,12 @@ class LanguageModel(pl.LightningModule):
             logger.log_metrics(
                 {"train_loss": self.train_loss.item(), "grad_norm": self.grad_norm.item()}, step
             )
-        what = f"the norm of the gradient is {self.grad_norm.item()}"
+        problem = f"the norm of the gradient is {self.grad_norm.item()}"
         if not math.isfinite(loss):
-            what = f"the loss is {loss}"
+            problem = f"the loss is {loss}"
         raise on_all_ranks(
             DivergedError(
-                f"{self.run.folder}: {what} at step {step}; the last checkpoint is kept. "
+                f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. "
                 "A lower training.lr or a longer training.warmup may help",
                 step,
             )
@@ -133,5 +134,5 @@ def shard(model: PreTrainedModel, strategy: ModelParallelStrategy, precision: st
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = strategy.device_mesh["data_parallel"]
     (blocks,) = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    for part in (*blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    for layer in (*blocks, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)

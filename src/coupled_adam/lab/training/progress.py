@@ -58,10 +58,10 @@ class Progress:
         self._bar.set_postfix_str(", ".join(texts), refresh=False)
         self._bar.update(self._place(run, step) - self._bar.n)
 
-    def say(self, what: str) -> None:
+    def say(self, activity: str) -> None:
         """Show beside the bar what is done between runs."""
-        self._bar.set_postfix_str(what)
+        self._bar.set_postfix_str(activity)
 
     def _place(self, run: TrainingRun, step: int) -> int:
         before = self._runs[: self._runs.index(run)]
-        return sum(other.recipe.steps for other in before) + step
+        return sum(earlier.recipe.steps for earlier in before) + step

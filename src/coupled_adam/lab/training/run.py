@@ -84,6 +84,7 @@ def _train(
     if step is not None:
         on_rank_zero(lambda: record_resumption(run.folder, step))
 
+    # Directly before the weights are drawn, which then depend on the seed and on nothing before.
     pl.seed_everything(run.seed, verbose=False)
     model = variant.build_model(recipe)
     if recipe.training.precision == "64-true":
@@ -111,9 +112,11 @@ def _train(
 
     if variant.at_the_end is not None:
         variant.at_the_end(model)
+    # All ranks gather the weights of a sharded model, and the first saves them.
     gather = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state_dict = get_model_state_dict(model, options=gather)
     on_rank_zero(lambda: save_model(model, state_dict, corpus, run.folder / MODEL))
+    # A signal that came in the last steps is for what would follow, such as the next run.
     if checkpoints.any_asked_to_stop():
         raise PreemptedError("stopped by SIGTERM at the end of a run")
 

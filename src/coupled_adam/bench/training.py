@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.bench.timing import Quartiles, now, sample_in_turn
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.models import build_model, count_parameters
+from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import next_token_loss
 
@@ -83,13 +83,11 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
         raise UsageError(f"--steps {steps}: quartiles need 2 steps at least")
     coupled_step = _training_step(recipe, device, coupled=True)
     adamw_step = _training_step(recipe, device, coupled=False)
-    with torch.device("meta"):
-        parameters = count_parameters(build_model(recipe))
     for step in (coupled_step, adamw_step, coupled_step, adamw_step):
         step()
     rounds = sample_in_turn([coupled_step, adamw_step], least=steps, most=steps)
-    tokens = recipe.training.batch_size * recipe.training.sequence_length
-    return TrainingSpeed(recipe.name, parameters, tokens, [(a, b) for a, b in rounds])
+    samples = [(a, b) for a, b in rounds]
+    return TrainingSpeed(recipe.name, recipe.parameters, recipe.tokens_per_step, samples)
 
 
 def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[], float]:

@@ -15,9 +15,13 @@ from coupled_adam.cli.options import (
     Count,
     DeviceOption,
     JsonOption,
+    RevisionOption,
+    TokenizerOption,
     WholeNumber,
+    WordSimilarityOption,
     argument,
     check_files,
+    check_revision,
     device,
     option,
     optional_path,
@@ -28,7 +32,7 @@ from coupled_adam.errors import UsageError, printable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(JsonOption, DeviceOption):
+class Options(TokenizerOption, WordSimilarityOption, RevisionOption, JsonOption, DeviceOption):
     """The options of ``coupled-adam analyze``."""
 
     models: list[str] = argument(
@@ -37,17 +41,9 @@ class Options(JsonOption, DeviceOption):
         "MODEL",
     )
     tensor: str | None = option("the name of the embeddings in the file")
-    revision: str | None = option("the branch, tag or commit, for models on the hub")
     counts: str | None = option("a .npy file with a unigram count for each token")
     text: str | None = option("count the tokens of this file, or of this folder's files")
     tokens: list[str] | None = option("count these token files", metavar="FILE")
-    tokenizer: str | None = option(
-        "a tokenizer's folder, or its id on the hub (default: the model's own)"
-    )
-    word_similarity: str | None = option(
-        "a folder with word-similarity sets as published; 'download' downloads and keeps them",
-        metavar="DIR",
-    )
     exclude: list[Literal["padding", "unseen"]] = option(
         "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
         "a count of zero)",
@@ -91,10 +87,7 @@ def run(options: Options) -> None:
     names = [name for name, value in counted.items() if value is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    if options.revision is not None:
-        here = [model for model in options.models if Path(model).exists()]
-        if here:
-            raise UsageError(f"--revision is for models on the hub, and {here[0]} is a path here")
+    check_revision(options, options.models)
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
     check_files(

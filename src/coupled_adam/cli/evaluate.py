@@ -17,6 +17,8 @@ from coupled_adam.cli.options import (
     Count,
     DeviceOption,
     JsonOption,
+    RevisionOption,
+    WordSimilarityOption,
     argument,
     cache_folder,
     check_files,
@@ -31,16 +33,12 @@ from coupled_adam.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(JsonOption, CacheOption, DeviceOption):
+class Options(WordSimilarityOption, RevisionOption, JsonOption, CacheOption, DeviceOption):
     """The options of ``coupled-adam evaluate``."""
 
     model: str = argument("the folder of a run or of a model, or its id on the hub")
     batches: Count | None = option(
         "how many batches of held-out text to use (default: the recipe's number, or all)"
-    )
-    word_similarity: str | None = option(
-        "a folder with word-similarity sets as published; 'download' downloads and keeps them",
-        metavar="DIR",
     )
     lm_eval: list[str] | None = option(
         "tasks of the lm-evaluation-harness; without names, the seven of the paper",
@@ -55,7 +53,6 @@ class Options(JsonOption, CacheOption, DeviceOption):
         "use only the first N examples of each task, to try things out", metavar="N"
     )
     text: str | None = option("held-out text for a model: a file, or a folder of text files")
-    revision: str | None = option("the branch, tag or commit, for a model on the hub")
     variant: str | None = option(
         "execute the code of this variant, with which a run was trained", metavar="MODULE:NAME"
     )

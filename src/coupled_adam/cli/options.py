@@ -151,6 +151,32 @@ class JsonOption:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RevisionOption:
+    """For commands that take models on the hub."""
+
+    revision: str | None = option("the branch, tag or commit, for models on the hub")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerOption:
+    """For commands that name tokens."""
+
+    tokenizer: str | None = option(
+        "a tokenizer's folder, or its id on the hub (default: the model's own)"
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WordSimilarityOption:
+    """For commands that measure embeddings."""
+
+    word_similarity: str | None = option(
+        "a folder with word-similarity sets as published; 'download' downloads and keeps them",
+        metavar="DIR",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheOption:
     """For commands that need a corpus."""
 
@@ -418,6 +444,13 @@ def _is_run_or_model(folder: Path) -> bool:
     """Whether a folder is a run's or a model's; a config.yaml alone does not make one."""
     is_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     return is_model or ((folder / CONFIG).is_file() and (folder / ENVIRONMENT).is_file())
+
+
+def check_revision(options: RevisionOption, models: Iterable[str]) -> None:
+    """Raise UsageError if ``--revision`` is given for a model that is not on the hub."""
+    here = [model for model in models if Path(model).exists()]
+    if options.revision is not None and here:
+        raise UsageError(f"--revision is for models on the hub, and {here[0]} is a path here")
 
 
 def check_folder(option: str, folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,12 @@ from coupled_adam.cli.options import (
     Count,
     DeviceOption,
     JsonOption,
+    RevisionOption,
+    TokenizerOption,
     WholeNumber,
     argument,
     check_folder,
+    check_revision,
     device,
     option,
     optional_path,
@@ -38,13 +42,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(JsonOption, DeviceOption):
+class Options(TokenizerOption, RevisionOption, JsonOption, DeviceOption):
     """The options of ``coupled-adam repair``."""
 
     model: str = argument(
         "the folder of a model or a run, a model's id on the hub, or a file with a matrix"
     )
-    revision: str | None = option("the branch, tag or commit, for a model on the hub")
     out: str = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
     undertrained: bool = option(
         "also repair the tokens that cannot be told from unused rows", default=False
@@ -59,9 +62,6 @@ class Options(JsonOption, DeviceOption):
         default=False,
     )
     seed: WholeNumber = option("of the rows drawn", 0)
-    tokenizer: str | None = option(
-        "a tokenizer's folder, or its id on the hub (default: the model's own)"
-    )
     text: str | None = option("show the loss on this text before and after")
     batches: Count | None = option("how many batches of the text to use (default: all)")
     show: Count = option("how many rows the table names", 20, metavar="N")
@@ -73,11 +73,10 @@ def run(options: Options) -> None:
 
     from coupled_adam.embeddings.analysis import Source, find_tokenizer
     from coupled_adam.embeddings.repair import Repair, model_folder, repair_model
-    from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
+    from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
-    if options.revision is not None and Path(options.model).exists():
-        raise UsageError(f"--revision is for models on the hub, and {options.model} is a path here")
+    check_revision(options, [options.model])
     if options.batches is not None and options.text is None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
     target = device(options.device)
@@ -89,10 +88,7 @@ def run(options: Options) -> None:
         raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     needed = options.undertrained or text is not None
     tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
-
-    def vocabulary(rows: int) -> Vocabulary:
-        return Vocabulary.of_ids(rows) if tokenizer is None else read_vocabulary(tokenizer, rows)
-
+    vocabulary = functools.partial(read_vocabulary, tokenizer)
     losses: dict[str, float | None] = {}
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)

@@ -16,6 +16,7 @@ from coupled_adam.cli.options import (
     DeviceOption,
     JsonOption,
     NotNegative,
+    RevisionOption,
     WholeNumber,
     argument,
     device,
@@ -31,7 +32,7 @@ _NARROWEST = 24  # characters of a column; with less, texts are printed one belo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(JsonOption, DeviceOption):
+class Options(RevisionOption, JsonOption, DeviceOption):
     """The options of ``coupled-adam sample``."""
 
     models: list[str] = argument(
@@ -43,7 +44,6 @@ class Options(JsonOption, DeviceOption):
         "lower is less random; 0 takes the most probable token every time", 0.8
     )
     seed: WholeNumber = option("of the random numbers", 1)
-    revision: str | None = option("the branch, tag or commit, for models on the hub")
 
 
 def run(options: Options) -> None:

@@ -89,7 +89,7 @@ class Analysis:
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
         """What the rows stand for; ids alone if the model has no tokenizer."""
-        return _vocabulary(self.tokenizer, len(self.embeddings.matrix))
+        return read_vocabulary(self.tokenizer, len(self.embeddings.matrix))
 
     @property
     def label(self) -> str:
@@ -163,7 +163,7 @@ def analyze_model(
             )
     tokenizer = tokenizer or find_tokenizer(model, source, needed)
     if tokens:
-        vocabulary = _vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
+        vocabulary = read_vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
         for token in tokens:
             vocabulary.row(token)
     analyses = []
@@ -271,10 +271,6 @@ def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokeni
         if any(Path(name).glob("tokenizer*")):  # which are damaged
             warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
         return None
-
-
-def _vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Vocabulary:
-    return Vocabulary.of_ids(rows) if tokenizer is None else read_vocabulary(tokenizer, rows)
 
 
 def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> NDArray[np.bool_]:

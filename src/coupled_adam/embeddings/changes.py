@@ -274,9 +274,7 @@ def _group(
 
 def _chunks(first: Embeddings, second: Embeddings, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
     """The rows of both matrices in float64 on the CPU, some thousands at a time."""
-    size = max(1, 2**20 // max(first.shape[1], second.shape[1]))
-    for start in range(0, len(pairs.first), size):
-        chunk = slice(start, start + size)
+    for chunk in geometry.row_slices(len(pairs.first), max(first.shape[1], second.shape[1])):
         yield (
             geometry.as_float64(first[pairs.first[chunk]]).cpu(),
             geometry.as_float64(second[pairs.second[chunk]]).cpu(),

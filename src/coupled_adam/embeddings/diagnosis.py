@@ -25,13 +25,13 @@ def diagnose(
         dead: the names of the rows that are zero or not finite.
     """
     sentences = [*_dead(dead, model), _verdict(report)]
-    low = _isotropy_is_low(report)
-    if low and _is_healthy("isotropy", report.isotropy_unit):
+    low = not MEASURES["isotropy"].is_healthy(report.isotropy)
+    if low and MEASURES["isotropy"].is_healthy(report.isotropy_unit):
         sentences.append(
             "Isotropy falls with the length of the rows, and that is all that is wrong with it: "
             f"at unit mean norm it is {_value('isotropy', report.isotropy_unit)}."
         )
-    elif low and _is_healthy("isotropy", report.centered.isotropy):
+    elif low and MEASURES["isotropy"].is_healthy(report.centered.isotropy):
         sentences.append(
             f"Only the mean is off: without it, isotropy is {_text('isotropy', report.centered)}."
         )
@@ -40,7 +40,7 @@ def diagnose(
             f"Removing the mean does not mend it (isotropy {_text('isotropy', report.centered)}): "
             f"the rows use few directions (IsoScore {_text('iso_score', report)})."
         )
-    if not _is_healthy("mean_norm_ratio", report.mean_norm_ratio):
+    if not MEASURES["mean_norm_ratio"].is_healthy(report.mean_norm_ratio):
         if role in ("output", "tied"):
             sentences.append(
                 f"To remove the mean of a trained model's output embeddings: coupled-adam repair "
@@ -54,7 +54,7 @@ def diagnose(
         )
     elif report.norm_frequency_correlation < 0:
         sentences.append("Rare tokens have longer rows than frequent ones.")
-    if not _is_healthy("mean_frequency_correlation", report.mean_frequency_correlation):
+    if not MEASURES["mean_frequency_correlation"].is_healthy(report.mean_frequency_correlation):
         sentences.append(
             "Rare tokens have drifted along the mean: coupled-adam analyze "
             f"{model} --undertrained names those that were hardly trained."
@@ -70,7 +70,7 @@ def _verdict(report: EmbeddingReport) -> str:
         if measure.healthy is not None
         and (measure.healthy.low, measure.healthy.high) != (None, None)
     }
-    outside = [key for key, value in limited.items() if not _is_healthy(key, value)]
+    outside = [key for key, value in limited.items() if not MEASURES[key].is_healthy(value)]
     inside = [key for key, value in limited.items() if value is not None and key not in outside]
     named = ", ".join(
         f"{MEASURES[key].label} {_value(key, limited[key])} (healthy: {MEASURES[key].healthy})"
@@ -89,16 +89,6 @@ def _dead(dead: Sequence[str], model: str) -> list[str]:
         f"{rows} zero or not finite, and left out of all measures ({named}): coupled-adam repair "
         f"{model} --out NEW gives them healthy values."
     ]
-
-
-def _isotropy_is_low(report: EmbeddingReport) -> bool:
-    return not _is_healthy("isotropy", report.isotropy)
-
-
-def _is_healthy(key: str, value: float | None) -> bool:
-    """Whether a value is inside of the measure's limits, or cannot be judged."""
-    healthy = MEASURES[key].healthy
-    return value is None or healthy is None or value in healthy
 
 
 def _value(key: str, value: float | None) -> str:

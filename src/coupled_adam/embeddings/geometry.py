@@ -452,6 +452,12 @@ def blocks(
         raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
 
 
+def row_slices(rows: int, columns: int) -> Iterator[slice]:
+    """Slices of some thousand rows each, for work whose memory should not grow with the matrix."""
+    size = max(1, 2**20 // columns)
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
 class RowsDone:
     """Counts the rows that several passes have dealt with, and reports them.
 

@@ -25,7 +25,7 @@ from coupled_adam.embeddings.weights import (
 )
 from coupled_adam.files import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
-from coupled_adam.text.hub import hub_error, reach_hub
+from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
 INPUT_NAMES = (
     "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
@@ -101,7 +101,7 @@ def load_embeddings(
         weights = _open_folder(path)
     elif path.is_file():
         weights = open_file(path)
-    elif re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source)) and path.suffix not in SUFFIXES:
+    elif is_hub_id(str(source)) and path.suffix not in SUFFIXES:
         weights = _open_hub(str(source), revision)
     else:
         raise FileNotFoundError(f"{source}: there is no such file, folder or model")

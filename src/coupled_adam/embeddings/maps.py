@@ -160,9 +160,7 @@ def _project(
     matrix: torch.Tensor, rows: NDArray[np.int64], mean: torch.Tensor, axes: torch.Tensor
 ) -> NDArray[np.float32]:
     xy = np.empty((len(rows), 2), np.float32)
-    size = max(1, 2**20 // matrix.shape[1])
-    for start in range(0, len(rows), size):
-        chunk = slice(start, start + size)
+    for chunk in geometry.row_slices(len(rows), matrix.shape[1]):
         block = geometry.as_float64(matrix[rows[chunk]])
         xy[chunk] = geometry.as_array((block - mean) @ axes)
     return xy

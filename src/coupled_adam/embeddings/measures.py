@@ -126,6 +126,10 @@ class Measure:
             value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
         return value  # type: ignore[no-any-return]
 
+    def is_healthy(self, value: float | None) -> bool:
+        """Whether a value is in the healthy range, or cannot be judged."""
+        return value is None or self.healthy is None or value in self.healthy
+
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""
         if value is None:

@@ -11,7 +11,6 @@ import io
 import json
 import math
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,13 +29,13 @@ from coupled_adam.embeddings.loading import (
     EmbeddingMatrix,
     load_embeddings,
 )
-from coupled_adam.embeddings.undertrained import BY_ROLE, PASSES, finite_rows, undertrained
+from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import clear_leftovers, new_folder, write_atomically
 from coupled_adam.runs import MODEL, inner_runs, is_run
-from coupled_adam.text.hub import download_model, hub_error
+from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
 Method = Literal["sample", "partner"]
 Reason = Literal["not finite", "nearly zero", "under-trained"]
@@ -175,11 +174,12 @@ class _Change:
 
     def blocks(self) -> Iterator[Tensor]:
         """What the matrix becomes, some thousand rows at a time."""
-        size = max(1, 2**20 // self.matrix.shape[1])
-        for start in range(0, len(self.matrix), size):
-            block = self.matrix[start : start + size].clone()
-            here = (start <= self.rows) & (self.rows < start + size)
-            block[torch.from_numpy(self.rows[here] - start)] = self.new[torch.from_numpy(here)]
+        for chunk in geometry.row_slices(*self.matrix.shape):
+            block = self.matrix[chunk].clone()
+            here = (chunk.start <= self.rows) & (self.rows < chunk.stop)
+            block[torch.from_numpy(self.rows[here] - chunk.start)] = self.new[
+                torch.from_numpy(here)
+            ]
             # In float64 before rounding; nothing is rounded where nothing is subtracted.
             yield (block.double() - self.subtracted).to(block.dtype)
 
@@ -202,7 +202,7 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         folder = folder / MODEL
         if not folder.exists():
             raise UsageError(f"{model} is a run that has no model yet: let it finish first")
-    if folder.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+    if folder.exists() or not is_hub_id(model):
         runs = inner_runs(folder)
         if runs:
             raise UsageError(f"{model} is not a model, but holds runs: name one, such as {runs[0]}")
@@ -464,13 +464,7 @@ def _repaired(
             del reasons[padding]
     healthy &= vocabulary.categories != "none"
     if repair.undertrained:
-        untrained = undertrained(
-            matrix,
-            vocabulary.unused,
-            among=vocabulary.categories == "ok",
-            order_by=BY_ROLE.get(entry.role) if vocabulary.unused.any() else None,
-            on_rows=on_rows,
-        )
+        untrained = undertrained_tokens(entry, vocabulary, on_rows=on_rows)
         if untrained.limit is None:
             raise ValueError(
                 "--undertrained needs at least three rows that are known to be unused, such as "

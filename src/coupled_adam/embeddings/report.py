@@ -79,10 +79,9 @@ class EmbeddingReport(Measures):
             value, *changed = (measure.of(variant) for _, variant in variants)
             if value is None:
                 continue
-            healthy = measure.healthy
-            cell = Cell(measure.text(value), outside=healthy is not None and value not in healthy)
+            cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
             texts = map(measure.text, changed)
-            rows.append([measure.label, measure.symbol, cell, *texts, str(healthy or "")])
+            rows.append([measure.label, measure.symbol, cell, *texts, str(measure.healthy or "")])
         for label, number in (
             ("tokens never seen, left out of correlations", self.unseen_tokens),
             ("rows left out of all measures", self.excluded_rows or None),

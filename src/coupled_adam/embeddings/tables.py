@@ -64,15 +64,15 @@ def measure_rows(
         has_values = any(value is not None if as_is else value for value in values)
         if not shown or not has_values:
             continue
-        row: Row = [measure.label, measure.symbol]
         healthy = measure.healthy if as_is else None
-        for value in values:
-            is_outside = healthy is not None and value is not None and value not in healthy
-            row.append(Cell(measure.text(value), outside=is_outside))
         tag = "" if healthy is None else f"{healthy}"
         if healthy is not None and every:
             tag += f" [{_SOURCES.index(healthy.source) + 1}]"
-        rows.append([*row, tag])
+        cells = [
+            Cell(measure.text(value), outside=as_is and not measure.is_healthy(value))
+            for value in values
+        ]
+        rows.append([measure.label, measure.symbol, *cells, tag])
     return rows
 
 

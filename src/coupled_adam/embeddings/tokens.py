@@ -13,12 +13,11 @@ from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, m
 from coupled_adam.embeddings.geometry import Progress, RowsDone
 from coupled_adam.embeddings.neighbours import Hubness, Neighbours, hubness, nearest
 from coupled_adam.embeddings.undertrained import (
-    BY_ROLE,
     INDICATORS,
     PASSES,
     Undertrained,
     finite_rows,
-    undertrained,
+    undertrained_tokens,
 )
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
@@ -120,16 +119,9 @@ def find_undertrained(
     Raises:
         UsageError: if no row is finite and different from zero.
     """
-    vocabulary = analysis.vocabulary
+    on_rows = RowsDone(progress, PASSES * len(analysis.embeddings.matrix))
     try:
-        result = undertrained(
-            analysis.embeddings.matrix,
-            vocabulary.unused,
-            among=vocabulary.categories == "ok",
-            share=share,
-            order_by=BY_ROLE.get(analysis.embeddings.role) if vocabulary.unused.any() else None,
-            on_rows=RowsDone(progress, PASSES * len(analysis.embeddings.matrix)),
-        )
+        result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
     except ValueError as error:
         raise UsageError(f"{analysis.model}: {error}") from None
     return Undertrainedness(analysis, result)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.loading import EmbeddingMatrix
+from coupled_adam.embeddings.vocabulary import Vocabulary
 
 Indicator = Literal["norm", "distance", "cosine", "cosine_without_first", "cosine_centered"]
 INDICATORS: dict[Indicator, str] = {
@@ -143,6 +145,23 @@ def undertrained(
     )
 
 
+def undertrained_tokens(
+    entry: EmbeddingMatrix,
+    vocabulary: Vocabulary,
+    share: float = 0.02,
+    on_rows: Callable[[int], object] | None = None,
+) -> Undertrained:
+    """The same of a model's matrix: among its reachable tokens, by the indicator for its role."""
+    return undertrained(
+        entry.matrix,
+        vocabulary.unused,
+        among=vocabulary.categories == "ok",
+        share=share,
+        order_by=BY_ROLE.get(entry.role) if vocabulary.unused.any() else None,
+        on_rows=on_rows,
+    )
+
+
 def finite_rows(
     embeddings: Embeddings, on_rows: Callable[[int], object] | None = None
 ) -> tuple[NDArray[np.bool_], Array]:
@@ -150,12 +169,10 @@ def finite_rows(
 
     ``on_rows`` is called with the number of rows of each block that has been dealt with.
     """
-    rows, columns = embeddings.shape
-    norms = np.empty(rows)
-    size = max(1, 2**20 // columns)
-    for start in range(0, rows, size):
-        block = geometry.as_float64(embeddings[start : start + size])
-        norms[start : start + size] = geometry.as_array(block.norm(dim=1))
+    norms = np.empty(len(embeddings))
+    for chunk in geometry.row_slices(*embeddings.shape):
+        block = geometry.as_float64(embeddings[chunk])
+        norms[chunk] = geometry.as_array(block.norm(dim=1))
         if on_rows is not None:
             on_rows(len(block))
     finite = np.isfinite(norms)

@@ -98,7 +98,7 @@ class Vocabulary:
         return cls([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))
 
 
-def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary:
+def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Vocabulary:
     """Find out what the rows of an embedding matrix stand for.
 
     A token is reachable if it is what the tokenizer makes of its own text; this and the categories
@@ -106,10 +106,12 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> Vocabulary
     as reachable if that is so only behind another character.
 
     Args:
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a tokenizer of transformers; None for a model without one.
         rows: V, the number of rows of the matrix. It may have more rows than there are tokens, or
             fewer.
     """
+    if tokenizer is None:
+        return Vocabulary.of_ids(rows)
     pieces = {row: piece for piece, row in tokenizer.get_vocab().items()}
     ids = sorted(row for row in pieces if row < rows)
     decoded = _decode(tokenizer, ids)

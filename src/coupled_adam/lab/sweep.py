@@ -20,11 +20,12 @@ from coupled_adam.lab.comparison import (
     check_new,
     claim_and_prepare,
     differences,
+    evaluate,
     is_used,
     shared_settings,
 )
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.evaluation.evaluate import evaluate_run, held_out_loss
+from coupled_adam.lab.evaluation.evaluate import held_out_loss
 from coupled_adam.lab.evaluation.loading import load_trained
 from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
 from coupled_adam.lab.recipe import recipe_from
@@ -127,9 +128,7 @@ def sweep(
             return None
         for best in best_of_arms(tried):
             test = {
-                run.seed: evaluate_run(
-                    run.folder, corpus, device=execution.device, variant=run.recipe.variant
-                )["test_loss"]
+                run.seed: evaluate(run, corpus, execution)["test_loss"]
                 for run in _runs(best.setting, out)
             }
             tried[tried.index(best)] = dataclasses.replace(best, test=test)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 from coupled_adam.errors import one_line
 
 _PATIENCE = 5.0  # seconds
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether this could be the id of a model on the hub: ``name``, or ``owner/name``."""
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
 
 
 def reach_hub() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from coupled_adam.text.hub import hub_error, reach_hub
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 _BATCH = 1_000_000  # characters per call of the tokenizer, which has its own threads
 
 
@@ -78,20 +79,22 @@ def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDA
     begin = [] if first is None else [first]
     documents = open_documents(Data(text=str(text))).readers["train"]()
     with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
-        for batch in _batches(documents):
+        for batch in batched(documents, _BATCH, len):
             encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
             piece = np.concatenate([np.array([*begin, *ids], np.int32) for ids in encoded])
             bar.update(len(piece))
             yield piece
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _BATCH:
+def batched(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in lists, each of which ends once the lengths in it add up to a size."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += length(item)
+        if total >= size:
             yield batch
-            batch, size = [], 0
+            batch, total = [], 0
     if batch:
         yield batch

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.text.documents import Documents, content_digest, open_documents
 from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files
-from coupled_adam.text.tokenizers import load_tokenizer
+from coupled_adam.text.tokenizers import batched, load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")
@@ -379,7 +379,8 @@ def _write_tokens(
             tqdm(desc="tokens", unit="", unit_scale=True, total=data.max_tokens, disable=None)
         )
         for reader in documents.readers:
-            for batch in _batches(_assigned(documents, reader, data)):
+            assigned = _assigned(documents, reader, data)
+            for batch in batched(assigned, _BATCH, lambda pair: len(pair[1])):
                 # The documents of a split that is full are not even tokenized.
                 needed = [(split, text) for split, text in batch if tokens[split] < limits[split]]
                 for (split, _), encoded in zip(needed, encode([text for _, text in needed])):
@@ -391,17 +392,6 @@ def _write_tokens(
                 if tokens[reader] >= limits[reader]:
                     break
     return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
-
-
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    batch, size = [], 0
-    for split, text in documents:
-        batch.append((split, text))
-        size += len(text)
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    yield batch
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:

@@ -163,12 +163,7 @@ def evaluate_model(
     }
     counts = None
     if text is not None and tokenizer is not None:
-        length = block_length(model)
-        tokens = text_tokens(text, tokenizer)
-        if len(tokens) <= length:
-            raise UsageError(
-                f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
-            )
+        tokens, length = _text_and_length(text, tokenizer, model)
         try:
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         except ValueError as error:
@@ -262,15 +257,22 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
         UsageError: as for :func:`evaluate_model`.
     """
     model = load_model(folder, device)
-    tokens = text_tokens(text, load_model_tokenizer(folder))
-    length = block_length(model)
+    tokens, length = _text_and_length(text, load_model_tokenizer(folder), model)
+    sequences = None if batches is None else batches * _TEXT_BATCH
+    total, predicted = _summed_loss(model, tokens, length, sequences)
+    return total / predicted if math.isfinite(total) else None
+
+
+def _text_and_length(
+    text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> tuple[NDArray[Any], int]:
+    """The tokens of a text, and how many of them a model's block has."""
+    tokens, length = text_tokens(text, tokenizer), block_length(model)
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
         )
-    sequences = None if batches is None else batches * _TEXT_BATCH
-    total, predicted = _summed_loss(model, tokens, length, sequences)
-    return total / predicted if math.isfinite(total) else None
+    return tokens, length
 
 
 def _word_similarity(

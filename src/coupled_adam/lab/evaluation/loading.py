@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import CONFIG, MODEL, SWEEP, inner_runs
-from coupled_adam.text.hub import hub_error, reach_hub
+from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -49,8 +48,7 @@ def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
 def check_model(source: Path | str) -> None:
     """Raise UsageError unless this is the folder of a model, or could be the id of one."""
     folder = Path(source)
-    is_id = not folder.exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(source))
-    if is_id or (folder / "config.json").exists():
+    if (folder / "config.json").exists() or (not folder.exists() and is_hub_id(str(source))):
         return
     runs = inner_runs(folder)
     if runs:

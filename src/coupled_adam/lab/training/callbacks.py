@@ -145,22 +145,34 @@ def _ctrl_c_waits() -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
 
 
-class MetricsFile(Logger):
-    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
+class _RunLogger(Logger):
+    """What Lightning wants to know of a logger besides how it logs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.path = path
+        self._name = name
 
     @property
     def name(self) -> str:
-        """The name of the run, which is its folder's."""
-        return self.path.parent.name
+        """The name of the run."""
+        return self._name
 
     @property
     def version(self) -> str:
         """Empty: a run has one version."""
         return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: they are in config.yaml."""
+
+
+class MetricsFile(_RunLogger):
+    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.parent.name)
+        self.path = path
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -168,28 +180,11 @@ class MetricsFile(Logger):
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
-    @rank_zero_only
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing: they are in config.yaml."""
 
-
-class TrackioLogger(Logger):
+class TrackioLogger(_RunLogger):
     """A run of trackio, which has wandb's functions; Lightning has no logger for it."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-        self._run: Any = None
-
-    @property
-    def name(self) -> str:
-        """The name of the run in the project."""
-        return self._name
-
-    @property
-    def version(self) -> str:
-        """Empty: a run has one version."""
-        return ""
+    _run: Any = None
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -199,10 +194,6 @@ class TrackioLogger(Logger):
 
             self._run = trackio.init(project="coupled-adam", name=self._name, resume="allow")
         self._run.log(metrics, step=step)
-
-    @rank_zero_only
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing: they are in config.yaml."""
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -46,6 +46,7 @@ def install(extra: str) -> str:
 
     That is the folder that was given to pip, which may be a clone, or otherwise a package index.
     """
+    # pip records where a package came from, unless it was an index.
     name = "coupled-adam"
     try:
         origin = importlib.metadata.distribution(name).read_text("direct_url.json")

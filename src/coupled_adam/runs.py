@@ -50,6 +50,7 @@ def is_run(folder: Path) -> bool:
 
 def inner_runs(folder: Path) -> list[Path]:
     """The runs in a folder, which is that of a comparison or a sweep if there are any."""
+    # In a sweep there is a folder for each setting in between.
     patterns = (f"*/{CONFIG}", f"*/*/{CONFIG}")
     return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
 

@@ -50,6 +50,7 @@ class Case:
         generator = torch.Generator(device).manual_seed(0)
         options: Any = {"device": device, "dtype": getattr(torch, self.dtype)}
 
+        # Drawn in place: a large matrix should not need its memory twice before it is timed.
         def parameter(rows: int, columns: int) -> nn.Parameter:
             values = torch.empty(rows, columns, **options).normal_(std=0.02, generator=generator)
             grad = torch.empty(rows, columns, **options).normal_(std=1e-4, generator=generator)

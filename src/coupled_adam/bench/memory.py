@@ -24,6 +24,7 @@ def measure_memory(case: Case, name: str, device: str) -> Memory:
     """
     embedding, params = case.parameters(device)
     optimizer, step = make_step(name, embedding, params, case.clip)
+    # The first step makes the state, and the second may compile or cache what later ones use.
     for _ in range(2):
         step()
     state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]

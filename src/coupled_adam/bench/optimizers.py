@@ -120,6 +120,7 @@ def make_step(
     if not clip or isinstance(optimizer, CoupledAdamW):
         return optimizer, optimizer.step
 
+    # As a training loop has to do for an optimizer that does not clip in its step.
     def clip_and_step() -> None:
         nn.utils.clip_grad_norm_([embedding, *params], 1.0)
         optimizer.step()

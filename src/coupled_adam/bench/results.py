@@ -50,6 +50,7 @@ class Timed:
         """``moved_bytes`` per second, as a share of the bandwidth of copying the matrix."""
         if self.moved_bytes is None:
             return None
+        # A copy reads and writes the matrix once.
         copies = self.moved_bytes / (2 * self.case.matrix_bytes)
         return statistics.median(copies * copy / step for step, _, copy in self.samples)
 

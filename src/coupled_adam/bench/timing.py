@@ -64,6 +64,7 @@ def sample_in_turn(
     orders = [list(range(len(samplers))) for _ in range(2)]
     orders[1][:2] = 1, 0
     rounds: list[tuple[float, ...]] = []
+    # A collection would fall into a single sample, and take longer than a step of a small matrix.
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -93,6 +94,7 @@ def step_sampler(step: Callable[[], object], device: str) -> Callable[[], float]
             step()
         return (now(device) - start) / steps
 
+    # The shortest of a few steps, since any of them may have been interrupted.
     step()
     shortest = sample(1)
     for _ in range(4):

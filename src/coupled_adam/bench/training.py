@@ -83,6 +83,7 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
         raise UsageError(f"--steps {steps}: quartiles need 2 steps at least")
     coupled_step = _training_step(recipe, device, coupled=True)
     adamw_step = _training_step(recipe, device, coupled=False)
+    # Two warmup steps of each: the first makes the state, and both fill the allocator's caches.
     for step in (coupled_step, adamw_step, coupled_step, adamw_step):
         step()
     rounds = sample_in_turn([coupled_step, adamw_step], least=steps, most=steps)

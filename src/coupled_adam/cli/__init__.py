@@ -60,10 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong in it, and the first one what all of them know.
     """
     arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
-    for name in ("stdout", "stderr"):  # closed, as by 2>&-; libraries write to them all the same
+    # They may be closed, as by 2>&-, and libraries write to them all the same.
+    for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # rather ? than an error, where there is no ‖
+    # A terminal whose encoding has no ‖ shows ? in its place, which is better than an error.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     values: dict[str, Any] = {}
     try:
@@ -82,18 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(2, f"{error.msg.partition(':')[0]}; install it with: {install('lab')}", error)
     except TrainingError as error:
         return _fail(1, one_line(error, longest=None), error)
-    except BrokenPipeError:  # what reads standard output, such as head, has seen enough
+    # What reads standard output, such as head, has seen enough.
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno is None:
             raise
+        # If standard output is on the full disk, Python could not flush it at its end either.
         try:
             print(end="", flush=True)
-        except OSError:  # nor would Python's end be able to write to it
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         where = f": {printable(str(error.filename))}" if error.filename else ""
-        if error.errno == errno.ENAMETOOLONG:  # nobody has made such a file
+        # There is no such file, so that nothing was begun that could be continued.
+        if error.errno == errno.ENAMETOOLONG:
             return _fail(2, f"{os.strerror(error.errno)}{where}", error)
         advice = "; what was finished is kept, continue with --resume" if "resume" in values else ""
         return _fail(1, f"{os.strerror(error.errno)}{where}{advice}", error)
@@ -106,14 +111,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         advice = ". What was finished is kept, continue with --resume" if "resume" in values else ""
         return _fail(1, f"out of memory: {reason}{advice}", error)
     except PreemptedError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Python's end would let it through
+        # It may come once more while Python ends, which should not change the exit code.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         more = "continue with --resume" if "resume" in values else "run the command again"
         _say(f"{one_line(error, longest=None)}; {more}")
         return PREEMPTED
     except KeyboardInterrupt:
+        # Ctrl-C may be pressed twice, and the second come on the way here.
         try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # pressed twice
-        except KeyboardInterrupt:  # so fast that the second came on the way here
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         more = "; add --resume to the command to continue" if "resume" in values else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line

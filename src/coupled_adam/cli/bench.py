@@ -56,7 +56,8 @@ def run(options: Options) -> None:
     if options.picture is not None:
         bench.check_format(Path(options.picture))
     target = device(options.device)
-    facts = environment()  # of the code that is timed, whatever is changed meanwhile
+    # Read before anything is timed: the code may be changed, and the machine busy, by the end.
+    facts = environment()
     machine = bench.describe_machine(target)
     conditions = {"environment": facts, "machine": machine.to_dict()}
     if options.recipe is not None:
@@ -77,6 +78,7 @@ def run(options: Options) -> None:
         print("\n".join(machine.notes))
     timed = bench.bench(cases, names, device=target, seconds=options.seconds or 4.0)
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
+    # The numbers took long to measure, and are shown even if the picture cannot be written.
     try:
         if options.picture is not None:
             bench.save_figure(bench.bench_picture(results), Path(options.picture))

@@ -43,7 +43,8 @@ def run(options: Options) -> None:
     check_folder("--out", out)
     stored = comparison.stored_recipe(out) if options.resume else None
     recipe = overridden(named or stored or load_recipe(DEFAULT_RECIPE), options)
-    if named and stored:  # as the one in OUT, which has more arms and seeds if it was extended
+    # A comparison that was extended has more arms and seeds than the recipe that is named.
+    if named and stored:
         recipe = dataclasses.replace(
             recipe,
             arms={**stored.arms, **recipe.arms},

@@ -112,6 +112,7 @@ def run(options: Options) -> None:
             device=target,
         )
         written = optional_path(options.out)
+    # The numbers are shown even if the file cannot be written after all.
     try:
         if options.out is not None:
             write_file("--out", options.out, json.dumps(result, indent=2))

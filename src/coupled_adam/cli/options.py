@@ -346,6 +346,7 @@ def _check_memory(recipe: Recipe, parameters: int, target: str) -> None:
     """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
     import torch
 
+    # The least that any training takes, so that nothing is refused that could have worked.
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if target == "cuda":
         available = torch.cuda.get_device_properties(0).total_memory
@@ -436,6 +437,7 @@ def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
                     f"--{written[path]} and --{option} {name} are the same file: name two"
                 )
             written[path] = option
+            # The only sure way to find out whether a file can be made there is to make one.
             with tempfile.TemporaryFile(dir=path.parent):
                 pass
 
@@ -466,6 +468,7 @@ def check_folder(option: str, folder: Path) -> None:
     with _explaining(f"{option} {folder}", "choose another folder"):
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{option} {folder} exists and is not a folder: choose another one")
+        # The innermost folder that exists is the one in which the others will be made.
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest):
             pass

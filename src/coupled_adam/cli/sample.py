@@ -92,6 +92,7 @@ def side_by_side(prompt: str, texts: dict[str, str], width: int) -> RenderableTy
     from rich.table import Table
     from rich.text import Text
 
+    # As text and not as markup, since a model may write brackets.
     cells = [Text.assemble((_plain(prompt), "bold"), _plain(text)) for text in texts.values()]
     names = [Text(Path(name).name or name, "bold") for name in texts]
     table = Table(box=None, expand=True, padding=(0, 2, 1, 0), show_header=False)

@@ -32,6 +32,7 @@ def print_path(label: str, path: Path) -> None:
 
 def print_table(table: RenderableType) -> None:
     """Print a complete table, or a report: lines too long for the terminal are not cut off."""
+    # rich cuts off what is wider than the terminal; the terminal itself would wrap it.
     terminal = console()
     wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
     terminal.width = max(terminal.width, wide)

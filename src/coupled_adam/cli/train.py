@@ -39,6 +39,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.training.config import TrainingRun
     from coupled_adam.runs import CONFIG, run_name
 
+    # A run that is resumed has its recipe in its own folder.
     named = options.recipe or DEFAULT_RECIPE
     if options.recipe is None and options.resume and options.out is not None:
         config = Path(options.out) / CONFIG

@@ -162,6 +162,7 @@ def analyze_model(
                 f"--top {directions}: the embeddings of {model} have only {width} directions"
             )
     tokenizer = tokenizer or find_tokenizer(model, source, needed)
+    # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
         vocabulary = read_vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
         for token in tokens:
@@ -321,6 +322,7 @@ def _counts(
         counts = read_array(path)
     except ValueError as error:
         raise UsageError(str(error) if source.counts is None else f"--counts {error}") from None
+    # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
     missing_are_padding = is_token is not None and not is_token[counts.size :].any()
     if counts.ndim != 1 or not (
         len(counts) == rows or (len(counts) < rows and missing_are_padding)

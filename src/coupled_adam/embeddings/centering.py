@@ -44,6 +44,7 @@ def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> to
     top = top_directions(embeddings.shape[1], directions)
     mean, _ = mean_and_norms(embeddings)
     _, vectors = torch.linalg.eigh(gram(embeddings, mean))
+    # The eigenvalues ascend, so that the last vectors are the top directions.
     vectors = vectors[:, vectors.shape[1] - top :]
     if isinstance(embeddings, torch.Tensor):
         result = torch.empty_like(embeddings.detach())

@@ -102,6 +102,7 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
     other, or if there is no tokenizer. Otherwise they match by the text of reachable tokens.
     """
     common = min(len(first), len(second))
+    # Ids that have a text in both must have the same one, or ids mean nothing across the two.
     named = [(a, b) for a, b in zip(first.texts, second.texts) if a and b]
     if all(a == b for a, b in named):
         has_first, has_second = _has_token(first)[:common], _has_token(second)[:common]
@@ -113,6 +114,7 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
     rows = {
         first.texts[row]: row for row in np.flatnonzero(first.categories != "none")[::-1].tolist()
     }
+    # Several tokens may have one text: the one that the tokenizer uses comes first.
     rows |= {first.texts[row]: row for row in np.flatnonzero(first.categories == "ok").tolist()}
     matches = {}
     for row in np.flatnonzero(second.categories != "none").tolist():

@@ -70,6 +70,7 @@ def _verdict(report: EmbeddingReport) -> str:
         if measure.healthy is not None
         and (measure.healthy.low, measure.healthy.high) != (None, None)
     }
+    # Those that are outside say what is wrong; if none is, all of them say that nothing is.
     outside = [key for key, value in limited.items() if not MEASURES[key].is_healthy(value)]
     inside = [key for key, value in limited.items() if value is not None and key not in outside]
     named = ", ".join(

@@ -76,6 +76,7 @@ def _packed(
     place[entry.rows] = np.arange(len(entry.rows))
     # By their numbers on the page, of which there are so few that 16 bits hold them.
     neighbours = place[near.neighbours]
+    # An array is a fraction of its size as text in base64 and the smallest type that holds it.
     alike = np.isin(entry.rows, undertrained.indicated.alike)
     order = undertrained.indicated.order_by
     kinds = [CATEGORIES.index(str(kind)) for kind in vocabulary.categories[entry.rows]]
@@ -91,6 +92,7 @@ def _packed(
         "category": np.array(kinds, np.uint8),
         "alike": alike.astype(np.uint8),
         "neighbours": neighbours.astype(np.uint16),
+        # To less than a hundredth, which is as much as the page shows.
         "cosines": np.round(near.cosines * 127).astype(np.int8),
     }
     return {

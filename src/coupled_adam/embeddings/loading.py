@@ -135,6 +135,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
         if inputs and _is_tied(weights.config):
             role = "tied"
         return [EmbeddingMatrix(_read(weights, name), role, name)]
+    # Some files hold a tied matrix under both names.
     first, second = _read(weights, inputs), _read(weights, output)
     if first.shape == second.shape and torch.equal(first, second):
         return [EmbeddingMatrix(first, "tied", inputs)]
@@ -181,6 +182,7 @@ def _open_folder(folder: Path) -> Weights:
     if (folder / ".metadata").exists():
         return open_distributed(folder)
     config = _json(folder / "config.json") if (folder / "config.json").exists() else None
+    # safetensors first, which execute no code and are read in part.
     for stem in ("model", "pytorch_model"):
         ending = ".safetensors" if stem == "model" else ".bin"
         index = folder / f"{stem}{ending}.index.json"
@@ -239,6 +241,7 @@ def _join(
             for ending in (*INPUT_NAMES, *OUTPUT_NAMES)
         )
     }
+    # Without a known name in the index any of them may have the embeddings.
     opened = {file: open_file(file) for file in sorted({*(embedding_files or files).values()})}
     places = {name: shard for shard in opened.values() for name in shard.shapes}
     for name, file in embedding_files.items():

@@ -94,6 +94,7 @@ def token_maps(
             xy = _umap(geometry.as_array(geometry.as_float64(matrix[rows])))
         else:
             width = matrix.shape[1]
+            # The axes of the first matrix serve all others of its width: maps can then be compared.
             if width not in frames:
                 mean = geometry.mean_and_norms(matrix, healthy)[0]
                 _, basis = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))
@@ -150,6 +151,7 @@ def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
     rows = _healthy(entry)
     if limit is None or len(rows) <= limit:
         return rows
+    # Half of the sample at most is what the page is made for; the rest shows what is usual.
     preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
     chosen = preferred[np.isin(preferred, rows)][: limit // 2]
     sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))

@@ -28,6 +28,7 @@ def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: if the module contains no such model.
     """
+    # The model may be wrapped, by DDP or a LightningModule: the outermost that knows is asked.
     for module in cast(Iterator[Any], model.modules()):
         if hasattr(module, "get_output_embeddings") and hasattr(module, "get_input_embeddings"):
             head, inputs = module.get_output_embeddings(), module.get_input_embeddings()
@@ -117,6 +118,7 @@ class Monitor:
         local: Tensor = logits.to_local() if hasattr(logits, "to_local") else logits
         low, high = local.detach().aminmax()  # without a copy of the logits
         largest = torch.maximum(-low, high).float()
+        # A step may have several forward passes, as with gradient accumulation.
         if self._largest_logit is not None:
             largest = torch.maximum(largest, self._largest_logit)
         self._largest_logit = largest

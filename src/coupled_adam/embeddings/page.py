@@ -39,6 +39,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     matrices = [
         a.embeddings.matrix if a.keep is None else a.embeddings.matrix[a.keep] for a in analyses
     ]
+    # A panel for each matrix, as clouds would hide each other; the rest of the grid stays empty.
     for ax, analysis, matrix, color in zip(panels, analyses, matrices, colors):
         pictures.plot_cloud(ax, matrix, color)
         pictures.finish_clouds(ax)

@@ -22,6 +22,7 @@ def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None =
     """
     mean = mean_embedding(embeddings)
     sample = _sample(embeddings, _ROWS)
+    # Without a mean any direction will do.
     length = np.linalg.norm(mean)
     along = mean / length if length > 0 else np.eye(len(mean))[0]
     across = sample - np.outer(sample @ along, along)
@@ -87,6 +88,7 @@ def plot_similarities(
     directions = sample[norms > 0] / norms[norms > 0, None]
     generator = np.random.default_rng(0)
     first, second = generator.integers(0, len(directions), (2, _PAIRS))
+    # In twenty parts, since the rows of all pairs at once could fill the memory.
     pairs = zip(np.array_split(first, 20), np.array_split(second, 20))
     cosines = [np.einsum("ih,ih->i", directions[i], directions[j])[i != j] for i, j in pairs]
     _histogram(ax, np.concatenate(cosines), color, label)

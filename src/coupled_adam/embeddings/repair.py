@@ -462,6 +462,7 @@ def _repaired(
         healthy[padding] = False
         if reasons.get(padding) == "nearly zero":  # by design: torch.nn.Embedding's padding_idx
             del reasons[padding]
+    # Rows that belong to no token were hardly trained, and are no model for others.
     healthy &= vocabulary.categories != "none"
     if repair.undertrained:
         untrained = undertrained_tokens(entry, vocabulary, on_rows=on_rows)
@@ -475,6 +476,7 @@ def _repaired(
         healthy[untrained.alike] = False
         healthy &= ~untrained.unused
     rows = np.array(sorted(reasons), dtype=np.int64)
+    # A row that is dead in the partner as well has no direction there, and is drawn.
     directed = np.zeros(len(rows), np.bool_)
     if partner is not None:
         directed = ~np.isin(rows, list(dead_rows(partner)))
@@ -511,6 +513,7 @@ def _write_shard(
     replaced, written = {}, {}
     with safe_open(source, framework="pt") as file:
         for name in list(file.keys()):
+            # What is taken from each tied input embedding, each position gives back.
             if shift is not None and name.endswith(_POSITIONS):
                 positions = file.get_tensor(name)
                 written[name] = iter([(positions.double() + shift).to(positions.dtype)])

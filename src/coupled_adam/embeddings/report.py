@@ -292,6 +292,7 @@ def analyze(
 
 def _matrix_of(module: nn.Module) -> Tensor:
     """The output embeddings of a model, or its input embeddings, or the matrix of a layer."""
+    # Models of transformers know their embeddings; any other module is searched for a table.
     layers: list[Any] = [module]
     for name in ("get_output_embeddings", "get_input_embeddings"):
         getter = getattr(module, name, None)

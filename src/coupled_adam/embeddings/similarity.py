@@ -239,6 +239,7 @@ def word_vectors(
 ) -> tuple[list[str], Array]:
     """The words of the sets that are single tokens, and their embeddings, [words, H]."""
     check(embeddings)
+    # Sorted, so that the order of the words does not depend on Python's hashes.
     words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
     ids = {word: token for word in sorted(words) if (token := token_ids(word)) is not None}
     for word, token in ids.items():

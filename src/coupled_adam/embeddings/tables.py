@@ -145,6 +145,7 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
                     low, high = score["interval"] or (None, None)
                     line |= {f"{name} low": low, f"{name} high": high}
             lines.append(line)
+    # Matrices may differ in what was measured of them: a line has gaps where others have numbers.
     names = list(dict.fromkeys(name for line in lines for name in line))
     return csv_text([names, *([line.get(name) for name in names] for line in lines)])
 

@@ -360,6 +360,7 @@ def compare_analyses(
     comparisons = []
     for earlier in before:
         for later in after:
+            # A matrix that is tied, or whose role is not known, may be compared with either.
             roles = {earlier.embeddings.role, later.embeddings.role}
             if roles == {"input", "output"}:
                 continue

@@ -226,6 +226,7 @@ class _Frame:
         """An indicator of each unused row, relative to the mean of the other unused rows."""
         block = geometry.as_float64(embeddings[self.rows])
         count = len(block)
+        # The mean without a row follows from that of all of them.
         means_of_others = (self.unused * count - block) / (count - 1)
         return geometry.as_array(self._compare(name, block, means_of_others))
 

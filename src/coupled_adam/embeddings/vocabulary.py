@@ -153,6 +153,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]
         assert isinstance(decoded, str)
         return decoded
 
+    # The text of the two together is cut: a token alone may lose its space, or have none to lose.
     before = tokenizer.encode("a", add_special_tokens=False)
     prefix = text(before)
     texts = []

@@ -143,6 +143,7 @@ def _check_not_compressed(path: Path) -> None:
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
         _check_one_directory(file)
         for entry in archive.infolist():
+            # Both, since an archive may contradict itself.
             stored = entry.compress_type == zipfile.ZIP_STORED
             if not stored or entry.file_size != entry.compress_size:
                 raise ValueError(f"its entry {entry.filename} is compressed")
@@ -293,6 +294,7 @@ class _Sharded:
     def read(self, folder: Path) -> Tensor:
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
             raise ValueError("its blocks do not add up to the whole tensor")
+        # Memory is allocated for what the files hold, not for what an index claims.
         promised = sum(chunk.length for chunk in self.chunks)
         there = sum((folder / file).stat().st_size for file in {c.file for c in self.chunks})
         if math.prod(self.shape) * self.dtype.itemsize > promised or promised > there:

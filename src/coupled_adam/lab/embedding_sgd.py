@@ -25,6 +25,7 @@ class PartlyAdamW(torch.optim.AdamW):
         if closure is not None:  # before the groups change: it may call zero_grad
             with torch.enable_grad():
                 loss = closure()
+        # AdamW's own step is given the groups that are its own, whatever happens in it.
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if self.option not in group]

@@ -103,6 +103,7 @@ def output_embeddings(model: PreTrainedModel) -> Tensor:
     Raises:
         UsageError: if transformers knows no output embeddings of this model.
     """
+    # Between forward passes FSDP2 may keep the gathered weights in place of the shards.
     if isinstance(model, FSDPModule):
         model.reshard()
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]

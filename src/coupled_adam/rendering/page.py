@@ -25,6 +25,7 @@ def render(
         pictures: the pictures to embed.
         package: the package that contains the template.
     """
+    # Templates of another package extend those of this one.
     packages = dict.fromkeys((package, "coupled_adam.rendering"))
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name) for name in packages]),

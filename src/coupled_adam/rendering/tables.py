@@ -114,6 +114,7 @@ class Table:
         widths = self._widths()
         lead, title = [*range(self.lead)], self.title
         chosen = [*lead]
+        # Each piece takes columns as long as they fit, and one in any case.
         for index in range(self.lead, len(widths)):
             total = sum(widths[i] + len(_GAP) for i in [*chosen, index]) - len(_GAP)
             if self.lead and total > width and len(chosen) > len(lead):
@@ -137,6 +138,7 @@ class Table:
     def _text(self) -> Iterator[Line]:
         widths = self._widths()
 
+        # Spaces are pieces of their own, so that underlines and colors end with the text.
         def line(cells: Sequence[Cell], style: str = "") -> Line:
             pieces: Line = []
             for index, (cell, width) in enumerate(zip(cells, widths)):
@@ -208,6 +210,7 @@ class Table:
 
         heads = (f"<th{side(i)}>{html.escape(head)}</th>" for i, head in enumerate(self.columns))
         lines = [f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
+        # A title, or an empty text, sets the next row of cells apart from those before it.
         apart = ""
         for row in self.cells():
             if isinstance(row, str):
@@ -294,6 +297,7 @@ def _latex_header(text: str) -> str:
 
 def csv_text(lines: Sequence[Sequence[Any]]) -> str:
     """Format lines of values as CSV; text that looks like a formula is prefixed with '."""
+    # Spreadsheets would calculate a text that begins like a formula, and names are not ours.
     text = io.StringIO()
     safe = (
         [f"'{v}" if isinstance(v, str) and v.startswith(_FORMULA) else v for v in line]

@@ -196,6 +196,7 @@ def python_documentation() -> Iterator[str]:
 
     for _, topic in sorted(topics.items()):
         yield from passages(topic.splitlines(keepends=True))
+    # Docstrings are read from the source, without importing and so executing the modules.
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in _library()[1:]:
         try:
@@ -277,6 +278,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _format(path: Path) -> str:
     """The file extension that tells the format, without that of a compression."""
+    # The last two, as in text.jsonl.gz; a name may have more dots before them.
     suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSIONS]
     return suffixes[-1] if suffixes else ""
 
@@ -376,6 +378,7 @@ def _delimited_rows(stream: TextIO, delimiter: str, where: str) -> Iterator[Any]
 def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
     """Yield the rows of JSON Lines, or of a single array, which is read as a whole."""
     number = 0
+    # The first character that is not space tells an array from JSON Lines.
     try:
         while (start := stream.read(1)).isspace():
             number += start == "\n"
@@ -474,6 +477,7 @@ def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
     from datasets import load_dataset  # this import takes a second
 
     with _hub_errors(data):
+        # Streamed: max_tokens may need only a small part of a data set of terabytes.
         rows = load_dataset(
             data.hub, data.hub_config, split=split, revision=revision, streaming=True
         )

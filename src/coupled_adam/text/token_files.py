@@ -76,6 +76,7 @@ class TokenIds:
         Raises:
             UsageError: the file has become shorter.
         """
+        # pread may return less than it was asked for, and nothing only at the end of the file.
         start, stop, step = where.indices(len(self))
         size = self._dtype.itemsize
         ids = np.empty(max(0, stop - start), self._dtype)
@@ -115,6 +116,7 @@ class Tokens:
         start, stop, step = where.indices(len(self))
         first = int(np.searchsorted(self._ends, start, "right"))
         pieces = [np.empty(0, self._files[0].dtype)]
+        # From the file in which the slice begins to the one in which it ends.
         for file, end in zip(self._files[first:], self._ends[first:]):
             begin = int(end) - file.length
             if begin >= stop:

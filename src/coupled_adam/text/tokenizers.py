@@ -73,6 +73,7 @@ def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDA
     from coupled_adam.text.documents import open_documents
     from coupled_adam.text.source import Data
 
+    # As models were trained: documents begin with BOS or, where there is none, follow EOS.
     first = tokenizer.bos_token_id
     if first is None:
         first = tokenizer.eos_token_id

@@ -142,6 +142,7 @@ class Downstream:
                     error = values.get(key.replace(metric, f"{metric}_stderr", 1))
                     error = float(error) if isinstance(error, float) else None
                     return {name: {"accuracy": float(value), "stderr": error, "metric": metric}}
+        # A group without a score of its own, or a tag, is the scores of its members.
         members = results["group_subtasks"].get(name) or self._manager.task_index[name].tags
         scores: dict[str, dict[str, Any]] = {}
         for member in sorted(members):

@@ -167,6 +167,7 @@ def require_causal(model: PreTrainedModel, source: Path | str) -> None:
 
 def is_causal(model: PreTrainedModel) -> bool:
     """Whether logits do not depend on later tokens, as those of a masked language model do."""
+    # Two blocks that differ in their last token: a causal model cannot tell them apart before it.
     ids = torch.zeros(2, 4, dtype=torch.int64)
     ids[1, -1] = 1
     first, second = _logits(model, ids)[:, :-1]

@@ -11,6 +11,7 @@ from coupled_adam.rendering.tables import Cell, Table
 def evaluation_table(result: Mapping[str, Any], name: str) -> Table:
     """The content of an ``evaluation.json``: test loss, measures and scores."""
     inputs = result.get("input_embeddings")
+    # Tied embeddings are one matrix, and need no name for their side.
     sides = {"output" if inputs else "": result.get("embeddings") or {}}
     if inputs:
         sides["input"] = inputs

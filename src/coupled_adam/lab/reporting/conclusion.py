@@ -62,6 +62,7 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
         return [*sentences, "There is no run with AdamW to compare with."]
     if not rivals:
         return [*sentences, "There are only runs with AdamW, and nothing to compare them with."]
+    # A sweep's arms get one sentence together, or nobody would read the page.
     if len(rivals) > _MOST:
         return [*sentences, _overview(baseline, rivals)]
     if len({run.seed for run in runs}) == 1:
@@ -82,6 +83,7 @@ def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
     """What each arm has come to, the baseline first, and the command for more seeds."""
     runs = [arm[0] for arm in arms if _is_finite(arm[0])]
     shown = {phrase: [show(run) for run in runs] for phrase, show in _FACTS.items()}
+    # A fact that one of the runs lacks cannot be compared, and is left out for all of them.
     shown = {phrase: texts for phrase, texts in shown.items() if None not in texts}
     if len(runs) < 2 or not shown:
         return []

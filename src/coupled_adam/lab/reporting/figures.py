@@ -52,6 +52,7 @@ def _first_seeds(runs: Sequence[Run]) -> list[Run]:
 
 def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
     """The four most informative pictures of an experiment as one figure, and its caption."""
+    # Three clouds in one picture are as many as can be told apart.
     colors = arm_colors(runs)
     first = _first_seeds(runs)
     models = [run for run in first if run.arm in ("adamw", "coupled_adam", "lean")] or first[:2]

@@ -33,6 +33,7 @@ def report_page(
 
     All text is escaped. The links lead to the folders of the runs.
     """
+    # Runs of an experiment have the same settings, so that any of them can show them.
     first = {run.experiment: run for run in reversed(runs)}
     values = {
         "conclusion": conclusion(runs, left_out),

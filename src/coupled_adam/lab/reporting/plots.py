@@ -105,6 +105,7 @@ def fit_proportional(x: Array, y: Array) -> tuple[float, float]:
 
 def plot_second_moment(ax: Axes, run: Run) -> None:
     """Plot AdamW's second moment of each token against the token's unigram probability."""
+    # The last evaluation, whose moments have seen most of the text.
     moments = run.second_moments()
     moment, probability = moments[max(moments)], run.probabilities()
     seen = probability > 0
@@ -147,6 +148,7 @@ def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
 
 def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xlabel: str) -> None:
     """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
+    # A value without a loss that can be compared has no point.
     by_value = {x: _losses(group) for x, group in sweep.items()}
     by_value = {x: losses for x, losses in by_value.items() if losses}
     losses = [*by_value.values()]

@@ -89,6 +89,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     columns = shown_columns(rows)
     notes = footnotes(rows, bold)
     all_columns = [*columns, *more_columns(rows)]
+    # The folder appears as a whole, so that nobody sees one report's table beside another's page.
     make_folder(out.parent)
     with new_folder(out, _is_own) as folder:
         paper = results_table(rows, columns, notes=notes)

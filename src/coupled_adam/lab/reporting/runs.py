@@ -195,6 +195,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[Path, str]]:
         UsageError: a file of a run is damaged.
     """
     runs, left_out = [], {}
+    # A run that is found through several of the folders, or through links, counts once.
     configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
     for _, path in sorted(configs.items()):
         folder = path.parent
@@ -235,6 +236,7 @@ def _with_other_tokens(runs: Sequence[Run]) -> list[Run]:
     marked = []
     for run in runs:
         counter = tokens[run.experiment]
+        # Of two numbers that occur equally often, the larger: more tokens measure better.
         usual = max(counter, key=lambda number: (counter[number], number or 0))
         number = run.evaluation.get("test_tokens")
         different = None if number == usual or number is None else number

@@ -83,6 +83,7 @@ class SweepReport:
 
     def label(self, arm: str) -> str:
         """The optimizer's name; the arm's own name if that is not enough to tell it."""
+        # "Coupled Adam" if that is enough; options after a comma would be those that are swept.
         labels = {name: self.recipe.arm(name).label for name in self.recipe.arms}
         label = labels[arm]
         is_clear = "," not in label and [*labels.values()].count(label) == 1
@@ -239,6 +240,7 @@ class SweepReport:
             label = self.label(arm)
             ax.errorbar([*lowest], means, ranges, marker="o", capsize=3, color=color, label=label)
             values = self._tried_values(arm, name)
+            # What diverged has no finite loss to be drawn at.
             diverged = [x for x in values if x not in lowest]
             top = ax.get_xaxis_transform()
             ax.plot(diverged, [1] * len(diverged), "x", color=color, clip_on=False, transform=top)

@@ -84,6 +84,7 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
         baseline = baseline_of(arms.values())
         compared = [arm for arm in arms.values() if arm is not baseline]
         for arm in arms.values():
+            # An arm is bold where it is better than each of its rivals.
             if bold == "all":
                 rivals = [rival for rival in arms.values() if rival is not arm]
             elif arm is not baseline:
@@ -221,6 +222,7 @@ def results_table(
         sizes: whether to show D and N.
         seeds: whether to show the number of seeds.
     """
+    # All rows have the same settings, those by which experiments of one name differ.
     settings = [*rows[0].settings]
     lead = [*(["D", "N"] if sizes else []), *settings, "Optimizer"]
     lines: list[list[str | Cell] | str] = []

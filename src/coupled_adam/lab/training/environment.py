@@ -50,10 +50,11 @@ def _git_commit() -> str | None:
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
+        # Installed into a folder of some other repository, that one's commit would say nothing.
         tracked = subprocess.run(
             ["git", "-C", str(here), "ls-files", "--error-unmatch", __file__], capture_output=True
         )
-        if tracked.returncode:  # installed into a folder of some other repository
+        if tracked.returncode:
             return None
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -43,6 +43,7 @@ class Progress:
         self._bar.set_description(run.folder.name, refresh=False)
         if self._bar.disable:  # on other ranks, where it has no counts
             return
+        # As if the bar had begun there: steps of earlier calls must not count as fast ones.
         skipped = self._place(run, step) - self._bar.n
         self._bar.initial += skipped
         self._bar.n += skipped

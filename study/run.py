@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from coupled_adam.embeddings.analysis import word_similarity_sets
+from coupled_adam.errors import DivergedError
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.run import train
 
 from .evaluation import Extra, evaluate

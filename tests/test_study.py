@@ -26,14 +26,13 @@ from study.switching import couple, not_yet_coupled
 
 from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings.measures import LOGGED
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import PreemptedError, UsageError
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.models import build_model, output_embeddings
 from coupled_adam.lab.recipe import override, parse_recipe
 from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.errors import PreemptedError
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.run import train
 

@@ -1,4 +1,4 @@
-"""Errors that the user can fix, and how error messages are printed."""
+"""The errors with which a command ends, and how their messages are printed."""
 
 import importlib.metadata
 import json
@@ -11,6 +11,28 @@ E = TypeVar("E", bound=BaseException)
 
 class UsageError(Exception):
     """Raised if the user's input cannot be used; the message says what to do instead."""
+
+
+class TrainingError(Exception):
+    """Raised if a run cannot continue; the message names the step and says what is kept."""
+
+
+class DivergedError(TrainingError):
+    """Raised if the loss or the gradient is not finite at ``step``, counted from 1."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message, step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class PreemptedError(BaseException):
+    """Raised after SIGTERM; in training, once a checkpoint to continue from has been written.
+
+    Like KeyboardInterrupt it may come anywhere, and is not for ``except Exception``.
+    """
 
 
 def on_all_ranks(error: E) -> E:

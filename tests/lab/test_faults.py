@@ -23,7 +23,7 @@ import yaml
 from safetensors.torch import load_file
 
 from coupled_adam import files
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import TrainingError, UsageError
 from coupled_adam.files import file_digest, sole_writer, temporary_path
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
@@ -31,7 +31,6 @@ from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import distributed
 from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.errors import TrainingError
 from coupled_adam.lab.training.folder import claim
 from coupled_adam.lab.training.run import train
 from laboratory import EXACT, LONG, SHORT, close

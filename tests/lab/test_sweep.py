@@ -15,13 +15,12 @@ from rich.console import Console
 from scipy import stats
 
 from coupled_adam import cli
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import DivergedError, UsageError
 from coupled_adam.lab import sweep as sweeping
 from coupled_adam.lab.grid import make_grid, several_values
 from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.training.config import Execution
-from coupled_adam.lab.training.errors import DivergedError
 from processes import Process
 
 
@@ -242,12 +241,12 @@ def losses(monkeypatch):
         loss = table.get("of all") or table.get(name, lambda _: 5.0)
         return loss(run) + run.seed / 100
 
-    def test_loss(folder, *_, **__):
-        asked.append(f"test of {folder.parent.name}/{folder.name}")
-        return {"test_loss": 3.0 + len(folder.name) / 10}
+    def test_loss(run, *_):
+        asked.append(f"test of {run.folder.parent.name}/{run.folder.name}")
+        return {"test_loss": 3.0 + len(run.folder.name) / 10}
 
     monkeypatch.setattr(sweeping, "_validation_loss", final)
-    monkeypatch.setattr(sweeping, "evaluate_run", test_loss)
+    monkeypatch.setattr(sweeping, "evaluate", test_loss)
     return table, asked
 
 

@@ -30,8 +30,15 @@ from coupled_adam.cli import (
 )
 from coupled_adam.cli.options import RecipeValues, add_arguments
 from coupled_adam.cli.terminal import other_rank
-from coupled_adam.errors import UsageError, install, is_on_all_ranks, one_line, printable
-from coupled_adam.lab.training.errors import PreemptedError, TrainingError
+from coupled_adam.errors import (
+    PreemptedError,
+    TrainingError,
+    UsageError,
+    install,
+    is_on_all_ranks,
+    one_line,
+    printable,
+)
 from coupled_adam.text.source import arguments_named
 
 PREEMPTED = 75

@@ -29,9 +29,8 @@ from typing import (
 )
 
 from coupled_adam.cli.terminal import quiet_libraries
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import TrainingError, UsageError, one_line
 from coupled_adam.files import clear_leftovers, is_result, write_atomically
-from coupled_adam.lab.training.errors import TrainingError
 from coupled_adam.runs import COMPARISON, CONFIG, ENVIRONMENT, SWEEP
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import DivergedError, UsageError
 from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.comparison import (
     check_new,
@@ -33,7 +33,6 @@ from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
-from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.run import train
 from coupled_adam.runs import DIVERGED, METRICS, SWEEP, logged_lines, run_name
 

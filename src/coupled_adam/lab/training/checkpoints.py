@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coupled_adam.embeddings.weights import check_distributed
-from coupled_adam.errors import UsageError, on_all_ranks, one_line
+from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
 from coupled_adam.files import (
     file_digest,
     make_folder,
@@ -41,7 +41,6 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
-from coupled_adam.lab.training.errors import PreemptedError, TrainingError
 from coupled_adam.lab.training.schemas import Manifest, read_json
 from coupled_adam.runs import CHECKPOINTS, CONFIG, METRICS, by_step, step_name
 

@@ -14,9 +14,8 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from coupled_adam.errors import UsageError, on_all_ranks
+from coupled_adam.errors import TrainingError, UsageError, on_all_ranks
 from coupled_adam.files import duration, waiting
-from coupled_adam.lab.training.errors import TrainingError
 
 T = TypeVar("T")
 PATIENCE = 600.0

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import TrainingError, UsageError, one_line
 from coupled_adam.files import (
     LOCK,
     clear_leftovers,
@@ -30,7 +30,6 @@ from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
-from coupled_adam.lab.training.errors import TrainingError
 from coupled_adam.lab.training.schemas import Recorded, read_json
 from coupled_adam.runs import CHECKPOINTS, CONFIG, COUNTS, ENVIRONMENT, SECOND_MOMENTS
 from coupled_adam.text.tokenizers import load_tokenizer

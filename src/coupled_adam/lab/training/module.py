@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from coupled_adam.errors import on_all_ranks
+from coupled_adam.errors import DivergedError, on_all_ranks
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.errors import DivergedError
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.optim.sharded import full_tensor
 

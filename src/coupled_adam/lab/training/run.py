@@ -13,14 +13,13 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import UsageError, on_all_ranks
+from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, TrackioLogger, cut_log
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
-from coupled_adam.lab.training.errors import PreemptedError
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress

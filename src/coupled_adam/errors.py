@@ -1,8 +1,10 @@
 """The errors with which a command ends, and how their messages are printed."""
 
+import difflib
 import importlib.metadata
 import json
 import shlex
+from collections.abc import Iterable
 from typing import TypeVar
 from urllib.parse import unquote, urlparse
 
@@ -61,6 +63,12 @@ def one_line(error: object, longest: int | None = 600) -> str:
     if longest is None or len(text) <= longest:
         return text
     return f"{text[: longest // 2]} ... {text[-(longest // 2) :]}"
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str, most: int = 1) -> str:
+    """A hint at the names that are most like an unknown one, at most so many; or another hint."""
+    near = difflib.get_close_matches(name, [*names], n=most)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def install(extra: str) -> str:

@@ -34,6 +34,7 @@ from coupled_adam.errors import (
     PreemptedError,
     TrainingError,
     UsageError,
+    did_you_mean,
     install,
     is_on_all_ranks,
     one_line,
@@ -170,8 +171,7 @@ def _command_name(arguments: list[str]) -> str:
     listed = f"there are {', '.join(_COMMANDS)}"
     if not name or name.startswith("-"):
         raise UsageError(f"name a command first: {listed}")
-    near = difflib.get_close_matches(name, _COMMANDS, n=1)
-    hint = f"did you mean {near[0]}?" if near else listed
+    hint = did_you_mean(name, _COMMANDS, listed)
     raise UsageError(f"there is no command {one_line(name, 50)!r}: {hint}")
 
 

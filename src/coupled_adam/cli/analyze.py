@@ -173,7 +173,7 @@ def run(options: Options) -> None:
                 console().print(Text(printable(sentences), "bold"))
             shown = [tables.analyses_table(analyses, options.all)]
             shown += [named.table(options.show) for named in listed]
-            shown += [table for near in neighbours for table in near.tables()]
+            shown += [table for neighbourhood in neighbours for table in neighbourhood.tables()]
             shown += [t for changes in comparisons for t in changes.tables(options.show)]
             for table in shown:
                 print_table(table)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import importlib.util
 import inspect
 import math
@@ -29,7 +28,7 @@ from typing import (
 )
 
 from coupled_adam.cli.terminal import quiet_libraries
-from coupled_adam.errors import TrainingError, UsageError, one_line
+from coupled_adam.errors import TrainingError, UsageError, did_you_mean, one_line
 from coupled_adam.files import clear_leftovers, is_result, write_atomically
 from coupled_adam.runs import COMPARISON, CONFIG, ENVIRONMENT, SWEEP
 
@@ -307,8 +306,7 @@ def known_arm(name: str, recipe: Recipe) -> str:
         UsageError: it does not.
     """
     if name not in recipe.arms:
-        near = difflib.get_close_matches(name, recipe.arms, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"its arms are {', '.join(recipe.arms)}"
+        hint = did_you_mean(name, recipe.arms, f"its arms are {', '.join(recipe.arms)}")
         raise UsageError(f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
     return name
 

@@ -122,12 +122,10 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
         if text in rows and (text not in matches or second.categories[row] == "ok"):
             matches[text] = row
     pairs = sorted((row, rows[text]) for text, row in matches.items())
-    to, of = (np.array(side, dtype=np.int64) for side in zip(*pairs)) if pairs else (_NONE, _NONE)
-    new = np.setdiff1d(np.flatnonzero(second.categories != "none"), to)
-    return Pairs(of, to, "text", new, np.setdiff1d(np.flatnonzero(_has_token(first)), of))
-
-
-_NONE = np.zeros(0, np.int64)
+    second_rows, first_rows = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    new = np.setdiff1d(np.flatnonzero(second.categories != "none"), second_rows)
+    gone = np.setdiff1d(np.flatnonzero(_has_token(first)), first_rows)
+    return Pairs(first_rows, second_rows, "text", new, gone)
 
 
 def _has_token(vocabulary: Vocabulary) -> NDArray[np.bool_]:
@@ -206,11 +204,11 @@ def compare(
             correlation_with_log(after[used.second], usable_counts),
         )
     seen = np.ones(len(pairs.first), np.bool_) if p is None else p[pairs.second] > 0
-    every = float(np.nanmean(after))
+    mean_norm = float(np.nanmean(after))
     groups = {
-        "old": _group(cosines, ratios, after[pairs.second], every, seen),
-        "unseen": _group(cosines, ratios, after[pairs.second], every, ~seen),
-        "new": _group(None, _EMPTY, after[pairs.new], every, np.ones(len(pairs.new), np.bool_)),
+        "old": _group(cosines, ratios, after[pairs.second], mean_norm, seen),
+        "unseen": _group(cosines, ratios, after[pairs.second], mean_norm, ~seen),
+        "new": _group(None, _EMPTY, after[pairs.new], mean_norm, np.ones(len(pairs.new), np.bool_)),
     }
     return Changes(
         pairs,
@@ -256,7 +254,7 @@ def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | Non
 
 
 def _group(
-    cosines: Array | None, ratios: Array, norms: Array, every: float, chosen: NDArray[np.bool_]
+    cosines: Array | None, ratios: Array, norms: Array, mean_norm: float, chosen: NDArray[np.bool_]
 ) -> Group:
     def of(values: Array | None, function: Any) -> float | None:
         if values is None or len(values) != len(chosen):
@@ -270,7 +268,7 @@ def _group(
         of(cosines, np.median),
         of(cosines, np.min),
         of(ratios, np.median),
-        None if relative is None else relative / every,
+        None if relative is None else relative / mean_norm,
     )
 
 

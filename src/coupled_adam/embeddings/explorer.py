@@ -46,8 +46,8 @@ def explorer_page(
         "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
         "categories": CATEGORIES,
         "maps": [
-            _packed(entry, of, _cosines(entry, comparisons), progress)
-            for entry, of in zip(maps, matrices)
+            _packed(entry, matrix, _cosines(entry, comparisons), progress)
+            for entry, matrix in zip(maps, matrices)
         ],
     }
     labels = ", ".join(entry.analysis.label for entry in maps)
@@ -71,11 +71,11 @@ def _packed(
     shown = np.zeros(len(matrix), np.bool_)
     shown[entry.rows] = True
     k = min(NEIGHBOURS, len(entry.rows) - 1)
-    near = nearest(matrix, entry.rows, k, centered=True, keep=shown, progress=progress)
+    nearest_rows = nearest(matrix, entry.rows, k, centered=True, keep=shown, progress=progress)
     place = np.zeros(len(matrix), np.int64)
     place[entry.rows] = np.arange(len(entry.rows))
     # By their numbers on the page, of which there are so few that 16 bits hold them.
-    neighbours = place[near.neighbours]
+    neighbours = place[nearest_rows.neighbours]
     # An array is a fraction of its size as text in base64 and the smallest type that holds it.
     alike = np.isin(entry.rows, undertrained.indicated.alike)
     order = undertrained.indicated.order_by
@@ -93,7 +93,7 @@ def _packed(
         "alike": alike.astype(np.uint8),
         "neighbours": neighbours.astype(np.uint16),
         # To less than a hundredth, which is as much as the page shows.
-        "cosines": np.round(near.cosines * 127).astype(np.int8),
+        "cosines": np.round(nearest_rows.cosines * 127).astype(np.int8),
     }
     return {
         "label": entry.analysis.label,

@@ -273,7 +273,7 @@ def repair_model(
         for shard in shards:
             replaced = _write_shard(shard, temporary / shard.name, changed, shift)
             for report in reports:
-                same = [name for name, of in replaced.items() if of == report.tensors[0]]
+                same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
                 report.tensors.extend(name for name in same if name not in report.tensors)
     return reports
 
@@ -521,10 +521,10 @@ def _write_shard(
                 replaced[name] = name
             elif any(name.endswith(ending) for ending in (*INPUT_NAMES, *OUTPUT_NAMES)):
                 tensor = file.get_tensor(name)
-                same = (of for of, c in changed.items() if _same_bits(tensor, c.matrix))
-                if (of := next(same, None)) is not None:
-                    replaced[name] = of
-    written |= {name: changed[of].blocks() for name, of in replaced.items()}
+                same = (twin for twin, c in changed.items() if _same_bits(tensor, c.matrix))
+                if (twin := next(same, None)) is not None:
+                    replaced[name] = twin
+    written |= {name: changed[twin].blocks() for name, twin in replaced.items()}
     shutil.copyfile(source, target)
     with open(target, "r+b") as copy:
         size = int.from_bytes(copy.read(8), "little")

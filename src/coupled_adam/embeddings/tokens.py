@@ -151,9 +151,9 @@ class Neighbourhood:
                     **{
                         variant: [
                             {"id": int(token), "token": name(token), "cosine": float(cosine)}
-                            for token, cosine in zip(near.neighbours[index], near.cosines[index])
+                            for token, cosine in zip(side.neighbours[index], side.cosines[index])
                         ]
-                        for variant, near in self.nearest.items()
+                        for variant, side in self.nearest.items()
                     },
                 }
                 for index, row in enumerate(self.nearest["raw"].rows)
@@ -175,12 +175,12 @@ class Neighbourhood:
     def tables(self) -> list[Table]:
         """The neighbours and the hubs, for the terminal."""
         name = self.analysis.vocabulary.name
-        near = []
+        lines = []
         for index, row in enumerate(self.nearest["raw"].rows):
             for (variant, side), shown in zip(self.nearest.items(), ("as it is", "mean removed")):
                 pairs = zip(side.neighbours[index], side.cosines[index])
                 listed = ", ".join(f"{name(neighbour)} {cosine:.2f}" for neighbour, cosine in pairs)
-                near.append([name(row) if variant == "raw" else "", shown, listed])
+                lines.append([name(row) if variant == "raw" else "", shown, listed])
         hubs = []
         for shown, hub in zip(("as it is", "mean removed"), self.hubs.values()):
             skewness = "–" if hub.skewness is None else f"{hub.skewness:.2f}"
@@ -192,7 +192,7 @@ class Neighbourhood:
         return [
             Table(
                 ["token", "", "neighbours and their cosines"],
-                near,
+                lines,
                 f"Nearest by cosine: {self.analysis.label}",
                 left=(0, 1, 2),
             ),

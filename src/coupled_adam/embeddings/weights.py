@@ -296,8 +296,8 @@ class _Sharded:
             raise ValueError("its blocks do not add up to the whole tensor")
         # Memory is allocated for what the files hold, not for what an index claims.
         promised = sum(chunk.length for chunk in self.chunks)
-        there = sum((folder / file).stat().st_size for file in {c.file for c in self.chunks})
-        if math.prod(self.shape) * self.dtype.itemsize > promised or promised > there:
+        available = sum((folder / file).stat().st_size for file in {c.file for c in self.chunks})
+        if math.prod(self.shape) * self.dtype.itemsize > promised or promised > available:
             raise ValueError("its files are shorter than the index says")
         tensor = torch.zeros(self.shape, dtype=self.dtype)
         for chunk in self.chunks:

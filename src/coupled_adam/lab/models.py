@@ -1,6 +1,5 @@
 """The architectures, from transformers' configurations."""
 
-import difflib
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +7,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.lab.recipe import Recipe
 
 
@@ -51,8 +50,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
     options = recipe.model
     name = options.architecture
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=1)
-        hint = f"did you mean {near[0]}?" if near else "such as gpt2, llama or qwen3"
+        hint = did_you_mean(name, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "such as gpt2, llama or qwen3")
         raise UsageError(
             f"model.architecture={name!r} must be the model_type of a causal language model in "
             f"transformers: {hint}"

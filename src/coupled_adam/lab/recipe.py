@@ -22,7 +22,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import ErrorDetails
 
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
 from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
 from coupled_adam.lab.sections import LARGEST, Model, Seed, Training, require
@@ -151,10 +151,10 @@ class Recipe:
                 raise UsageError(f"arms.{name}.{key}={_shown(value)} must be one value")
         kind = options.pop("optimizer", None)
         if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
-            there = ", ".join(arm for arm in self.arms if arm != name)
+            names = ", ".join(arm for arm in self.arms if arm != name)
             raise UsageError(
                 f"arms.{name}.optimizer must be given: one of {', '.join(OPTIMIZERS)}. Or did you "
-                f"mean another arm? There are {there or 'none'}"
+                f"mean another arm? There are {names or 'none'}"
             )
         if kind not in OPTIMIZERS:
             raise UsageError(
@@ -294,8 +294,7 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
         with path.open(encoding="utf-8") as file:
             text = file.read(LONGEST + 1)
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
-        near = difflib.get_close_matches(Path(name).name, recipe_names(), n=1)
-        hint = f"did you mean {near[0]}?" if near else "see coupled-adam recipes"
+        hint = did_you_mean(Path(name).name, recipe_names(), "see coupled-adam recipes")
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{source}: {hint} (as a file: {reason})") from None
     values = _mapping(read_yaml(text, source), source)

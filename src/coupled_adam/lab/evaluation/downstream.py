@@ -1,7 +1,6 @@
 """Accuracy on downstream tasks, measured with the lm-evaluation-harness."""
 
 import contextlib
-import difflib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError, install, one_line
+from coupled_adam.errors import UsageError, did_you_mean, install, one_line
 
 PAPER_TASKS = (
     "arc_easy",
@@ -62,8 +61,7 @@ class Downstream:
             self._manager = TaskManager(include_path=path)
         for name in names:
             if name not in self._manager.all_tasks:
-                near = difflib.get_close_matches(name, self._manager.all_tasks, n=3)
-                hint = f"did you mean {' or '.join(near)}?" if near else "see lm-eval ls tasks"
+                hint = did_you_mean(name, self._manager.all_tasks, "see lm-eval ls tasks", most=3)
                 raise UsageError(f"--lm-eval {name}: no such task: {hint}")
         self.names = list(dict.fromkeys(names))
         try:

@@ -50,11 +50,11 @@ class Tried:
     @property
     def text(self) -> str:
         """The validation loss, or how many runs diverged."""
-        diverged = sum(not math.isfinite(loss) for loss in self.validation.values())
+        losses = [*self.validation.values()]
+        diverged = sum(not math.isfinite(loss) for loss in losses)
         if not diverged:
-            return shorthand(list(self.validation.values()))
-        of = "" if diverged == len(self.validation) else f" ({diverged} of {len(self.validation)})"
-        return f"diverged{of}"
+            return shorthand(losses)
+        return "diverged" + (f" ({diverged} of {len(losses)})" if diverged < len(losses) else "")
 
 
 def best_of_arms(tried: Sequence[Tried]) -> list[Tried]:
@@ -104,21 +104,21 @@ class SweepReport:
         difference = float(np.mean([trial.test[s] - baseline.test[s] for s in seeds]))
         name, baseline_name = self.label(trial.arm), self.label(baseline.arm)
         paired = paired_t_test(trial.test, baseline.test)
-        way = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
+        distance = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
         if paired is None:
             return (
-                f"With one seed, the test loss of the best setting of {name} is {way} than that of "
-                f"{baseline_name}; a test needs two seeds or more."
+                f"With one seed, the test loss of the best setting of {name} is {distance} than "
+                f"that of {baseline_name}; a test needs two seeds or more."
             )
         test = f"two-sided paired t-test over {len(seeds)} seeds: p = {paired.p:.2g}"
         if paired.significant:
             return (
-                f"The test loss of the best setting of {name} is {way} than that of "
+                f"The test loss of the best setting of {name} is {distance} than that of "
                 f"{baseline_name} ({test})."
             )
         return (
             f"The test losses of the best settings of {name} and {baseline_name} cannot be told "
-            f"apart: that of {name} is {way} ({test})."
+            f"apart: that of {name} is {distance} ({test})."
         )
 
     def _edges(self) -> Iterator[str]:

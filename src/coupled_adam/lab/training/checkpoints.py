@@ -76,11 +76,11 @@ class Checkpoints(pl.Callback):
                 self._resumed = newest
                 return newest
             if before is None:
-                way = f"remove {self.folder} to start from the beginning"
+                advice = f"remove {self.folder} to start from the beginning"
             else:
-                way = f"--skip-damaged sets it aside, and continues from {before.name}"
+                advice = f"--skip-damaged sets it aside, and continues from {before.name}"
             if before is None or not skip_damaged:
-                raise on_all_ranks(UsageError(f"{newest} {reason}: {way}"))
+                raise on_all_ranks(UsageError(f"{newest} {reason}: {advice}"))
             on_rank_zero(functools.partial(_set_aside, newest))
 
     @staticmethod

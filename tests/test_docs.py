@@ -19,9 +19,10 @@ import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import coupled_adam
+import token_models
 from coupled_adam import cli
 from coupled_adam.lab.recipe import explained, load_recipe, override, parse_overrides
 
@@ -144,11 +145,8 @@ class Hooked(nn.Module):
 
 
 def gpt2(**options):
-    small = {"n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 50304}
-    config = GPT2Config(**{**small, **options}, bos_token_id=None, eos_token_id=None)
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # the default; setting it avoids a message
-    return model
+    small = {"n_positions": 32, "n_embd": 8, "vocab_size": 50304}
+    return token_models.gpt2(**{**small, **options})
 
 
 def tokenizer():

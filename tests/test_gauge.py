@@ -7,7 +7,9 @@ removed at each step without any effect on the loss, the gradients or the embedd
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, StableLmConfig, StableLmForCausalLM
+from transformers import GPT2LMHeadModel
+
+import token_models
 
 V, H, STEPS = 40, 8, 60
 
@@ -88,37 +90,12 @@ def test_in_an_untied_model_the_mean_is_a_gauge(weight_decay):
 
 
 def gpt2():
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=V,
-        n_positions=12,
-        n_embd=H,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return GPT2LMHeadModel(config).double()
+    return token_models.gpt2(0, vocab_size=V, n_embd=H).double()
 
 
 def rotary():
     torch.manual_seed(0)
-    config = StableLmConfig(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=2 * H,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=12,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return StableLmForCausalLM(config).double()
+    return token_models.stablelm(vocab_size=V, hidden_size=H, tie_word_embeddings=True).double()
 
 
 def loss_of(model, seed=1, cap=None):

@@ -13,9 +13,16 @@ SMALL = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 1, "num_attenti
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 
-def gpt2(**options):
+def gpt2(seed=None, **options):
+    """Without dropout, whose masks would be others where a batch is cut otherwise."""
+    if seed is not None:
+        torch.manual_seed(seed)
     sizes = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": 12}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **SPECIAL, **options}))
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(**{**sizes, **dropout, **SPECIAL, **options})
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # the default; setting it avoids a message
+    return model
 
 
 def llama(**options):

@@ -5,6 +5,7 @@ The same file is the program of each rank.
 
 import copy
 import csv
+import functools
 
 import lightning.pytorch as pl
 import pytest
@@ -14,8 +15,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
+import token_models
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.lightning import EmbeddingMeasures
@@ -25,14 +27,7 @@ from coupled_adam.embeddings.transformers import EmbeddingMeasures as TrainerMea
 from processes import run_cases, run_on_ranks
 
 V = 50
-
-
-def gpt2(**options):
-    """Without dropout, whose masks a sharded model would draw in another order."""
-    torch.manual_seed(0)
-    size = {"vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0, **options))
+gpt2 = functools.partial(token_models.gpt2, 0, vocab_size=V, n_embd=8, n_positions=16)
 
 
 def batches(number):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig
-from transformers import LlamaForCausalLM as Llama
+from transformers import AutoModelForCausalLM
 
+import token_models
 from coupled_adam.cli import main
 from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
@@ -22,9 +22,7 @@ V, H = 90, 8
 @pytest.fixture
 def gpt2(tmp_path):
     """Tied; three rows are dead."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": V, "n_embd": H, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    model = token_models.gpt2(0, vocab_size=V, n_embd=H)
     with torch.no_grad():
         model.transformer.wte.weight += 0.05
         model.transformer.wte.weight[[3, 4]] = 0
@@ -36,9 +34,7 @@ def gpt2(tmp_path):
 def llama(tmp_path):
     """Not tied; its padding row is zero, and so is row 7 of the output."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": V, "hidden_size": H, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = LlamaConfig(**sizes, num_attention_heads=2, pad_token_id=2, tie_word_embeddings=False)
-    model = Llama(config)
+    model = token_models.llama(vocab_size=V, hidden_size=H, pad_token_id=2)
     with torch.no_grad():
         model.model.embed_tokens.weight[2] = 0
         model.lm_head.weight[7] = 0

@@ -1,10 +1,10 @@
 """Hugging Face's ``Trainer`` and the trainers built on it, with the factory and with a class."""
 
+import functools
+
 import pytest
 import torch
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -14,17 +14,12 @@ from transformers import (
     TrainingArguments,
 )
 
+import token_models
 from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups
 from coupled_adam.transformers import CoupledAdamWFactory, GradNorm
 
 V, STEPS, ACCUMULATED = 50, 6, 2
-
-
-def gpt2(**options):
-    torch.manual_seed(0)
-    size = {"vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0, **options))
+gpt2 = functools.partial(token_models.gpt2, 0, vocab_size=V, n_embd=8, n_positions=16)
 
 
 class Texts(torch.utils.data.Dataset):

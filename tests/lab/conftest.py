@@ -4,9 +4,9 @@ import shutil
 from pydoc_data.topics import topics
 
 import pytest
-import torch
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer
 
+import token_models
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
 from coupled_adam.lab.training.config import Execution, TrainingRun
@@ -47,8 +47,7 @@ def run(trained, tmp_path):
 def gpt2(trained, gpt2_options, tmp_path):
     """A random tied GPT-2 in a folder, with the tokenizer of the run."""
     folder = tmp_path / "gpt2"
-    torch.manual_seed(1)
-    GPT2LMHeadModel(GPT2Config(**gpt2_options)).save_pretrained(folder)
+    token_models.gpt2(1, **gpt2_options).save_pretrained(folder)
     AutoTokenizer.from_pretrained(trained[0] / "model").save_pretrained(folder)
     return folder
 

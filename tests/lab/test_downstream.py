@@ -12,8 +12,9 @@ import pytest
 import torch
 import yaml
 from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
+import token_models
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.evaluate import evaluate_model
@@ -36,18 +37,8 @@ def model(tmp_path):
     """A random GPT-2 of 64 positions in a folder, with a tokenizer of its own."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(topics.values(), 400, special_tokens=["<|endoftext|>"])
-    torch.manual_seed(3)
-    config = GPT2Config(
-        vocab_size=400,
-        n_positions=64,
-        n_embd=32,
-        n_layer=1,
-        n_head=2,
-        initializer_range=0.5,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    gpt2 = token_models.gpt2(3, vocab_size=400, n_positions=64, n_embd=32, initializer_range=0.5)
+    gpt2.save_pretrained(tmp_path / "model")
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
     ).save_pretrained(tmp_path / "model")

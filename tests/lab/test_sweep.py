@@ -246,7 +246,7 @@ def losses(monkeypatch):
         return {"test_loss": 3.0 + len(run.folder.name) / 10}
 
     monkeypatch.setattr(sweeping, "_validation_loss", final)
-    monkeypatch.setattr(sweeping, "evaluate", test_loss)
+    monkeypatch.setattr(sweeping, "evaluate_trained", test_loss)
     return table, asked
 
 

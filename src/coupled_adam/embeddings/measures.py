@@ -412,7 +412,7 @@ LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} |
 """The measures that are logged in training and recorded by the study, by key."""
 
 
-def meanings(measures: Iterable[Measure]) -> str:
+def small_print(measures: Iterable[Measure]) -> str:
     """What the measures mean, for the small print below a table."""
     by_name = {(m.header or m.symbol or m.label): m.meaning for m in measures if m.meaning}
     return "; ".join(f"{name}: {meaning}" for name, meaning in by_name.items())

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.measures import MEASURES, meanings
+from coupled_adam.embeddings.measures import MEASURES, small_print
 from coupled_adam.embeddings.tables import analyses_table
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import Picture, single
@@ -23,7 +23,7 @@ def analyses_page(analyses: Sequence[Analysis]) -> str:
         "diagnoses": [(analysis.label, analysis.diagnosis) for analysis in analyses],
         "table": analyses_table(analyses),
         "all_measures": analyses_table(analyses, every=True),
-        "explanation": meanings(MEASURES.values()),
+        "explanation": small_print(MEASURES.values()),
     }
     drawn = analyses_pictures(analyses)
     return render("analysis.html", values, drawn, package="coupled_adam.embeddings")

@@ -100,14 +100,10 @@ class EmbeddingReport(Measures):
         """
         import pandas
 
-        variants = {
-            "as_is": self,
-            "centered": self.centered,
-            "all_but_the_top": self.all_but_the_top,
-        }
+        names = ("as_is", "centered", "all_but_the_top")
         numbers = {
             name: [measure.of(variant) for measure in MEASURES.values()]
-            for name, variant in variants.items()
+            for name, (_, variant) in zip(names, self._variants())
         }
         return pandas.DataFrame(numbers, index=[*MEASURES], dtype=float)
 

@@ -117,14 +117,14 @@ def compare(
                     # At once if no other process has to wait for it; otherwise after the group.
                     if world_size() == 1:
                         progress.say("testing")
-                        evaluate(run, corpus, execution)
+                        evaluate_trained(run, corpus, execution)
                 progress.say("done")
             own_rank = rank()
         if own_rank > 0:
             return None
         # A run that has been evaluated above is not evaluated again.
         for run in runs:
-            evaluate(run, corpus, execution)
+            evaluate_trained(run, corpus, execution)
         return report([out], out / REPORT)
 
 
@@ -139,10 +139,10 @@ def train_and_evaluate(
         train(run, corpus, execution)
         own_rank = rank()
     if own_rank == 0:
-        evaluate(run, corpus, execution)
+        evaluate_trained(run, corpus, execution)
 
 
-def evaluate(run: TrainingRun, corpus: Corpus, execution: Execution) -> dict[str, Any]:
+def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> dict[str, Any]:
     """Complete the evaluation of a run that has been trained here, and return it."""
     return evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
 

@@ -20,7 +20,7 @@ from coupled_adam.lab.comparison import (
     check_new,
     claim_and_prepare,
     differences,
-    evaluate,
+    evaluate_trained,
     is_used,
     shared_settings,
 )
@@ -127,7 +127,7 @@ def sweep(
             return None
         for best in best_of_arms(tried):
             test = {
-                run.seed: evaluate(run, corpus, execution)["test_loss"]
+                run.seed: evaluate_trained(run, corpus, execution)["test_loss"]
                 for run in _runs(best.setting, out)
             }
             tried[tried.index(best)] = dataclasses.replace(best, test=test)

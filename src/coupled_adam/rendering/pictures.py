@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -48,6 +49,14 @@ def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Pictur
 def scatter(ax: Axes, x: Array, y: Array, color: str, label: str | None) -> None:
     """Draw thousands of small points, rasterized even in vector formats."""
     ax.scatter(x, y, s=3, alpha=0.35, color=color, linewidths=0, label=label, rasterized=True)
+
+
+def plot_means(ax: Axes, points: Mapping[float, Sequence[float]], **style: Any) -> None:
+    """Draw the mean of several values at each place, and the range from least to largest."""
+    means = np.array([np.mean(values) for values in points.values()])
+    low = means - [min(values) for values in points.values()]
+    high = [max(values) for values in points.values()] - means
+    ax.errorbar([*points], means, [low, high], capsize=3, **style)
 
 
 def legend(ax: Axes, markerscale: float = 1.0) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -266,10 +266,13 @@ def _difference(folder: Path, digests: dict[str, str]) -> str:
 
 def _loaded(folder: Path, facts: dict[str, Any], source: Documents | TokenFiles) -> Corpus:
     """A corpus, which may have been made from other files with the same content."""
-    files = facts["files"]
-    if isinstance(source, TokenFiles):
-        files = {s: [dataclasses.asdict(f) for f in parts] for s, parts in source.files.items()}
+    files = _described(source.files) if isinstance(source, TokenFiles) else facts["files"]
     return Corpus(folder, {**facts, "files": files, "source": source.source})
+
+
+def _described(files: Mapping[str, list[TokenFile]]) -> dict[str, list[dict[str, Any]]]:
+    """The token files of each split, as JSON can hold them."""
+    return {split: [dataclasses.asdict(f) for f in parts] for split, parts in files.items()}
 
 
 def _is_own(name: str) -> bool:
@@ -305,7 +308,7 @@ def _make(
             _save_tokenizer(tokenizer, temporary / "tokenizer")
         facts["dtype"] = files["train"][0].dtype
         facts["tokens"] = {s: sum(file.length for file in parts) for s, parts in files.items()}
-        facts["files"] = {s: [dataclasses.asdict(f) for f in parts] for s, parts in files.items()}
+        facts["files"] = _described(files)
         # Counted from the files, as training will read them; token files may have changed by now.
         counts, digests = _count(files, temporary, vocab_size)
         if isinstance(source, TokenFiles) and digests != source.digests:

@@ -53,7 +53,7 @@ def _first_seeds(runs: Sequence[Run]) -> list[Run]:
 def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
     """The four most informative pictures of an experiment as one figure, and its caption."""
     # Three clouds in one picture are as many as can be told apart.
-    colors = arm_colors(runs)
+    colors = arm_colors(run.arm for run in runs)
     first = _first_seeds(runs)
     models = [run for run in first if run.arm in ("adamw", "coupled_adam", "lean")] or first[:2]
     models = [run for run in models if run.has_model]
@@ -85,7 +85,7 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
 
 def _details(runs: Sequence[Run]) -> dict[str, Draw]:
     """The other pictures of an experiment, by file name."""
-    colors = arm_colors(runs)
+    colors = arm_colors(run.arm for run in runs)
     first = _first_seeds(runs)
     more: dict[str, Draw] = {
         "mean_norm_absolute": (

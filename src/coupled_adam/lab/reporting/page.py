@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from coupled_adam.embeddings.measures import meanings
+from coupled_adam.embeddings.measures import small_print
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.runs import COLUMNS, MORE_COLUMNS, Run
@@ -39,7 +39,7 @@ def report_page(
         "conclusion": conclusion(runs, left_out),
         "arms": _arms(runs, out),
         "table": table,
-        "measures": meanings((COLUMNS | MORE_COLUMNS).values()),
+        "measures": small_print((COLUMNS | MORE_COLUMNS).values()),
         "names": ", ".join(dict.fromkeys(run.experiment.partition(" ")[0] for run in runs)),
         "experiments": [
             {

@@ -1,8 +1,7 @@
 """Plots of finished runs; each function draws one picture into matplotlib axes."""
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import matplotlib
 import numpy as np
@@ -17,22 +16,15 @@ from coupled_adam.rendering.pictures import (
     COUPLED_ADAM_COLOR,
     Array,
     legend,
+    plot_means,
     scatter,
 )
 
 
-class OfArm(Protocol):
-    """What belongs to an arm, such as a run."""
-
-    @property
-    def arm(self) -> str:
-        """The arm's name in the recipe."""
-
-
-def arm_colors(runs: Sequence[OfArm]) -> dict[str, str]:
+def arm_colors(arms: Iterable[str]) -> dict[str, str]:
     """A color for each arm: fixed ones for the two main arms, a color scale for the others."""
     fixed = {"adamw": ADAMW_COLOR, "coupled_adam": COUPLED_ADAM_COLOR}
-    other_arms = [arm for arm in dict.fromkeys(run.arm for run in runs) if arm not in fixed]
+    other_arms = [arm for arm in dict.fromkeys(arms) if arm not in fixed]
     scale = matplotlib.colormaps["viridis"](np.linspace(0.1, 0.9, max(len(other_arms), 1)))
     return fixed | {
         arm: matplotlib.colors.to_hex(color) for arm, color in zip(other_arms, scale.tolist())
@@ -151,20 +143,7 @@ def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xla
     # A value without a loss that can be compared has no point.
     by_value = {x: _losses(group) for x, group in sweep.items()}
     by_value = {x: losses for x, losses in by_value.items() if losses}
-    losses = [*by_value.values()]
-    means = np.array([np.mean(values) for values in losses])
-    ranges = np.array(
-        [[m - min(v) for m, v in zip(means, losses)], [max(v) - m for m, v in zip(means, losses)]]
-    )
-    ax.errorbar(
-        list(by_value),
-        means,
-        ranges,
-        marker="o",
-        capsize=3,
-        color=COUPLED_ADAM_COLOR,
-        label="swept",
-    )
+    plot_means(ax, by_value, marker="o", color=COUPLED_ADAM_COLOR, label="swept")
     for arm, color, style in (
         ("adamw", ADAMW_COLOR, "--"),
         ("coupled_adam", COUPLED_ADAM_COLOR, ":"),
@@ -201,32 +180,23 @@ def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) ->
 def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None:
     """Plot a result against D for each N and arm, as mean and range over seeds."""
     markers = "osD^vP*"
-    colors = arm_colors(runs)
+    colors = arm_colors(run.arm for run in runs)
     sizes = sorted({run.parameters for run in runs})
     for size in sizes:
         for arm in dict.fromkeys(run.arm for run in runs):
             arm_runs = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
-            points: dict[int, list[float]] = {}
+            points: dict[float, list[float]] = {}
             for run in arm_runs:
                 value = run.value(measure)
                 if value is not None:
                     points.setdefault(run.recipe.tokens, []).append(value)
             if points:
-                xs = sorted(points)
-                means = np.array([np.mean(points[x]) for x in xs])
-                low = means - [min(points[x]) for x in xs]
-                high = np.array([max(points[x]) for x in xs]) - means
-                ax.errorbar(
-                    xs,
-                    means,
-                    [low, high],
-                    marker=markers[sizes.index(size) % len(markers)],
-                    capsize=3,
-                    color=colors[arm],
-                    label=f"{arm_runs[0].label}, N = {short(size)}",
-                )
-    label = measure.label
-    ax.set(title=label.capitalize(), xlabel="D (tokens)", ylabel=label, xscale="log")
+                marker = markers[sizes.index(size) % len(markers)]
+                label = f"{arm_runs[0].label}, N = {short(size)}"
+                points = dict(sorted(points.items()))
+                plot_means(ax, points, marker=marker, color=colors[arm], label=label)
+    title = measure.label.capitalize()
+    ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")
     legend(ax)
 
 

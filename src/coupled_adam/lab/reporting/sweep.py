@@ -16,7 +16,7 @@ from coupled_adam.lab.reporting.plots import arm_colors
 from coupled_adam.lab.reporting.runs import short
 from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering import page
-from coupled_adam.rendering.pictures import Picture, legend, single
+from coupled_adam.rendering.pictures import Picture, legend, plot_means, single
 from coupled_adam.rendering.tables import Cell, Table, csv_text
 
 
@@ -218,7 +218,7 @@ class SweepReport:
 
     def _plot(self, ax: Axes, name: str) -> None:
         """Plot the validation loss against one option."""
-        colors = arm_colors(self.tried)
+        colors = arm_colors(trial.arm for trial in self.tried)
         ticks: set[float] = set()
         for arm in dict.fromkeys(trial.arm for trial in self.tried):
             trials = [trial for trial in self.tried if trial.arm == arm]
@@ -232,13 +232,8 @@ class SweepReport:
                 if points and len(lines) > 1:
                     ax.plot(*zip(*points), color=color, alpha=0.25, linewidth=0.8, marker=".")
             lowest = _lowest(trials, name)
-            means = np.array([trial.mean for trial in lowest.values()])
-            ranges = [
-                means - [min(trial.validation.values()) for trial in lowest.values()],
-                [max(trial.validation.values()) for trial in lowest.values()] - means,
-            ]
-            label = self.label(arm)
-            ax.errorbar([*lowest], means, ranges, marker="o", capsize=3, color=color, label=label)
+            losses = {x: [*trial.validation.values()] for x, trial in lowest.items()}
+            plot_means(ax, losses, marker="o", color=color, label=self.label(arm))
             values = self._tried_values(arm, name)
             # What diverged has no finite loss to be drawn at.
             diverged = [x for x in values if x not in lowest]

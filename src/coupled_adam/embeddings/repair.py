@@ -364,7 +364,7 @@ def _check_new(out: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """What others have put at ``out`` meanwhile is there as if it had been there before."""
+    """Refuse what others have put at ``out`` meanwhile, as if it had been there from the start."""
     try:
         yield
     except OSError:
@@ -373,7 +373,7 @@ def _explained(out: Path) -> Iterator[None]:
 
 
 def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
-    """Copy the regular files of a model's folder into an empty one, and name what is none."""
+    """Copy the regular files of a model's folder into an empty one, and warn of all else."""
     left_out: list[str] = []
 
     def ignored(place: str, names: list[str]) -> list[str]:

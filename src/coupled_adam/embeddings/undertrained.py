@@ -43,7 +43,7 @@ PASSES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Undertrained:
-    """Indicators of how little each row was trained; small values mean: little.
+    """Indicators of how little each row was trained: small values mean little training.
 
     Attributes:
         indicators: [V] each, in the embeddings' units or from 0 to 2: the ``norm`` of the row; its
@@ -151,7 +151,7 @@ def undertrained_tokens(
     share: float = 0.02,
     on_rows: Callable[[int], object] | None = None,
 ) -> Undertrained:
-    """The same of a model's matrix: among its reachable tokens, by the indicator for its role."""
+    """As :func:`undertrained`, for a model's matrix: its reachable tokens, by its role."""
     return undertrained(
         entry.matrix,
         vocabulary.unused,

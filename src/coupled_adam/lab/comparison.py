@@ -211,7 +211,7 @@ def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[s
 def shared_settings(
     recipe: Recipe, out: Path, execution: Execution, resume: bool
 ) -> dict[str, Any]:
-    """What must be the same in all processes; of the text's place only its content must be."""
+    """What must be the same in all processes: the content of the text, but not its place."""
     content = recipe.to_dict()
     content["data"] = {k: v for k, v in content["data"].items() if k not in BY_CONTENT}
     options = dataclasses.asdict(execution)

@@ -215,7 +215,7 @@ def make_grid(
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether values like this one have an order."""
+    """Whether a value is a number, which true and false are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -409,7 +409,7 @@ _BOUNDS = {"gt": "above {:g}", "ge": "{:g} or more", "lt": "below {:g}", "le": "
 
 
 def _in_words(error: ErrorDetails) -> str:
-    """What a value should be, as one says it."""
+    """What a value should be, in words."""
     facts = error.get("ctx", {})
     for name, words in _BOUNDS.items():
         if name in facts:
@@ -440,7 +440,7 @@ def keys(name: str | None = None) -> list[str]:
 
 
 def suggestion(key: str, cls: type[Any] = Recipe, place: str = "") -> str:
-    """What a key may stand for that a dataclass of the recipe does not have."""
+    """What an unknown key of a dataclass of the recipe may stand for, or which keys there are."""
     names = [field.name for field in dataclasses.fields(cls)]
     near = difflib.get_close_matches(key, names, n=1)
     if not near and cls in (Recipe, *_SECTIONS.values()):

@@ -39,7 +39,7 @@ from coupled_adam.runs import DIVERGED, METRICS, SWEEP, logged_lines, run_name
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The settings to try: all of a grid or, for each arm, as many as Optuna has ``trials``."""
+    """The settings to try: all of a grid or, with Optuna, ``trials`` of them for each arm."""
 
     grid: Grid
     trials: int | None = None

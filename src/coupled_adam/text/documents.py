@@ -90,7 +90,7 @@ class _Files:
         return f"{self._argument}{path}"
 
     def _state(self, path: Path) -> tuple[int, ...]:
-        """What every write to a file changes, at the latest when it is closed."""
+        """What every write to a file changes, at the latest when the file is closed."""
         try:
             status = path.stat()
         except OSError as error:
@@ -324,7 +324,7 @@ def _opened(path: Path, where: str, newline: str | None) -> Iterator[TextIO]:
 
 
 def _text(read: Callable[[], str], where: str) -> Iterator[str]:
-    """What a function reads until it reads nothing; archives and the like are no text."""
+    """The pieces that a function reads, up to the end; raise UsageError if they are not text."""
     for piece in iter(read, ""):
         if "\0" in piece:
             raise UsageError(
@@ -342,7 +342,7 @@ def _limit(name: str, default: int) -> int:
 
 
 def _not_too_long(document: str, where: str) -> str:
-    """The document, whose length is limited as the memory is that the tokenizer needs."""
+    """The document; raise UsageError if the tokenizer would need too much memory for it."""
     if len(document) > _limit(*_MAX_DOCUMENT):
         raise _too_long(where)
     return document

@@ -96,7 +96,7 @@ def load_model(
         model, report = loaded
         model.to(device)  # type: ignore[arg-type]
         model.eval()  # type: ignore[no-untyped-call]
-        # What else is wrong with a configuration shows when the model is used, as late as that.
+        # Other mistakes in a configuration show only when the model is used.
         _logits(model, torch.zeros(1, 1, dtype=torch.int64))
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}"

@@ -80,7 +80,7 @@ def _is_finite(run: Run) -> bool:
 
 
 def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
-    """What each arm has come to, the baseline first, and the command for more seeds."""
+    """The results of each arm, the baseline first, and the command for more seeds."""
     runs = [arm[0] for arm in arms if _is_finite(arm[0])]
     shown = {phrase: [show(run) for run in runs] for phrase, show in _FACTS.items()}
     # A fact that one of the runs lacks cannot be compared, and is left out for all of them.

@@ -100,7 +100,7 @@ class Checkpoints(pl.Callback):
 
     @contextmanager
     def explaining_content(self) -> Iterator[None]:
-        """Until the first step is made, take an error for that of the content of the checkpoint.
+        """Until the first step is made, blame an error on the content of the checkpoint.
 
         Its digests show that it is as it was written, but not that this program wrote it.
 
@@ -293,7 +293,7 @@ class CheckpointIO(TorchCheckpointIO):
 
 
 def _cause(error: BaseException) -> BaseException:
-    """A full disk's error, or Ctrl-C, after which torch raises another one at its archive's end."""
+    """The full disk, or Ctrl-C, behind an error that torch raises when it closes its archive."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
         cause = cause.__context__

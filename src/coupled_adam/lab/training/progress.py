@@ -39,7 +39,7 @@ class Progress:
         self._bar.close()
 
     def start(self, run: TrainingRun, step: int) -> None:
-        """A run starts after ``step`` steps, which take no time now; all of them if it is done."""
+        """A run starts after ``step`` steps made earlier; all of them if it is finished."""
         self._bar.set_description(run.folder.name, refresh=False)
         if self._bar.disable:  # on other ranks, where it has no counts
             return

@@ -35,7 +35,7 @@ def train(
     run is left as it is.
 
     Args:
-        progress: the bar of all runs that this is one of; None for a bar of its own.
+        progress: the bar of all runs, of which this is one; None for a bar of its own.
 
     Raises:
         UsageError: if the folder holds another run or a run on another text, or is in use by

@@ -305,16 +305,20 @@ def test_a_distributed_checkpoint_leads_nowhere_else(tmp_path):
     assert torch.equal(load_embeddings(tmp_path / "c")[0].matrix, torch.ones(5, 3))
 
 
-def test_an_index_changes_no_class(tmp_path):
-    """A pickle can set attributes of a class that it may name, or ask for a huge memo."""
-    name = b"torch.distributed.checkpoint.metadata\nMetadataIndex\n"
-    for content in (
-        b"\x80\x04c" + name + b"N}\x8c\x08__hash__K\x01s\x86b.",
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+        b"N}\x8c\x08__hash__K\x01s\x86b.",
         b"\x80\x02}r\xff\xff\xff\xff.",
-    ):
-        (tmp_path / ".metadata").write_bytes(content)
-        with pytest.raises(ValueError, match="not a whole distributed checkpoint"):
-            load_embeddings(tmp_path)
+    ],
+    ids=["attributes", "memo"],
+)
+def test_an_index_changes_no_class(content, tmp_path):
+    """A pickle can set attributes of a class that it may name, or ask for a huge memo."""
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match="not a whole distributed checkpoint"):
+        load_embeddings(tmp_path)
     hash(dcp.metadata.MetadataIndex("a"))
 
 
@@ -343,23 +347,31 @@ def test_archives_do_not_unfold(tmp_path):
             load_embeddings(path)
 
 
-def test_damaged_arrays(tmp_path):
+def saved(save):
+    """What numpy writes of an array."""
+    file = io.BytesIO()
+    save(file, np.ones((3, 2)))
+    return file.getvalue()
+
+
+WHOLE = saved(np.save)
+DAMAGED_ARRAYS = {
+    "empty": b"",
+    "cut off in the header": WHOLE[:20],
+    "cut off": WHOLE[:-1],
+    "an archive": saved(np.savez),
+    "too many rows": WHOLE.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}"),
+    "no shape": WHOLE.replace(b"(3, 2), } ", b"(((3, 2), "),
+    "complex": WHOLE.replace(b"<f8", b"<c8"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_ARRAYS)
+def test_damaged_arrays(damage, tmp_path):
     path = tmp_path / "e.npy"
-    np.save(path, np.ones((3, 2)))
-    whole = path.read_bytes()
-    np.savez(tmp_path / "many.npz", a=np.ones((3, 2)))
-    for damaged in (
-        b"",
-        whole[:20],
-        whole[:-1],
-        (tmp_path / "many.npz").read_bytes(),
-        whole.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}"),
-        whole.replace(b"(3, 2), } ", b"(((3, 2), "),
-        whole.replace(b"<f8", b"<c8"),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"e\.npy: not a \.npy file of numbers"):
-            load_embeddings(path)
+    path.write_bytes(DAMAGED_ARRAYS[damage])
+    with pytest.raises(ValueError, match=r"e\.npy: not a \.npy file of numbers"):
+        load_embeddings(path)
 
 
 def test_odd_configurations(gpt2):

@@ -270,21 +270,18 @@ def test_tokenizers_that_do_not_match(gpt2, gpt2_options, sets, text_file, tmp_p
     assert found["word_similarity"]["sets"]["WordSim-353 similarity"]["pairs"] > 3
 
 
-def test_a_text_is_named_as_it_was_given(gpt2, tmp_path, capsys):
+@pytest.mark.parametrize("command", ["analyze", "evaluate", "repair"])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("empty.txt", "there is no text in it"), ("missing.txt", "No such file")]
+)
+def test_a_text_is_named_as_it_was_given(command, name, reason, gpt2, tmp_path, capsys):
     """By the option: these commands know no recipe, and no ``data.text``."""
-    for path, what in {
-        "empty.txt": "there is no text in it",
-        "missing.txt": "No such file",
-    }.items():
-        (tmp_path / "empty.txt").write_text("")
-        text = ("--text", str(tmp_path / path))
-        for command, *rest in (
-            ("analyze", gpt2),
-            ("evaluate", gpt2),
-            ("repair", gpt2, "--undertrained", "--out", tmp_path / "repaired"),
-        ):
-            assert main([command, *map(str, rest), *text]) == 2
-            assert f"error: --text {tmp_path / path}: {what}" in capsys.readouterr().err
+    (tmp_path / "empty.txt").write_text("")
+    options = ["--text", str(tmp_path / name)]
+    if command == "repair":
+        options += ["--undertrained", "--out", str(tmp_path / "repaired")]
+    assert main([command, str(gpt2), *options]) == 2
+    assert f"error: --text {tmp_path / name}: {reason}" in capsys.readouterr().err
     assert not (tmp_path / "repaired").exists()
 
 
@@ -393,8 +390,8 @@ def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys)
         assert main(["evaluate", str(gpt2), "--out", str(tmp_path / "a.json")]) == 0
 
 
-def test_a_page_or_table_that_cannot_be_written(gpt2, tmp_path, capsys):
-    for option in ("--csv", "--html"):
-        code, out, err = run(capsys, gpt2, option, tmp_path / "missing" / "file")
-        assert (code, out) == (2, "")
-        assert f"{option}: there is no folder {tmp_path / 'missing'}" in err
+@pytest.mark.parametrize("option", ["--csv", "--html"])
+def test_a_page_or_table_that_cannot_be_written(option, gpt2, tmp_path, capsys):
+    code, out, err = run(capsys, gpt2, option, tmp_path / "missing" / "file")
+    assert (code, out) == (2, "")
+    assert f"{option}: there is no folder {tmp_path / 'missing'}" in err

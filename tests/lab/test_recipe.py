@@ -83,14 +83,14 @@ def test_a_recipe_builds_the_model_it_claims(name):
 @pytest.mark.parametrize("architecture", ["gpt2", "stablelm"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
-def test_parameters_are_counted_without_a_model(architecture, bias, tied):
+@pytest.mark.parametrize("sizes", [{}, {"intermediate_size": 100, "n_positions": 300}], ids=str)
+def test_parameters_are_counted_without_a_model(architecture, bias, tied, sizes):
     """From the sizes alone: coupled-adam recipes builds no model."""
-    options = {"architecture": architecture, "bias": bias, "tied": tied, "n_layer": 3}
-    for more in ({}, {"intermediate_size": 100, "n_positions": 300}):
-        values = {f"model.{name}": value for name, value in (options | more).items()}
-        recipe = override(load_recipe("tiny"), values)
-        with torch.device("meta"):
-            assert recipe.parameters == count_parameters(build_model(recipe))
+    options = {"architecture": architecture, "bias": bias, "tied": tied, "n_layer": 3, **sizes}
+    values = {f"model.{name}": value for name, value in options.items()}
+    recipe = override(load_recipe("tiny"), values)
+    with torch.device("meta"):
+        assert recipe.parameters == count_parameters(build_model(recipe))
 
 
 @pytest.mark.parametrize(
@@ -306,12 +306,14 @@ def test_what_decays(name):
         }
 
 
-def test_the_final_evaluation_has_the_papers_number_of_tokens():
-    for name in ("124M-5B", "350M-10B", "760M-20B", "124M-20B-scaled", "124M-20B-sgd"):
-        training = load_recipe(name).training
-        tokens = training.batch_size * training.sequence_length
-        assert training.test_batches * tokens == 2000 * 12 * 1024
-        assert training.evaluation_batches * tokens == pytest.approx(100 * 12 * 1024, rel=0.05)
+@pytest.mark.parametrize(
+    "name", ["124M-5B", "350M-10B", "760M-20B", "124M-20B-scaled", "124M-20B-sgd"]
+)
+def test_the_final_evaluation_has_the_papers_number_of_tokens(name):
+    training = load_recipe(name).training
+    tokens = training.batch_size * training.sequence_length
+    assert training.test_batches * tokens == 2000 * 12 * 1024
+    assert training.evaluation_batches * tokens == pytest.approx(100 * 12 * 1024, rel=0.05)
 
 
 def quadratic(kind, **options):
@@ -557,18 +559,20 @@ def test_aliases_are_followed_as_far_as_they_are_sane():
             parse_recipe(bomb, "bomb")
 
 
-def test_a_recipe_cannot_make_us_wait(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: /dev/zero\n", "no such file"),
+        ("extends: .\n", "no such file"),
+        ('extends: "\\0"\n', "no such file"),
+        ("#" * 200_000, r"mine\.yaml' is too large"),
+    ],
+    ids=["device", "folder", "null byte", "large"],
+)
+def test_a_recipe_cannot_make_us_wait(text, message, tmp_path):
     path = tmp_path / "mine.yaml"
-    for base, message in (
-        ("/dev/zero", "no such file"),
-        (str(tmp_path), "no such file"),
-        ('"\\0"', "no such file"),
-    ):
-        path.write_text(f"extends: {base}\n")
-        with pytest.raises(UsageError, match=message):
-            load_recipe(str(path))
-    path.write_text("#" * 200_000)
-    with pytest.raises(UsageError, match=r"mine\.yaml' is too large"):
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
         load_recipe(str(path))
 
 

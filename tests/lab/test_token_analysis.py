@@ -1,6 +1,7 @@
 """What ``coupled-adam analyze`` says of single tokens, for many kinds of models."""
 
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -128,19 +129,24 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
     assert "100 tokens of the tokenizer have no row" in " ".join(shown.split())
 
 
-def test_unusable_input(gpt2, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("gpt2 --compare", "--compare needs two models, not 1"),
+        ("gpt2 --neighbours 'no such token'", "'no such token' is not a single token"),
+        ("gpt2 --neighbours '#999'", "there is no token #999"),
+        (f"gpt2 --neighbours '#{'9' * 5000}'", "there is no token #999"),
+        ("gpt2 --explore no/page.html", "--explore: there is no folder"),
+        ("gpt2 --layout umap", "--layout is that of the map: add --explore or --parquet"),
+        ("no-model --parquet m --layout umap", "pip install umap-learn"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_unusable_input(arguments, message, gpt2, capsys, monkeypatch):
     """It is found before anything is measured."""
     monkeypatch.setattr("coupled_adam.embeddings.analysis.analyze", None)
-    for arguments, message in {
-        (gpt2, "--compare"): "--compare needs two models, not 1",
-        (gpt2, "--neighbours", "no such token"): "'no such token' is not a single token",
-        (gpt2, "--neighbours", "#999"): "there is no token #999",
-        (gpt2, "--neighbours", "#" + "9" * 5000): "there is no token #999",
-        (gpt2, "--explore", tmp_path / "no" / "page.html"): "--explore: there is no folder",
-        (gpt2, "--layout", "umap"): "--layout is that of the map: add --explore or --parquet",
-        ("no-model", "--parquet", tmp_path / "m", "--layout", "umap"): "pip install umap-learn",
-    }.items():
-        assert main(["analyze", *map(str, arguments)]) == 2
-        out, err = capsys.readouterr()
-        assert (out, err.count("\n")) == ("", 1)
-        assert message in err
+    monkeypatch.chdir(gpt2.parent)
+    assert main(["analyze", *shlex.split(arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err

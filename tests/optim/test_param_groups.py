@@ -278,16 +278,13 @@ def test_optimizers_that_do_not_know_the_factor(use):
 
 
 @pytest.mark.parametrize("optimizer_class", [CoupledAdamW, CoupledAdam])
-def test_weight_decay_is_the_optimizers_unless_given(optimizer_class):
+@pytest.mark.parametrize(("given", "expected"), [(None, 0.03), (0.2, 0.2)])
+def test_weight_decay_is_the_optimizers_unless_given(given, expected, optimizer_class):
     """Of matrices only: embeddings, biases and norms have 0."""
-    for inherited, given in ((0.03, None), (0.03, 0.2)):
-        groups = param_groups(gpt2(), weight_decay=given)
-        optimizer = optimizer_class(groups, weight_decay=inherited)
-        decays = options_of(optimizer, "weight_decay")
-        assert {decays[n] for n in decays if ".attn.c_" in n and "bias" not in n} == {
-            (inherited if given is None else given,)
-        }
-        assert {decays[n] for n in decays if "bias" in n or "ln" in n or "wt" in n} == {(0.0,)}
+    groups = param_groups(gpt2(), weight_decay=given)
+    decays = options_of(optimizer_class(groups, weight_decay=0.03), "weight_decay")
+    assert {decays[n] for n in decays if ".attn.c_" in n and "bias" not in n} == {(expected,)}
+    assert {decays[n] for n in decays if "bias" in n or "ln" in n or "wt" in n} == {(0.0,)}
 
 
 def layout(optimizer):

@@ -386,15 +386,19 @@ def test_hub_folder(hub_folder, texts, monkeypatch):
     assert open_documents(data).fingerprint != documents.fingerprint
 
 
-def test_hub_errors(hub_folder):
-    for data, message in (
-        (Data(hub=str(hub_folder), train_split="trian"), 'Unknown split "trian"|Bad split: trian'),
-        (Data(hub=str(hub_folder), column="txt"), "train row 1 has no column 'txt', but text"),
-        (Data(hub=str(hub_folder), hub_config="other"), "other"),
-    ):
-        with pytest.raises(UsageError, match=message) as caught:
-            read(data)
-        assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_split": "trian"}, 'Unknown split "trian"|Bad split: trian'),
+        ({"column": "txt"}, "train row 1 has no column 'txt', but text"),
+        ({"hub_config": "other"}, "other"),
+    ],
+    ids=str,
+)
+def test_hub_errors(options, message, hub_folder):
+    with pytest.raises(UsageError, match=message) as caught:
+        read(Data(hub=str(hub_folder), **options))
+    assert "\n" not in str(caught.value)
 
 
 READ = """

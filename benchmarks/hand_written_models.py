@@ -81,6 +81,12 @@ def configured(vocab_size: int, **layers: Any) -> Callable[[], nn.Module]:
     return lambda: made(layers, config={"vocab_size": vocab_size})
 
 
+def translator(source: int, target: int, *names: str) -> tuple[Callable[[], nn.Module], set[str]]:
+    """A table for each of two languages, and a head for the second; all names are right."""
+    layers = (table(source, 8), table(target, 8), linear(8, target))
+    return model(**dict(zip(names, layers))), {f"{name}.weight" for name in names}
+
+
 def lora(**layers: Any) -> Callable[[], nn.Module]:
     """A frozen table and head, and adapters."""
 
@@ -282,22 +288,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         configured(50257, embed=table(50304, 8), out=linear(8, 50257)),
         {"embed.weight", "out.weight"},
     ),
-    "small source, large target": (
-        model(src=table(8000, 8), tgt=table(32000, 8), head=linear(8, 32000)),
-        {"src.weight", "tgt.weight", "head.weight"},
-    ),
-    "large source, small target": (
-        model(src=table(32000, 8), tgt=table(8000, 8), head=linear(8, 8000)),
-        {"src.weight", "tgt.weight", "head.weight"},
-    ),
-    "small source, large target, neutral": (
-        model(encoder=table(8000, 8), decoder=table(32000, 8), out=linear(8, 32000)),
-        {"encoder.weight", "decoder.weight", "out.weight"},
-    ),
-    "large source, small target, neutral": (
-        model(encoder=table(32000, 8), decoder=table(8000, 8), out=linear(8, 8000)),
-        {"encoder.weight", "decoder.weight", "out.weight"},
-    ),
+    "small source, large target": translator(8000, 32000, "src", "tgt", "head"),
+    "large source, small target": translator(32000, 8000, "src", "tgt", "head"),
+    "small source, large target, neutral": translator(8000, 32000, "encoder", "decoder", "out"),
+    "large source, small target, neutral": translator(32000, 8000, "encoder", "decoder", "out"),
     "text and images": (
         model(
             text_embed=table(32000, 8),

@@ -332,7 +332,7 @@ def test_bold_as_in_table_7(comparison, recipe):
 
     def bold(**options):
         rows = arm_results(runs, **options)
-        return [row.arm for row in rows if row.metrics["test_loss"].bold]
+        return [row.run.arm for row in rows if row.metrics["test_loss"].bold]
 
     assert bold() == ["coupled_adam", "sgd"]
     assert bold(bold="all") == []  # none of the two is better than the other
@@ -416,8 +416,8 @@ def test_losses_over_other_data_are_not_compared(comparison):
     baseline, coupled = arm_results(runs)
     assert coupled.metrics["test_loss"].values == [2.6, 2.7]
     assert len(coupled.metrics["isotropy"].values) == 3
-    assert coupled.other_tokens == {1: 32}
-    assert not baseline.other_tokens
+    assert [run.other_tokens for run in coupled.runs] == [32, None, None]
+    assert not any(run.other_tokens for run in baseline.runs)
     made = printed(report([comparison], comparison / "report"))
     assert "small Coupled Adam, seed 1: the test loss is over 32 tokens" in made
     assert "paired t-test over 2 seeds" in " ".join(made.split())
@@ -441,7 +441,7 @@ def test_seeds_of_other_settings_are_no_seeds(tmp_path, recipe):
     runs, _ = read_runs([tmp_path])
     rows = arm_results(runs)
     named = {f"small (lr={each.training.lr})" for each in (recipe, other)}
-    assert {row.experiment for row in rows} == named
+    assert {row.run.experiment for row in rows} == named
     assert sorted(row.metrics["test_loss"].text for row in rows) == [
         "1.85 (7)",
         "2.15 (7)",
@@ -478,7 +478,7 @@ def test_a_sweep_has_the_baseline_of_its_recipe(tmp_path, recipe):
         make_run(tmp_path / "one", recipe, "adamw", seed, 3 + seed / 10)
         make_run(tmp_path / "other", scaled, "n-1", seed, 2 + seed / 10)
     rows = arm_results(read_runs([tmp_path])[0])
-    assert [row.experiment for row in rows] == ["small", "small"]
+    assert [row.run.experiment for row in rows] == ["small", "small"]
     assert rows[1].metrics["test_loss"].bold
 
 

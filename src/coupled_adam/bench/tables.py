@@ -21,6 +21,7 @@ def bench_table(results: Sequence[Timed]) -> Table:
     rows: list[list[str] | str] = []
     case = None
     for result in results:
+        # The case stands in the first of its rows, and cases are set apart.
         if case is not None and result.case != case:
             rows.append("")
         ratio = result.ratio

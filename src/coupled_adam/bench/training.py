@@ -112,6 +112,7 @@ def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[]
     )
 
     def step() -> float:
+        # Random tokens take as long as any others; drawing them is not part of the time.
         vocabulary = model.config.vocab_size
         batch = torch.randint(vocabulary, shape, generator=generator, device=device)
         start = now(device)

@@ -82,28 +82,8 @@ def run(options: Options) -> None:
 
     from coupled_adam.embeddings import analysis, tables, tokens
 
-    # What can be refused is refused before a matrix is read, which may take minutes.
-    counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
-    names = [name for name, value in counted.items() if value is not None]
-    if len(names) > 1:
-        raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    check_revision(options, options.models)
-    if options.compare and len(options.models) != 2:
-        raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    check_files(
-        [*options.models, options.counts, options.text, *(options.tokens or ())],
-        csv=options.csv,
-        html=options.html,
-        explore=options.explore,
-        parquet=options.parquet,
-    )
+    _check(options)
     layout = options.layout or "pca"
-    if options.explore or options.parquet:
-        from coupled_adam.embeddings.maps import check_installed
-
-        check_installed(layout, as_parquet=options.parquet is not None)
-    elif options.layout is not None:
-        raise UsageError("--layout is that of the map: add --explore or --parquet")
     target = device(options.device)
     quiet_libraries()
     sets = None
@@ -177,3 +157,27 @@ def run(options: Options) -> None:
             shown += [t for changes in comparisons for t in changes.tables(options.show)]
             for table in shown:
                 print_table(table)
+
+
+def _check(options: Options) -> None:
+    """Refuse what can be refused before a matrix is read, which may take minutes."""
+    counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
+    names = [name for name, value in counted.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
+    check_revision(options, options.models)
+    if options.compare and len(options.models) != 2:
+        raise UsageError(f"--compare needs two models, not {len(options.models)}")
+    check_files(
+        [*options.models, options.counts, options.text, *(options.tokens or ())],
+        csv=options.csv,
+        html=options.html,
+        explore=options.explore,
+        parquet=options.parquet,
+    )
+    if options.explore or options.parquet:
+        from coupled_adam.embeddings.maps import check_installed
+
+        check_installed(options.layout or "pca", as_parquet=options.parquet is not None)
+    elif options.layout is not None:
+        raise UsageError("--layout is that of the map: add --explore or --parquet")

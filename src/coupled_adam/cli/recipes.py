@@ -25,6 +25,7 @@ def run(options: Options) -> None:
         return
     rows = []
     recipes = [load_recipe(name) for name in recipe_names()]
+    # The small ones first, which are those to try.
     for recipe in sorted(recipes, key=lambda recipe: (recipe.parameters, recipe.tokens)):
         data = recipe.data
         rows.append(

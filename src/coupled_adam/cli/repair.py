@@ -86,9 +86,11 @@ def run(options: Options) -> None:
     folder = model_folder(options.model, options.revision)
     if text is not None and folder.is_file():
         raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
+    # Dead rows are found without a tokenizer; which tokens are unused, only it can tell.
     needed = options.undertrained or text is not None
     tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
     vocabulary = functools.partial(read_vocabulary, tokenizer)
+    # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)

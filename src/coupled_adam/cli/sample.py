@@ -57,6 +57,7 @@ def run(options: Options) -> None:
     from coupled_adam.lab.evaluation.sample import sample
     from coupled_adam.runs import MODEL, is_run
 
+    # A terminal may pass bytes that are not text, for which Python has characters of its own.
     try:
         options.prompt.encode()
     except UnicodeEncodeError:

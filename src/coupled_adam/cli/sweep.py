@@ -53,6 +53,7 @@ def run(options: Options) -> None:
     check_folder("--out", out)
     stored = stored_sweep(out) if options.resume else None
     axes = stored.grid.axes if stored else ()
+    # Only options with one value make the recipe; the others are what is varied in it.
     fixed, swept = several_values(options.overrides, axes)
     if options.resume and not stored and not swept:
         raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
@@ -67,6 +68,7 @@ def run(options: Options) -> None:
     recipe = named or (stored.grid.recipe if stored else load_recipe(DEFAULT_RECIPE))
     recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
     recipe = selected(recipe, options.arms, options.seeds)
+    # All settings are checked before the first is trained, and before the folder is touched.
     plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, stored_axes=axes), trials)
     if stored:
         plan = extended(stored, plan, out)

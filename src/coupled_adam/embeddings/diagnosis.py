@@ -25,6 +25,7 @@ def diagnose(
         dead: the names of the rows that are zero or not finite.
     """
     sentences = [*_dead(dead, model), _verdict(report)]
+    # Low isotropy has three causes, each with a remedy of its own: the simplest that fits is named.
     low = not MEASURES["isotropy"].is_healthy(report.isotropy)
     if low and MEASURES["isotropy"].is_healthy(report.isotropy_unit):
         sentences.append(

@@ -16,6 +16,7 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.frequency import correlation_with_log
 from coupled_adam.embeddings.geometry import Array
 from coupled_adam.embeddings.similarity import WordSimilarityReport
+from coupled_adam.rendering.tables import fixed
 
 Better = Literal["higher", "lower"]
 
@@ -132,9 +133,7 @@ class Measure:
 
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""
-        if value is None:
-            return "–"
-        return f"{round(value, self.digits) + 0.0:.{self.digits}f}"  # + 0.0: no minus before a zero
+        return "–" if value is None else fixed(value, self.digits)
 
 
 _PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"

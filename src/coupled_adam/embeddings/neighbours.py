@@ -102,6 +102,7 @@ def nearest(
         raise ValueError(f"k={k} must be from 1 to {int(candidates.sum()) - 1}")
     neighbours = np.empty((len(queries), k), np.int64)
     cosines = np.empty((len(queries), k), np.float32)
+    # So many at a time that the cosines of a block of the matrix with all of them stay small.
     for start in range(0, len(queries), _QUERIES):
         chunk = slice(start, start + _QUERIES)
 

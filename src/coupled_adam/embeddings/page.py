@@ -22,7 +22,7 @@ def analyses_page(analyses: Sequence[Analysis]) -> str:
         "title": f"Embeddings: {', '.join(labels)}",
         "diagnoses": [(analysis.label, analysis.diagnosis) for analysis in analyses],
         "table": analyses_table(analyses),
-        "all_measures": analyses_table(analyses, every=True),
+        "all_measures": analyses_table(analyses, all_measures=True),
         "explanation": small_print(MEASURES.values()),
     }
     drawn = analyses_pictures(analyses)

@@ -249,6 +249,7 @@ def repair_model(
     _check_new(out)
     if folder.is_file():
         return [_repair_file(folder, out, repair, vocabulary, progress)]
+    # The copy would otherwise copy itself.
     if folder.resolve() in out.resolve().parents:
         raise UsageError(f"--out {out} is inside of the model's folder: choose one beside it")
     if not out.parent.is_dir():
@@ -273,6 +274,7 @@ def repair_model(
         for shard in shards:
             replaced = _write_shard(shard, temporary / shard.name, changed, shift)
             for report in reports:
+                # Other files may hold the same matrix under another name, which is changed as well.
                 same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
                 report.tensors.extend(name for name in same if name not in report.tensors)
     return reports
@@ -429,6 +431,7 @@ def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -
         return
     if role == "input":
         raise UsageError(f"--recenter: {folder} has no output embeddings")
+    # Capped logits are not shifted alike, and models with images have the text's values in a part.
     text = config.get("text_config")
     text = text if isinstance(text, Mapping) else config
     for name in ("final_logit_softcapping", "logits_soft_cap", "output_softcap"):

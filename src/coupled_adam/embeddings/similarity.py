@@ -335,6 +335,7 @@ def _read(path: Path, layout: _Format) -> WordSimilaritySet:
         if not line.strip() or (number == 1 and fields[0] == layout.header):
             continue
         words, rating = fields[:2], _rating(fields, layout)
+        # Of sun-n only the word counts; a word without a tag makes the line invalid below.
         if layout.tagged:
             words = [word[:-2] for word in words if word[-2:] in ("-n", "-v", "-j")]
         if rating is None or len(words) != 2 or not all(words):

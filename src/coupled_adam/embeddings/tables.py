@@ -14,18 +14,19 @@ Row = list[str | Cell]
 _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))
 
 
-def analyses_table(analyses: Sequence[Analysis], every: bool = False) -> Table:
+def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> Table:
     """A table with a column for each matrix, and a row for each measure.
 
     Args:
         analyses: the matrices.
-        every: whether to show all measures, also with the mean removed, and with the mean and the
-            top principal directions removed, and the sources of the healthy ranges. Otherwise the
-            measures are the few that come first, of the matrices as they are.
+        all_measures: whether to show all measures, also with the mean removed, and with the mean
+            and the top principal directions removed, and the sources of the healthy ranges.
+            Otherwise the measures are the few that come first, of the matrices as they are.
     """
     rows: list[Row | str] = [*_facts(analyses)]
-    rows += measure_rows([analysis.report for analysis in analyses], every=every)
-    if every:
+    rows += measure_rows([analysis.report for analysis in analyses], all_measures=all_measures)
+    # Matrices of different widths lose different numbers of directions.
+    if all_measures:
         tops = sorted({analysis.report.top_directions for analysis in analyses})
         removed = f"top {' or '.join(map(str, tops))} principal directions"
         if tops == [1]:
@@ -38,35 +39,38 @@ def analyses_table(analyses: Sequence[Analysis], every: bool = False) -> Table:
                 [a.report.all_but_the_top for a in analyses],
             ),
         ):
-            rows += [title, *measure_rows(variants, every=True, as_is=False)]
+            rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)
     labels = [analysis.label for analysis in analyses]
-    notes = ["Healthy ranges:", *sources(rows)] if every else []
+    notes = ["Healthy ranges:", *sources(rows)] if all_measures else []
     return Table(["", "", *labels, "healthy"], rows, "", notes, left=(0, 1, len(labels) + 2))
 
 
 def measure_rows(
-    reports: Sequence[Measures | Mapping[str, Any]], *, every: bool = False, as_is: bool = True
+    reports: Sequence[Measures | Mapping[str, Any]],
+    *,
+    all_measures: bool = False,
+    as_is: bool = True,
 ) -> list[Row]:
     """A row for each measure that one of some reports, or of their dicts, has.
 
     Args:
         reports: the reports, or one variant of each.
-        every: whether to show all measures, and not only those that come first.
+        all_measures: whether to show all measures, and not only those that come first.
         as_is: whether they are of the embeddings as they are. Otherwise there are no measures of
             the mean itself, which say nothing once it is removed, and no healthy ranges.
     """
     rows: list[Row] = []
     for measure in MEASURES.values():
         values = [measure.of(report) for report in reports]
-        shown = (every or measure.first) and (as_is or not measure.of_the_mean)
+        shown = (all_measures or measure.first) and (as_is or not measure.of_the_mean)
         # Without its mean or top directions a matrix has zeros that mean nothing.
         has_values = any(value is not None if as_is else value for value in values)
         if not shown or not has_values:
             continue
         healthy = measure.healthy if as_is else None
         tag = "" if healthy is None else f"{healthy}"
-        if healthy is not None and every:
+        if healthy is not None and all_measures:
             tag += f" [{_SOURCES.index(healthy.source) + 1}]"
         cells = [
             Cell(measure.text(value), outside=as_is and not measure.is_healthy(value))

@@ -77,6 +77,7 @@ class Undertrainedness:
             parts.append(f"{kinds['surplus_tokens']} tokens of the tokenizer have no row")
         if len(result.dead):
             parts.append(f"{len(result.dead)} rows are zero or not finite")
+        # Without a limit nothing tells a rare token from an unused one, which should be said.
         if result.limit is None:
             parts.append(
                 "the rows that are known to be unused are too few, or do not resemble each other: "
@@ -188,6 +189,7 @@ class Neighbourhood:
                 f"{name(row)} {hub.occurrences[row]:.0f}" for row in hub.largest(NEIGHBOURS)
             )
             hubs.append([shown, skewness, largest])
+        # Large matrices are asked for a sample of their rows only.
         estimated = "skewness" if self.hubs["raw"].exact else "skewness, estimated"
         return [
             Table(
@@ -326,6 +328,7 @@ class Comparison:
             ]
             for name, group in changes.groups.items()
         ]
+        # Named by their rows in the second matrix, which is the one that is there to look at.
         movers = []
         for index in changes.movers(number):
             row = int(pairs.second[index])

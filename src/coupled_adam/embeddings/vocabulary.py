@@ -117,6 +117,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
     decoded = _decode(tokenizer, ids)
     reachable = _reachable(tokenizer, ids, decoded)
     special = {*tokenizer.all_special_ids}
+    # Added tokens may be special without being one of those that have a name, such as EOS.
     special |= {row for row, token in tokenizer.added_tokens_decoder.items() if token.special}
     texts = [""] * rows
     categories = np.full(rows, "none", dtype=np.array(CATEGORIES).dtype)

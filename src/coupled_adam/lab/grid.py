@@ -231,6 +231,7 @@ def as_text(value: Any) -> str:
 
 def _keys(pattern: str, recipe: Recipe) -> list[str]:
     """The keys that a pattern stands for."""
+    # A pattern stands for arms only: the same option has the same name in each of them.
     section, _, option = pattern.partition(".")
     if any(fnmatch.fnmatchcase(pattern, excluded) for excluded in _OTHER_TEXT):
         raise UsageError(

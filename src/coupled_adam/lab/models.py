@@ -77,6 +77,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         values |= {"n_inner": options.intermediate_size, "activation_function": "gelu"}
     elif name == "stablelm":
         values |= {"use_qkv_bias": False, "partial_rotary_factor": 1.0}
+    # A value that a configuration does not know would be stored without any effect.
     unknown = [key for key in options.config if key not in usual]
     if unknown:
         raise UsageError(

@@ -247,6 +247,7 @@ def extended(stored: Sweep, plan: Sweep, out: Path) -> Sweep:
         UsageError: anything else differs.
     """
     stored_values, values = stored.to_dict()["values"], plan.to_dict()["values"]
+    # With a grid, an axis may get more values, but there may be no further axis.
     grows = {"--optuna"}
     if stored.trials is None and plan.trials is None:
         grows = {"seeds", *(stored_values.keys() & values.keys())}

@@ -295,6 +295,11 @@ def _latex_header(text: str) -> str:
     return "".join(word + formula for word, formula in zip(words, [*formulas, ""]))
 
 
+def fixed(number: float, decimals: int) -> str:
+    """A number with so many decimals, and without a minus before a zero."""
+    return f"{round(number, decimals) + 0.0:.{decimals}f}"
+
+
 def csv_text(lines: Sequence[Sequence[Any]]) -> str:
     """Format lines of values as CSV; text that looks like a formula is prefixed with '."""
     # Spreadsheets would calculate a text that begins like a formula, and names are not ours.

@@ -31,6 +31,7 @@ from coupled_adam.files import (
     read_text,
 )
 from coupled_adam.lab.recipe import Recipe
+from coupled_adam.runs import COUNTS
 from coupled_adam.text.documents import Documents, content_digest, open_documents
 from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files
@@ -75,7 +76,7 @@ class Corpus:
             UsageError: the file has gone since the corpus was verified, or cannot be opened.
         """
         try:
-            return np.array(read_array(self.folder / "unigram_counts.npy"))
+            return np.array(read_array(self.folder / COUNTS))
         except ValueError as error:
             raise UsageError(f"the corpus has changed: {error}") from None
 
@@ -200,6 +201,7 @@ def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
         raise UsageError(
             f"data.tokenizer={error}: give a tokenizer's folder or its id on the Hugging Face hub"
         ) from None
+    # Ids may have gaps, so that the largest counts and not only the number of tokens.
     size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
     if size > vocab_size:
         raise UsageError(
@@ -277,7 +279,7 @@ def _described(files: Mapping[str, list[TokenFile]]) -> dict[str, list[dict[str,
 
 def _is_own(name: str) -> bool:
     """Whether a corpus may have a file of this name, relative to its folder."""
-    names = {"corpus.json", "unigram_counts.npy", *(f"{split}.bin" for split in SPLITS)}
+    names = {"corpus.json", COUNTS, *(f"{split}.bin" for split in SPLITS)}
     return name in names or name.startswith("tokenizer/")
 
 
@@ -313,7 +315,7 @@ def _make(
         counts, digests = _count(files, temporary, vocab_size)
         if isinstance(source, TokenFiles) and digests != source.digests:
             raise UsageError(f"{source.source} changed while it was read: start again")
-        np.save(temporary / "unigram_counts.npy", counts)
+        np.save(temporary / COUNTS, counts)
         written = sorted(path for path in temporary.rglob("*") if path.is_file())
         facts["digests"] = {p.relative_to(temporary).as_posix(): file_digest(p) for p in written}
         content = {**facts, "digest": content_hash(facts)}

@@ -152,6 +152,7 @@ def evaluate_model(
     check_model(source)
     if batches is not None and text is None:
         raise UsageError("--batches is for the test loss: name a text for it with --text")
+    # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     needs_tokenizer = text is not None or sets is not None or downstream is not None
     tokenizer = load_model_tokenizer(source, revision) if needs_tokenizer else None
     model = load_model(source, device, revision)

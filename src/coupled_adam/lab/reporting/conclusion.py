@@ -162,6 +162,7 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
             f"seeds: the first minus the second is {test.difference:+.3f} (95 % confidence "
             f"interval {test.low:+.3f} to {test.high:+.3f}; paired t-test, {shown_p(test.p)})."
         )
+    # As distances, since the word says in which direction.
     word = "lower" if test.difference < 0 else "higher"
     low, high = sorted((abs(test.low), abs(test.high)))
     return (

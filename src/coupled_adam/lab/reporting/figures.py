@@ -99,6 +99,7 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
             partial(plot_spectra, runs=spectra, colors=colors),
             "Singular values of the output embeddings, relative to the largest.",
         )
+    # Of AdamW alone, and of one run, since the points of several would hide each other.
     moments = [run for run in baseline_of(by_arm(first).values()) or [] if run.second_moments()]
     if moments:
         more["second_moment"] = (
@@ -132,6 +133,7 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
 def _across(runs: Sequence[Run]) -> list[Picture]:
     """The pictures that compare experiments."""
     drawn = []
+    # The two arms that all experiments have; more lines could not be told apart.
     pairs = [run for run in runs if run.arm in ("adamw", "coupled_adam")]
     if len({run.recipe.tokens for run in pairs}) > 1:
         drawn.append(

@@ -126,6 +126,7 @@ def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
             tokens: fit_proportional(probability[seen], moment[seen])[0]
             for tokens, moment in run.second_moments().items()
         }
+        # One entry in the legend for all runs of a size.
         first = run is next(r for r in runs if r.parameters == run.parameters)
         ax.plot(
             list(fits),

@@ -19,6 +19,7 @@ from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.arms import AdamWArm
+from coupled_adam.lab.grid import as_text
 from coupled_adam.lab.recipe import Recipe, recipe_from
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
@@ -272,6 +273,7 @@ def _check(run: Run) -> None:
     """Raise ValueError if a run is not as training and evaluation write it."""
     if run.arm not in [*run.recipe.arms] or run.seed not in run.recipe.seeds:
         raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
+    # Not isinstance, since true and false are whole numbers to Python.
     if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
         raise ValueError("evaluation.json: parameters, and the seed, must be whole numbers")
     tokens = run.evaluation.get("test_tokens")
@@ -398,13 +400,8 @@ def short_key(key: str, keys: Sequence[str]) -> str:
 
 def setting_text(value: Any) -> str:
     """A value of a recipe as in YAML, without control characters."""
-    text = {True: "true", False: "false", None: "null"}.get(value) if _is_flag(value) else None
-    text = text or str(value)
+    text = as_text(value) if value is None or isinstance(value, bool) else str(value)
     return text if text.isprintable() else repr(text)
-
-
-def _is_flag(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
 
 
 def _place(run: Run) -> tuple[Any, ...]:

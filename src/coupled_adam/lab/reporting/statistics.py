@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
+from coupled_adam.rendering.tables import fixed
+
 SIGNIFICANCE = 0.05
 """A difference is called significant if p is below this value, the 95 % level of App. F."""
 
@@ -35,16 +37,12 @@ def shorthand(values: Sequence[float], digits: int = 3) -> str:
     mean = float(np.mean(values))
     deviation = sample_deviation(values)
     if not deviation:
-        return _fixed(mean, digits)
+        return fixed(mean, digits)
     # As text, since rounding may carry: 0.0096 becomes 0.01, with two decimals instead of three.
     digit, _, exponent = f"{deviation:.0e}".partition("e")
     if int(exponent) > 0:
-        return f"{_fixed(mean, 0)} ({deviation:.0f})"
-    return f"{_fixed(mean, -int(exponent))} ({digit})"
-
-
-def _fixed(number: float, decimals: int) -> str:
-    return f"{round(number, decimals) + 0.0:.{decimals}f}"  # + 0.0: no minus before a zero
+        return f"{fixed(mean, 0)} ({deviation:.0f})"
+    return f"{fixed(mean, -int(exponent))} ({digit})"
 
 
 def one_sided_t_test(

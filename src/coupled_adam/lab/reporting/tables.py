@@ -48,23 +48,27 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class ArmResult:
-    """The results of one arm of an experiment: a row of the table.
+    """The results of one arm of an experiment, over its runs: a row of the table."""
 
-    ``settings`` are the values by which the experiment differs from the others, by short keys;
-    ``other_tokens``, by seed, the numbers of tokens of test losses that cannot be compared.
-    """
-
-    experiment: str
-    name: str
-    settings: dict[str, str]
-    tokens: int
-    parameters: int
-    arm: str
-    label: str
+    runs: list[Run]
     is_baseline: bool
-    seeds: list[int]
-    other_tokens: dict[int, int]
     metrics: dict[str, Metric]
+
+    @property
+    def run(self) -> Run:
+        """Any of the runs, for what they have in common."""
+        return self.runs[0]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seed of each run."""
+        return [run.seed for run in self.runs]
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The values by which the experiment differs from the others, by short keys."""
+        settings = self.run.settings
+        return {short_key(key, [*settings]): setting_text(v) for key, v in settings.items()}
 
 
 def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
@@ -97,27 +101,7 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
                 key: _metric(column, arm, against, rivals)
                 for key, column in (COLUMNS | MORE_COLUMNS).items()
             }
-            first = arm[0]
-            rows.append(
-                ArmResult(
-                    experiment=experiment,
-                    name=experiment.partition(" ")[0],
-                    settings={
-                        short_key(key, [*first.settings]): setting_text(value)
-                        for key, value in first.settings.items()
-                    },
-                    tokens=first.recipe.tokens,
-                    parameters=first.parameters,
-                    arm=first.arm,
-                    label=first.label,
-                    is_baseline=arm is baseline,
-                    seeds=[run.seed for run in arm],
-                    other_tokens={
-                        run.seed: run.other_tokens for run in arm if run.other_tokens is not None
-                    },
-                    metrics=metrics,
-                )
-            )
+            rows.append(ArmResult(arm, arm is baseline, metrics))
     return rows
 
 
@@ -186,17 +170,21 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
             "over pairs of runs with equal seeds."
         )
     if min(counts) == 1:
-        single = ", ".join(f"{r.experiment} {r.label}" for r in rows if len(r.seeds) == 1)
+        single = ", ".join(
+            f"{row.run.experiment} {row.run.label}" for row in rows if len(row.runs) == 1
+        )
         notes.append(f"One seed, so neither deviation nor test: {single}.")
     for row in rows:
         notes += [
-            f"{row.experiment} {row.label}, seed {seed}: the test loss is over {tokens:,} tokens, "
-            "and those of the other runs over another number. It is left out until the run is "
-            "evaluated over the same tokens (coupled-adam evaluate)."
-            for seed, tokens in row.other_tokens.items()
+            f"{run.experiment} {run.label}, seed {run.seed}: the test loss is over "
+            f"{run.other_tokens:,} tokens, and those of the other runs over another number. It is "
+            "left out until the run is evaluated over the same tokens (coupled-adam evaluate)."
+            for run in row.runs
+            if run.other_tokens is not None
         ]
-    for experiment in dict.fromkeys(row.experiment for row in rows):
-        members = [row for row in rows if row.experiment == experiment]
+    # Seeds that only one arm has are no pairs, which readers of the table cannot see.
+    for experiment in dict.fromkeys(row.run.experiment for row in rows):
+        members = [row for row in rows if row.run.experiment == experiment]
         if len({tuple(row.seeds) for row in members}) > 1:
             notes.append(f"{experiment}: the arms were run with different seeds.")
         if not any(row.is_baseline for row in members):
@@ -227,15 +215,15 @@ def results_table(
     lead = [*(["D", "N"] if sizes else []), *settings, "Optimizer"]
     lines: list[list[str | Cell] | str] = []
     for number, row in enumerate(rows):
-        if number and row.experiment != rows[number - 1].experiment:
+        if number and row.run.experiment != rows[number - 1].run.experiment:
             lines.append("")
         lines.append(
             [
-                *([short(row.tokens), short(row.parameters)] if sizes else []),
+                *([short(row.run.recipe.tokens), short(row.run.parameters)] if sizes else []),
                 *row.settings.values(),
-                row.label,
+                row.run.label,
                 *(_cell(row.metrics[column.key]) for column in columns),
-                *([str(len(row.seeds))] if seeds else []),
+                *([str(len(row.runs))] if seeds else []),
             ]
         )
     return Table(
@@ -255,11 +243,13 @@ def _cell(metric: Metric) -> Cell:
 
 def terminal_table(rows: Sequence[ArmResult], columns: Sequence[Measure], bold: Bold) -> Table:
     """The table for the terminal; if all rows have the same D and N, its title shows them."""
-    first = rows[0]
-    same = all((row.tokens, row.parameters) == (first.tokens, first.parameters) for row in rows)
-    title = ", ".join(dict.fromkeys(row.name for row in rows))
+    sizes = {(row.run.recipe.tokens, row.run.parameters) for row in rows}
+    same = len(sizes) == 1
+    # The experiments' names, without the settings by which some of the same name differ.
+    title = ", ".join(dict.fromkeys(row.run.experiment.partition(" ")[0] for row in rows))
     if same:
-        title += f": D = {short(first.tokens)} tokens, N = {short(first.parameters)} parameters"
+        tokens, parameters = map(short, sizes.pop())
+        title += f": D = {tokens} tokens, N = {parameters} parameters"
     notes = footnotes(rows, bold)
     return results_table(rows, columns, title=title, sizes=not same, notes=notes)
 
@@ -271,8 +261,8 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
     lines = []
     for row in rows:
-        line: list[Any] = [row.experiment, row.tokens, row.parameters]
-        line += [*row.settings.values(), row.arm]
+        line: list[Any] = [row.run.experiment, row.run.recipe.tokens, row.run.parameters]
+        line += [*row.settings.values(), row.run.arm]
         for column in columns:
             metric = row.metrics[column.key]
             values = metric.values

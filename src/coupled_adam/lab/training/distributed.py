@@ -85,6 +85,7 @@ def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
         )
         yield
     except RuntimeError as error:
+        # gloo has no class of its own for a peer that is gone.
         if not isinstance(error, dist.DistError) and "gloo/transport" not in str(error):
             raise
         raise TrainingError(

@@ -55,6 +55,7 @@ def train(
                 "start a number that divides it"
             )
         )
+    # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":
         keep_freed_memory()
     with contextlib.ExitStack() as held:

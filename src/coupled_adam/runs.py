@@ -60,6 +60,11 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The number of steps made before a checkpoint, which is in its name."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether a file or a folder has the name of a checkpoint."""
     return re.fullmatch(r"step-\d+", path.name, re.ASCII) is not None

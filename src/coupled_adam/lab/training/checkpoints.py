@@ -42,7 +42,7 @@ from coupled_adam.lab.training.distributed import (
     world_size,
 )
 from coupled_adam.lab.training.schemas import Manifest, read_json
-from coupled_adam.runs import CHECKPOINTS, CONFIG, METRICS, by_step, step_name
+from coupled_adam.runs import CHECKPOINTS, CONFIG, METRICS, by_step, step_name, step_of
 
 _KEPT = 2  # so that a run can continue from the one before if the last one is damaged
 
@@ -83,11 +83,6 @@ class Checkpoints(pl.Callback):
                 raise on_all_ranks(UsageError(f"{newest} {reason}: {advice}"))
             on_rank_zero(functools.partial(_set_aside, newest))
 
-    @staticmethod
-    def step(path: Path) -> int:
-        """The number of steps made before the checkpoint."""
-        return int(path.name.removeprefix("step-"))
-
     @contextmanager
     def deferring_sigterm(self) -> Iterator[None]:
         """Record SIGTERM for an orderly stop; after a signal, the handler stays installed."""
@@ -127,7 +122,7 @@ class Checkpoints(pl.Callback):
         if self._resumed is None:
             return
         # These errors are raised within explaining_content, which names the checkpoint.
-        if trainer.global_step != self.step(self._resumed):
+        if trainer.global_step != step_of(self._resumed):
             raise ValueError(f"it is of step {trainer.global_step}")
         optimizer = trainer.optimizers[0]
         for group in optimizer.param_groups:

@@ -23,7 +23,7 @@ from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero,
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
-from coupled_adam.runs import METRICS, MODEL
+from coupled_adam.runs import METRICS, MODEL, step_of
 
 
 def train(
@@ -79,7 +79,7 @@ def _train(
 ) -> None:
     recipe, variant = run.recipe, run.variant
     last = checkpoints.last(execution.skip_damaged)
-    step = None if last is None else checkpoints.step(last)
+    step = None if last is None else step_of(last)
     on_rank_zero(lambda: cut_log(run, step, execution.skip_damaged))
     if step is not None:
         on_rank_zero(lambda: record_resumption(run.folder, step))

@@ -519,7 +519,7 @@ def _betas(question: str) -> str:
     )
     losses = ("test_documents", "valid_documents", "valid_loss")
     geometry = ("mean_norm_ratio", "isotropy_unit_centered", "effective_rank")
-    first = min(lines, key=lambda line: "adamw" not in line.name)
+    first = min(lines, key=lambda line: not line.name.startswith("adamw"))
     rows = [first, *(line for line in lines if line is not first)]
     return markdown([rows], (*losses, *geometry, "men", "men_centered"))
 
@@ -554,7 +554,10 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     "between_muon": _between_muon,
     "muon_rates": _muon_rates,
-    **{question: partial(_betas, question) for question in ("betas", "batch_16k", "betas_longer")},
+    **{
+        question: partial(_betas, question)
+        for question in ("betas", "batch_16k", "betas_longer", "peers")
+    },
     "summary": _summary,
     "readme": _readme,
 }

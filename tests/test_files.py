@@ -11,13 +11,14 @@ import pytest
 from coupled_adam import files
 from coupled_adam.errors import UsageError
 
-# A process without threads, which forks one child for each file operation to be killed at.
-KILLED = """
+# A process without threads, which forks one child for each file operation to be killed at, or for
+# each line of this package's at which Ctrl-C is pressed.
+ENDED = """
 import os, shutil, signal, sys
 from pathlib import Path
 from coupled_adam import files
 
-what, place = sys.argv[1], Path(sys.argv[2])
+what, how, place = *sys.argv[1:3], Path(sys.argv[3])
 target = place / "target"
 
 def make():
@@ -36,7 +37,7 @@ def content():
     assert len(contents) == 1, "half of a folder"
     return contents.pop()
 
-def killed_at(number):
+def ended_at(number):
     left = number
     def operation(event, arguments):
         nonlocal left
@@ -44,12 +45,25 @@ def killed_at(number):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+    def interrupt(frame, event, _):
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return interrupt
     process = os.fork()
     if process == 0:
-        sys.addaudithook(operation)
-        make()
+        if how == "killed":
+            sys.addaudithook(operation)
+        else:
+            of_files = lambda frame, *_: frame.f_code.co_filename == files.__file__
+            sys.settrace(lambda *event: interrupt if of_files(*event) else None)
+        try:
+            make()
+        except KeyboardInterrupt:
+            os._exit(130)
         os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(process, 0)[1])
+    return os.waitpid(process, 0)[1] != 0
 
 make()
 number, found = 0, set()
@@ -61,15 +75,18 @@ while True:
         (target / "a").write_text("old")
         (target / "sub" / "b").write_text("old")
         (target / "foreign").write_text("kept")
-    was_killed = killed_at(number)
+    has_ended = ended_at(number)
     if what == "file":
         content()
+    if how == "interrupted":
+        names = {path.name for path in place.iterdir()}
+        assert names <= {"target", ".target.coupled-adam-old"}, (number, names)
     files.clear_leftovers(place)
     found.add(content())
     assert [path.name for path in place.iterdir()] == ["target"], number
     if what != "file":
         assert {path.name for path in target.iterdir()} - {"foreign"} == {"a", "sub"}
-    if not was_killed:
+    if not has_ended:
         break
 assert found == {"old", "new"}, found
 assert number > 4
@@ -77,10 +94,14 @@ print(what == "file" or (target / "foreign").read_text() == "kept")
 """
 
 
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_killed_at_every_file_operation(tmp_path, what):
-    """The old content or the new one, whole, and no leftovers, once they have been cleared."""
-    command = [sys.executable, "-c", KILLED, what, tmp_path]
+def test_ended_at_every_operation(tmp_path, what, how):
+    """The old content or the new one, whole, and no leftovers, once they have been cleared.
+
+    After Ctrl-C at most the old folder is left beside the new one.
+    """
+    command = [sys.executable, "-c", ENDED, what, how, tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
 

@@ -144,20 +144,29 @@ def remove_empty(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-_OURS = (b"coupled-adam", b"model,role,tensor,variant", b'{\n  "test_loss"')
+_RESULTS = {
+    b"<!doctype html>": b'<meta name="generator" content="coupled-adam">',
+    b"\x89PNG": b"coupled-adam",
+    b"<?xml": b"<dc:title>coupled-adam",
+    b"%PDF": b"(coupled-adam)",
+    b"PAR1": b"coupled-adam",
+    b"model,role,tensor,variant": b"",
+    b'{\n  "test_loss"': b"",
+}
+"""How results begin, and by which mark pages, pictures and maps are known for ours."""
 
 
 def is_result(path: Path) -> bool:
-    """Whether a file is a result of this package: a page, picture, table or evaluation.
+    """Whether a file is empty, or a result of this package: a page, picture, table or evaluation.
 
-    Pages and pictures name the package; tables and evaluations begin in a way of their own.
+    A text that only speaks of the package is none.
     """
     # Formats differ in whether they name their program at the start or at the end.
     with open_regular(path) as file:
-        ends = file.read(2**16)
+        start = file.read(2**16)
         file.seek(max(0, path.stat().st_size - 2**16))
-        ends += file.read()
-    return not ends or any(mark in ends for mark in _OURS)
+        ends = start + file.read()
+    return not ends or any(start.startswith(b) and mark in ends for b, mark in _RESULTS.items())
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -340,17 +349,16 @@ def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """A file or folder under a temporary name, removed unless the block renames it to ``path``."""
     while True:
         temporary = temporary_path(path)
-        make(temporary)
-        with _alive(temporary) as descriptor:
-            if not _is_still(temporary, descriptor):
-                continue  # it was taken for a leftover before it was locked
-            try:
+        try:
+            make(temporary)
+            with _alive(temporary) as descriptor:
+                if not _is_still(temporary, descriptor):
+                    continue  # it was taken for a leftover before it was locked
                 yield temporary
-            except BaseException:
-                if _is_still(temporary, descriptor):  # and not yet what it was to become
-                    remove(temporary)
-                raise
-            return
+                return
+        except BaseException:  # at any moment: nothing else ever has this name
+            remove(temporary)
+            raise
 
 
 @contextmanager

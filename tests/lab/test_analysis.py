@@ -356,6 +356,7 @@ def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys)
     """Nor do they replace anything but an earlier result, through links neither."""
     folder = trained[0]
     (tmp_path / "page.html").write_text("<html>mine</html>")
+    (tmp_path / "notes.md").write_text("made by coupled-adam")
     (tmp_path / "link").symlink_to(folder / "config.yaml")
     places = [folder, gpt2]
     before = {path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()}
@@ -367,6 +368,7 @@ def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys)
         gpt2 / "config.json": "the folder of a run or a model",
         tmp_path / "link": "the folder of a run or a model",
         tmp_path / "page.html": "exists, and is no earlier result of this command",
+        tmp_path / "notes.md": "exists, and is no earlier result of this command",
     }.items():
         for option in ("--csv", "--html", "--explore", "--parquet"):
             code, shown, err = run(capsys, gpt2, option, out)

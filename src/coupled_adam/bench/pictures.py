@@ -51,14 +51,12 @@ def _within(tick: float, results: Sequence[Timed]) -> bool:
 
 
 def check_format(path: Path) -> None:
-    """Check that a file's extension is a format that matplotlib can write.
+    """Check that a file's extension is that of a format in which a picture can be marked as ours.
 
     Raises:
-        UsageError: matplotlib cannot write that format.
+        UsageError: it is another one.
     """
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    if path.suffix[1:] not in FigureCanvasBase.get_supported_filetypes():
+    if path.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--picture {path}: end its name with .png, .svg or .pdf")
 
 

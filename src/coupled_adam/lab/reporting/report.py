@@ -76,8 +76,8 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         clear_leftovers(out.parent)
     if out.exists() and not _is_report(out):
         raise UsageError(
-            f"--out {shown} holds something other than a report, which would be lost: choose a "
-            "new folder"
+            f"--out {shown} holds something other than a report, which would be lost: move it "
+            "away, or choose a new folder"
         )
     runs, left_out = read_runs(folders)
     if not runs:

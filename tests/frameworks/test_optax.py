@@ -73,7 +73,9 @@ def train(tx, params, grads, init=None, update=None):
     state = (init or tx.init)(params)
     for g in grads:
         updates, state = update(g, state, params)
-        params = optax.apply_updates(params, updates)
+        # One step at a time: eight devices share the threads of few cores, and the all-reduces of
+        # two steps in flight can each wait for a thread that the other holds.
+        params = jax.block_until_ready(optax.apply_updates(params, updates))
     return params, state
 
 

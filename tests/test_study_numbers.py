@@ -1,5 +1,6 @@
 """Page 14 of the study, recomputed from the results without the code that writes its tables."""
 
+import functools
 import itertools
 import json
 import re
@@ -25,8 +26,13 @@ OLDER = {
 }
 
 
+@functools.cache
+def results(question):
+    return json.loads((ROOT / f"study/results/{question}.json").read_text())
+
+
 def runs(question, name):
-    content = json.loads((ROOT / f"study/results/{question}.json").read_text())
+    content = results(question)
     return {int(seed): run for seed, run in content[name]["seeds"].items()}
 
 
@@ -34,17 +40,17 @@ def betas(label, question="betas"):
     """The runs of a label such as "AdamW, 0, 0.999", with or without n."""
     arm, beta1, beta2, *n = label.replace("a = ", "a=").split(", ")
     arm = {"AdamW": "adamw", "Coupled Adam": "coupled"}.get(arm, arm)
-    content = json.loads((ROOT / f"study/results/{question}.json").read_text())
+    content = results(question)
     start = f"{arm} {beta1} {beta2} n={n[0].removeprefix('n = ') if n else ''}"
-    if not n and arm == "a=0.75":
+    if not n and arm == "a=0.75" and question == "betas":
         start += "4"
     (name,) = (name for name in content if name == start or (name.startswith(start) and not n))
     return runs(question, name)
 
 
-def rows(table):
+def rows(table, page=PAGE):
     """The cells of a table's rows, as on the page."""
-    text = re.search(rf"<!-- table: {table} -->\n(.*?)<!-- end -->", PAGE, re.S)[1]
+    text = re.search(rf"<!-- table: {table} -->\n(.*?)<!-- end -->", page, re.S)[1]
     lines = [line[1:-1].split("|") for line in text.strip().splitlines()]
     return [[cell.strip() for cell in line] for line in lines]
 
@@ -53,9 +59,21 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
 
 
-@pytest.mark.parametrize("question", ["betas", "batch_16k", "betas_longer"])
+@pytest.mark.parametrize("question", ["betas", "batch_16k", "betas_longer", "peers", "readme"])
 def test_betas(question):
-    header, _, *lines = rows(question)
+    if question == "readme":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        names = {
+            "`LEAN`: V + H": "a = 0.75, 0, 0.99",
+            "AdamW, betas 0, 0.999: V x H": "AdamW, 0, 0.999",
+            "AdamW, betas 0.9, 0.95: 2 V x H": "AdamW, 0.9, 0.95",
+        }
+        header, _, *lines = rows(question, readme)
+        lines = [[names[label], *cells] for label, *cells in lines]
+        question, shown_in = "betas_longer", "readme"
+    else:
+        header, _, *lines = rows(question)
+        shown_in = question
     getters = {
         "L of test documents ↓": lambda run: run["documents"]["test"]["loss"],
         "L of validation documents ↓": lambda run: run["documents"]["valid"]["loss"],
@@ -66,10 +84,18 @@ def test_betas(question):
         "the same, centred ↑": lambda run: run["word_similarity_centered"]["MEN"]["r"],
     }
     for line in lines:
-        found = betas(line[0], question)
+        if shown_in == "peers":
+            found = runs(question, line[0].replace(", n = ", " n="))
+        else:
+            found = betas(line[0], question)
         assert int(line[-1]) == len(found)
         for name, get in getters.items():
+            if name not in header:  # the README shows fewer
+                continue
             shown = line[header.index(name)].strip("*_")
+            if shown == "< 1e-6":
+                assert all(get(run) < 1e-6 for run in found.values())
+                continue
             value, _, digit = shown.partition(" (")
             decimals = len(value.partition(".")[2])
             values = [get(run) for run in found.values()]
@@ -77,6 +103,8 @@ def test_betas(question):
             if digit:
                 spread = int(digit.rstrip(")")) * 10**-decimals
                 assert spread == pytest.approx(np.std(values, ddof=1), abs=0.51 * 10**-decimals)
+    if shown_in in ("readme", "peers"):  # their order is not that of the losses of AdamW's betas
+        return
     losses = [
         np.mean([run["valid_loss"] for run in betas(line[0], question).values()]) for line in lines
     ]
@@ -171,3 +199,28 @@ def test_bands():
                     bands[seed] = bands[seed] - best[seed]["documents"]["test"]["band_losses"]
         expected = np.mean([*bands.values()], axis=0)
         assert [float(cell) for cell in cells] == pytest.approx(expected, abs=5.1e-4)
+
+
+def test_practice():
+    """The table of docs/practice.md on which to choose."""
+    page = (ROOT / "docs/practice.md").read_text(encoding="utf-8")
+    text = page.split("## Which of them")[1].split("- **`LEAN`**")[0]
+    lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()]
+    lines = [line for line in lines if len(line) == 6][2:]
+    expected = [
+        (("scaled_longer", "adamw n=5"), ("betas_longer", "adamw 0.9 0.95 n=0")),
+        (("betas", "adamw 0 0.999 n=5"), ("betas_longer", "adamw 0 0.999 n=1")),
+        (("scaled_longer", "coupled n=5"), ("paper_ratio", "coupled n=0")),
+        (("between_longer", "a=0.5 n=3"), ("paper_ratio", "a=0.5 n=2")),
+        (("betas", "a=0.75 0 0.99 n=4"), ("betas_longer", "a=0.75 0 0.99 n=2")),
+    ]
+    assert len(lines) == len(expected)
+    for (_, _, *cells), names in zip(lines, expected):
+        for (loss, mean), name in zip((cells[:2], cells[2:]), names):
+            measured = runs(*name).values()
+            assert len(measured) == (5 if name[0] == "betas_longer" else 3)
+            of_loss = np.mean([run["valid_loss"] for run in measured])
+            of_mean = np.mean([run["mean_norm_ratio"] for run in measured])
+            assert float(loss) == pytest.approx(of_loss, abs=5.1e-4)
+            decimals = len(mean.partition(".")[2])
+            assert float(mean) == pytest.approx(of_mean, abs=0.51 * 10**-decimals)

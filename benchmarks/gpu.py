@@ -33,8 +33,8 @@ from coupled_adam.files import write_atomically
 ROOT = Path(__file__).parent.parent
 TESTS = "tests/optim/test_cuda.py"
 GEOMETRY = {"row_exponent": 0.5, "zero_sum": True}
-NO_MOMENTUM = "CoupledAdamW a=0.5, zero-sum, no momentum"
-TIMED = ("CoupledAdamW", "CoupledAdamW fused", "CoupledAdamW a=0.5, zero-sum", NO_MOMENTUM)
+LEAN = "CoupledAdamW LEAN"
+TIMED = ("CoupledAdamW", "CoupledAdamW fused", "CoupledAdamW a=0.5, zero-sum", LEAN)
 
 
 def environment() -> dict[str, Any]:
@@ -61,7 +61,7 @@ def expected(case: Case, name: str) -> float | None:
     """
     if case.dtype != "float32":
         return None
-    if name == NO_MOMENTUM:
+    if name == LEAN:
         return 0.60
     if case.clip:
         return 0.75
@@ -154,7 +154,7 @@ def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Ca
 
         return model, clip_and_step
     groups = param_groups(model, vocab_size=case.rows)
-    if name == NO_MOMENTUM:
+    if name == LEAN:
         for group in groups:
             if group["coupled"]:
                 group.update(GEOMETRY, betas=(0.0, 0.99))
@@ -163,7 +163,7 @@ def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Ca
 
 def model_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Clipped steps of all parameters of the model."""
-    for name in ("CoupledAdamW", NO_MOMENTUM):
+    for name in ("CoupledAdamW", LEAN):
         samplers = []
         for each in (name, "AdamW"):
             model, step = model_and_optimizer(options, each)
@@ -196,7 +196,7 @@ def training(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             train()
         return train
 
-    for name in ("CoupledAdamW", NO_MOMENTUM):
+    for name in ("CoupledAdamW", LEAN):
         pair = [trainer(name), trainer("AdamW")]
         rounds = sample_in_turn(pair, least=6, most=options.steps, seconds=options.seconds * 10)
         yield summary(f"training: {name}", rounds)

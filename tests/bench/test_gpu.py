@@ -60,7 +60,7 @@ def test_what_a_cpu_can_do(tmp_path):
     }
     assert content["tests"][0]["returncode"] == 0
     assert "64 × 16" in speed_table.tables({"cpu.json": content})
-    assert "no momentum" in result.stdout
+    assert "LEAN" in result.stdout
     assert "expected at most 0.90" in result.stdout
 
 

@@ -1,4 +1,4 @@
-"""Create the tables of docs/speed.md from the committed results of ``coupled-adam bench --json``.
+"""Create the tables and the picture of docs/speed.md from the committed results of ``coupled-adam bench --json``.
 
     coupled-adam bench --json > benchmarks/results/bench/amd-epyc.json
     coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip.json
@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from coupled_adam.bench import Timed
+from coupled_adam.bench.pictures import bench_picture
 from coupled_adam.files import write_atomically
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bench"
 PAGE = ROOT / "docs" / "speed.md"
+PICTURE = ROOT / "docs" / "images" / "bench.png"
 BEGIN = "<!-- made by benchmarks/speed_table.py: begin -->"
 END = "<!-- made by benchmarks/speed_table.py: end -->"
 
@@ -46,8 +48,7 @@ def heading(record: Mapping[str, Any]) -> str:
 
 
 def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
-    timed = [values for record in files.values() for values in record["results"]]
-    results = [Timed.from_dict(values) for values in timed]
+    results = [result for record in files.values() for result in timed(record)]
     links = ",\n".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
     notes = [f"All samples: {links}."]
     for name, record in files.items():
@@ -95,5 +96,11 @@ def page_with(made: str, page: str) -> str:
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
+def timed(record: Mapping[str, Any]) -> list[Timed]:
+    return [Timed.from_dict(values) for values in record["results"]]
+
+
 if __name__ == "__main__":
     write_atomically(PAGE, page_with(tables(committed()), PAGE.read_text()))
+    measured = [result for name in sorted(committed()) for result in timed(committed()[name])]
+    bench_picture(measured).savefig(PICTURE, dpi=100)

@@ -21,6 +21,7 @@ from .tables import (
     BASE,
     BEST,
     LABELS,
+    RECOMMENDED,
     SCALE,
     Arm,
     Line,
@@ -240,7 +241,38 @@ def bands() -> Figure:
     return figure
 
 
-FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching, between, bands)
+def lean() -> Figure:
+    """Plot what we recommend beside AdamW after 20M tokens: each seed, and the state's size."""
+    figure = Figure(figsize=(10, 2.3), layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    vocab_size, hidden_size = 50304, 768
+    elements = vocab_size * hidden_size
+    sizes = (2 * elements, elements, vocab_size + hidden_size)
+    for y, (line, size, color) in enumerate(zip(RECOMMENDED, sizes, (ORANGE, "#cc79a7", GREEN))):
+        for ax, measure in zip(panels, ("test_documents", "mean_norm_ratio")):
+            seeds = values(line, measure)
+            ax.scatter(seeds, [y] * len(seeds), color=color, s=14, alpha=0.5)
+            ax.scatter([np.mean(seeds)], [y], color=color, s=70, marker="|", linewidth=2)
+        megabytes = 4 * size / 1e6
+        panels[2].barh(y, megabytes, color=color, height=0.6)
+        panels[2].text(megabytes + 5, y, f"{megabytes:.3g} MB", va="center")
+    panels[0].set_yticks(range(3), [line.label.partition(":")[0] for line in RECOMMENDED])
+    panels[0].invert_yaxis()
+    for ax, title in zip(
+        panels,
+        (
+            "loss on test documents",
+            "distance of the mean from the origin",
+            f"state of an embedding {vocab_size:,} x {hidden_size}",
+        ),
+    ):
+        ax.set_title(title, fontsize="medium")
+    panels[1].set_xlim(left=-0.03)
+    panels[2].set_xlim(0, 400)
+    return figure
+
+
+FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching, between, bands, lean)
 
 
 def main() -> None:

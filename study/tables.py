@@ -478,15 +478,17 @@ def _summary() -> str:
     return markdown(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer, state")
 
 
+RECOMMENDED = (
+    Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
+    Line("AdamW, betas 0, 0.999: V x H", "betas_longer", "adamw 0 0.999 n=1"),
+    Line("LEAN: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
+)
+"""What we recommend, after 20M tokens, with AdamW as usual and at its best betas; and its state."""
+
+
 def _readme() -> str:
-    """What we recommend after 20M tokens, with AdamW as usual and at its best betas."""
-    lines = [
-        Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
-        Line("AdamW, betas 0, 0.999: V x H", "betas_longer", "adamw 0 0.999 n=1"),
-        Line("LEAN: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
-    ]
     shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
-    table = markdown([lines], shown, "update of the embeddings: its state")
+    table = markdown([RECOMMENDED], shown, "update of the embeddings: its state")
     return table.replace("LEAN", "`LEAN`")
 
 

@@ -1,4 +1,4 @@
-"""Create the tables and the picture of docs/speed.md from the committed results of ``coupled-adam bench --json``.
+"""Create the tables and the picture of docs/speed.md from committed results of the command bench.
 
     coupled-adam bench --json > benchmarks/results/bench/amd-epyc.json
     coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip.json

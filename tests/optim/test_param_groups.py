@@ -359,6 +359,32 @@ def test_a_plain_list_of_a_models_parameters(build):
         assert torch.equal(p, q), name
 
 
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+def test_options_of_the_embeddings_in_a_plain_list(cls):
+    """What LEAN says holds for the coupled matrices; the rest has the optimizer's options."""
+    head, *others = named(UNEMBED)[::-1]
+    given = [{"params": [head], "lr": 5.0}, {"params": others}]
+    optimizer = cls(given, lr=0.1, betas=(0.9, 0.95), vocab_size=V, groups=LEAN)
+    shown = ("coupled", "lr", "betas", "row_exponent", "zero_sum")
+    assert [tuple(g[name] for name in shown) for g in optimizer.param_groups] == [
+        (True, 10.0, (0.0, 0.99), 0.75, True),
+        (True, 0.2, (0.0, 0.99), 0.75, True),
+        (False, 0.1, (0.9, 0.95), 0.0, False),
+    ]
+    assert not any("lr_factor" in group for group in optimizer.param_groups)
+    model = gpt2()
+    same = (
+        cls(param_groups(model, **LEAN), lr=0.1),
+        cls(model.named_parameters(), lr=0.1, vocab_size=V, groups=LEAN),
+    )
+    for optimizer in same:
+        group = optimizer.param_groups[0]
+        assert [*map(id, group["params"])] == [id(model.get_input_embeddings().weight)]
+    assert {n: same[0].param_groups[0][n] for n in shown} == {
+        n: same[1].param_groups[0][n] for n in shown
+    }
+
+
 def test_several_vocabularies_from_a_plain_list():
     parameters = named({"src": (V, H), "tgt": (V + 2, H), "out": (3, H)})
     optimizer = CoupledAdamW(parameters, vocab_size=(V, V + 2))
@@ -379,6 +405,17 @@ def test_several_vocabularies_from_a_plain_list():
         (NAMED, {"vocab_size": 0}, r"Invalid vocab_size value: 0"),
         (NAMED, {"vocab_size": V, "coupled": True}, r"vocab_size=40 decides"),
         (NAMED, {"vocab_size": V, "vocab_dim": 1}, r"vocab_size=40 decides"),
+        (NAMED, {"groups": LEAN}, r"groups=.*row_exponent.* that vocab_size= finds"),
+        (
+            NAMED,
+            {"vocab_size": V, "groups": {"beta": 0.5}},
+            r"groups={'beta': 0.5}: beta is none of",
+        ),
+        (NAMED, {"vocab_size": V, "groups": {"vocab_dim": 1}}, r"vocab_dim is none of"),
+        (NAMED, {"vocab_size": V, "groups": {"betas": (0, 2.0)}}, r"Invalid beta"),
+        (NAMED, {"vocab_size": V, "groups": {"row_exponent": 3}}, r"Invalid row_exponent: 3"),
+        (NAMED, {"vocab_size": V, "groups": {"lr_factor": -1}}, r"Invalid lr_factor: -1"),
+        (NAMED, {"vocab_size": V, "groups": {"lr_factor": 2, "lr": 1}}, r"lr=1 and lr_factor=2"),
     ],
 )
 def test_errors_from_a_plain_list(shapes, options, message):

@@ -93,12 +93,16 @@ class CoupledAdam(torch.optim.Adam):
             group with the same options. Where the model is at hand, use
             :func:`coupled_adam.param_groups`, which does not go by the size alone. Groups that
             are added later have to say ``coupled`` themselves.
+        groups (mapping, optional): with ``vocab_size``, options of the matrices that it finds, such
+            as ``coupled_adam.LEAN``: any option of a param group, or ``lr_factor``, a multiple of
+            the learning rate.
 
     Raises:
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. The message contains the parameter's name if it is known. Also
             if no matrix has the size ``vocab_size``, if some have V rows and others V columns, as
-            hidden layers have, or if ``coupled`` or ``vocab_dim`` is given as well.
+            hidden layers have, or if ``coupled`` or ``vocab_dim`` is given as well; and if
+            ``groups`` has an unknown option, or is given without ``vocab_size``.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
@@ -135,6 +139,7 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
         vocab_size: int | Iterable[int] | None = None,
+        groups: Mapping[str, Any] | None = None,
     ) -> None:
         self._clipping = _Clipping()
         self.max_grad_norm = max_grad_norm
@@ -146,10 +151,15 @@ class CoupledAdam(torch.optim.Adam):
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
         }
+        if groups and vocab_size is None:
+            raise ValueError(
+                f"groups={dict(groups)} are options of the matrices that vocab_size= finds: pass "
+                "it as well, or give the options to coupled_adam.param_groups"
+            )
         if vocab_size is not None and not isinstance(params, Tensor):
             params = list(params)  # type: ignore[assignment]
-            groups = [group for group in params if isinstance(group, dict)]
-            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*g} for g in groups):
+            given = [group for group in params if isinstance(group, dict)]
+            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*g} for g in given):
                 raise ValueError(
                     f"vocab_size={vocab_size} decides which matrices are coupled, and by which "
                     "dimension: leave out coupled and vocab_dim here and in the param groups, or "
@@ -172,7 +182,7 @@ class CoupledAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         if vocab_size is not None:
-            self.param_groups = couple_by_size(self.param_groups, vocab_size)
+            self.param_groups = couple_by_size(self.param_groups, vocab_size, groups or {})
             for group in self.param_groups:
                 coupled_state.check_group(group)
         # param_groups has said why it has coupled nothing.
@@ -507,7 +517,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             same defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, max_grad_norm, vocab_size: likewise.
+        vocab_dim, stochastic_rounding, max_grad_norm, vocab_size, groups: likewise.
     """
 
     def __init__(
@@ -532,6 +542,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         stochastic_rounding: bool = False,
         max_grad_norm: float | None = None,
         vocab_size: int | Iterable[int] | None = None,
+        groups: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -554,6 +565,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             stochastic_rounding=stochastic_rounding,
             max_grad_norm=max_grad_norm,
             vocab_size=vocab_size,
+            groups=groups,
         )
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -344,7 +344,7 @@ def apply_lr_factor(group: dict[str, Any], lr: float | Tensor) -> None:
 
 
 def couple_by_size(
-    groups: Iterable[dict[str, Any]], vocab_size: int | Iterable[int]
+    groups: Iterable[dict[str, Any]], vocab_size: int | Iterable[int], options: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Move the matrices with V rows or V columns to coupled groups with otherwise equal options.
 
@@ -352,15 +352,23 @@ def couple_by_size(
         groups: an optimizer's param groups.
         vocab_size: the number V of rows of the token embeddings, including padding; several numbers
             for several vocabularies.
+        options: of the coupled groups, in place of those of the group that a matrix comes from;
+            ``lr_factor`` multiplies that group's learning rate.
 
     Returns:
         Up to three groups in place of each: with matrices [V, H], with matrices [H, V], the rest.
 
     Raises:
-        ValueError: if no matrix of the groups has this size, or if some have V rows and others have
-            V columns, as hidden layers have.
+        ValueError: if no matrix of the groups has this size, if some have V rows and others have
+            V columns, as hidden layers have; if ``options`` has what is no option of a group, or
+            both ``lr`` and ``lr_factor``.
     """
     groups = list(groups)
+    possible = {"lr_factor", *groups[0]} - {"params", "param_names", "coupled", "vocab_dim"}
+    if unknown := sorted({*options} - possible):
+        raise ValueError(
+            f"groups={dict(options)}: {', '.join(unknown)} is none of {sorted(possible)}"
+        )
     members = [list(zip(_names(group), group["params"])) for group in groups]
     vocab_dims = matrices_of_size(itertools.chain(*members), vocab_size)
     split = []
@@ -372,7 +380,12 @@ def couple_by_size(
             new = {**group, "params": [p for _, p in part]}
             if "param_names" in group:
                 new["param_names"] = [name for name, _ in part]
-            split.append(new if dim is None else {**new, "coupled": True, "vocab_dim": dim})
+            if dim is not None:
+                rate = new.pop("lr")
+                new |= {**options, "coupled": True, "vocab_dim": dim}
+                apply_lr_factor(new, rate)
+                new.setdefault("lr", rate)
+            split.append(new)
     return split
 
 

@@ -487,9 +487,16 @@ RECOMMENDED = (
 
 
 def _readme() -> str:
+    """The same in words that need no other page, without p."""
     shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
-    table = markdown([RECOMMENDED], shown, "update of the embeddings: its state")
-    return table.replace("LEAN", "`LEAN`")
+    _, _, *rows = markdown([RECOMMENDED], shown, "").splitlines()
+    head = ["embeddings", "optimizer state", "test loss ↓", "offset of the mean ↓"]
+    head += ["effective rank ↑", "word similarity ↑"]
+    lines = [head, ["---"] * 2 + ["---:"] * 4]
+    for row in rows:
+        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        lines.append([*name.replace("LEAN", "`LEAN`").split(": "), *cells[:4]])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _muon_rates() -> str:

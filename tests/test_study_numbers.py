@@ -63,13 +63,16 @@ def numbers(cell):
 def test_betas(question):
     if question == "readme":
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        names = {
-            "`LEAN`: V + H": "a = 0.75, 0, 0.99",
-            "AdamW, betas 0, 0.999: V x H": "AdamW, 0, 0.999",
-            "AdamW, betas 0.9, 0.95: 2 V x H": "AdamW, 0.9, 0.95",
-        }
         header, _, *lines = rows(question, readme)
-        lines = [[names[label], *cells] for label, *cells in lines]
+        names = {
+            "test loss ↓": "L of test documents ↓",
+            "offset of the mean ↓": "‖μ‖ʳ ↓",
+            "word similarity ↑": "r of MEN ↑",
+        }
+        header = [names.get(name, name) for name in header]
+        of = {"`LEAN`": "a = 0.75, 0, 0.99", "AdamW, betas 0, 0.999": "AdamW, 0, 0.999"}
+        of["AdamW, betas 0.9, 0.95"] = "AdamW, 0.9, 0.95"
+        lines = [[of[label], *cells, "5"] for label, *cells in lines]
         question, shown_in = "betas_longer", "readme"
     else:
         header, _, *lines = rows(question)

@@ -55,6 +55,9 @@ def inner_runs(folder: Path) -> list[Path]:
     return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
 
 
+_CHECKPOINT = r"step-(\d{1,18})"  # as far as 64 bits count
+
+
 def step_name(step: int) -> str:
     """The name of what belongs to a step, without a suffix."""
     return f"step-{step}"
@@ -67,13 +70,13 @@ def step_of(checkpoint: Path) -> int:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a file or a folder has the name of a checkpoint."""
-    return re.fullmatch(r"step-\d+", path.name, re.ASCII) is not None
+    return re.fullmatch(_CHECKPOINT, path.name, re.ASCII) is not None
 
 
 def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
     names = {
-        path: re.fullmatch(rf"step-(\d+){re.escape(suffix)}", path.name, re.ASCII)
+        path: re.fullmatch(_CHECKPOINT + re.escape(suffix), path.name, re.ASCII)
         for path in folder.glob(f"step-*{suffix}")
     }
     return dict(sorted((int(name[1]), path) for path, name in names.items() if name))
@@ -95,5 +98,5 @@ def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
             content = json.loads(line)
             name = next(key for key in content if key != "step")
             yield int(content["step"]), name, line
-        except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, StopIteration, RecursionError):
             raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None

@@ -438,6 +438,9 @@ def test_what_is_no_model(tmp_path):
     np.save(tmp_path / "ids.npy", np.ones((3, 3), int))
     np.save(tmp_path / "cube.npy", np.ones((3, 3, 3)))
     save_file({"wte.weight": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "int.safetensors")
+    header = json.dumps({"wte": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
+    packed = len(header).to_bytes(8, "little") + header + bytes(4)
+    (tmp_path / "f4.safetensors").write_bytes(packed)
     save_file({"bias": torch.ones(2)}, tmp_path / "bias.safetensors")
     for name, message in {
         "empty": "has no weights that can be read",
@@ -446,6 +449,7 @@ def test_what_is_no_model(tmp_path):
         "ids.npy": "floating-point numbers are needed, not int64",
         "cube.npy": r"has shape \[3, 3, 3\]",
         "int.safetensors": r"wte\.weight is quantised \(int8\)",
+        "f4.safetensors": r"wte is quantised \(float4",
         "bias.safetensors": "there are no matrices in it",
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -116,13 +116,19 @@ def test_what_has_been_evaluated_is_kept(run):
     assert some["word_similarity"] == with_words["word_similarity"]
     assert evaluate_run(folder, corpus) == with_words
     # A damaged file is not overwritten: it may hold hours of work.
-    (folder / "evaluation.json").write_text('{"test_loss": 1e999}')
-    with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
-        evaluate_run(folder, corpus)
-    (folder / "evaluation.json").write_text('{"test_loss": 3')
-    with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
-        evaluate_run(folder, corpus)
-    assert (folder / "evaluation.json").read_text() == '{"test_loss": 3'
+    for damaged in (
+        '{"test_loss": 1e999}',
+        '{"test_loss": 3',
+        '{"parameters": "x"}',
+        '{"embeddings": 5}',
+        '{"word_similarity": []}',
+        '{"word_similarity": {"sets": {}}}',
+        '{"lm_eval": {"accuracy": 0.5, "tasks": {"x": 0.5}}}',
+    ):
+        (folder / "evaluation.json").write_text(damaged)
+        with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
+            evaluate_run(folder, corpus)
+        assert (folder / "evaluation.json").read_text() == damaged
 
 
 def test_the_test_batches_of_the_recipe(run):

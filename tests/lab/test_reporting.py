@@ -347,7 +347,7 @@ def test_bold_as_in_table_7(comparison, recipe):
 
 def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     """One seed, one arm with accuracies, and an unfinished run."""
-    lm_eval = {"accuracy": 0.4, "stderr": 0.01}
+    lm_eval = {"accuracy": 0.4, "stderr": 0.01, "tasks": {}}
     similarity = {"sets": {}, "mean": 57.3}
     make_run(tmp_path, recipe, "adamw", 1, 3.0)
     make_run(tmp_path, recipe, "coupled_adam", 1, 2.5, lm_eval=lm_eval, word_similarity=similarity)

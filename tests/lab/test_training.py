@@ -143,7 +143,7 @@ def test_metrics_after_the_checkpoint_are_dropped(recipe, tmp_path):
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
     cut_log(run, None, skip_damaged=False)
     assert path.read_text() == ""
-    for damaged in ("[]\n", '{"step": "x"}\n', "{\n"):
+    for damaged in ("[]\n", '{"step": "x"}\n', '{"step": 1e999, "x": 1}\n', "{\n"):
         path.write_text(damaged)
         with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
             cut_log(run, 0, skip_damaged=False)

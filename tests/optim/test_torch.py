@@ -73,6 +73,7 @@ def test_signature(ours, theirs):
         "stochastic_rounding": False,
         "max_grad_norm": None,
         "vocab_size": None,
+        "groups": None,
     }
 
 

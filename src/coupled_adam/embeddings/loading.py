@@ -168,7 +168,9 @@ def _read(weights: Weights, name: str) -> Tensor:
     if 0 in shape:  # without a byte of content, it can have any number of rows
         raise ValueError(f"{weights.source}: {name or 'the array'} {list(shape)} is empty")
     matrix = weights.read(name)
-    if not matrix.is_floating_point():
+    # torch counts packed pairs of 4 bits among the floating-point numbers, but cannot convert them.
+    packed = getattr(torch, "float4_e2m1fn_x2", None)  # from torch 2.8 on
+    if not matrix.is_floating_point() or matrix.dtype is packed:
         raise ValueError(
             f"{weights.source}: {name} is quantised ({str(matrix.dtype).removeprefix('torch.')}); "
             "floating-point numbers are needed"

@@ -21,7 +21,7 @@ from coupled_adam.embeddings import (
 )
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import clear_leftovers, read_text, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
@@ -37,6 +37,7 @@ from coupled_adam.lab.evaluation.loading import (
 )
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.lab.training.schemas import check_evaluation
 from coupled_adam.runs import COUNTS, EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -303,11 +304,13 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(read_text(path), parse_constant=_number, parse_float=_number)
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict) or not isinstance(values.get("embeddings"), dict | None):
-        raise UsageError(f"{path} is not an evaluation: remove it, and it is made again")
-    return values
+        check_evaluation(values)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{path} is not an evaluation: remove it, and it is made again ({one_line(error)})"
+        ) from None
+    content: dict[str, Any] = values
+    return content
 
 
 def _number(text: str) -> float:

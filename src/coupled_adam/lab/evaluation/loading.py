@@ -116,7 +116,8 @@ def _check_layers(folder: Path) -> None:
     """
     config: Any = {}
     tensors = 0
-    with contextlib.suppress(OSError, ValueError, RecursionError, SafetensorError):
+    # What cannot be read (a RuntimeError of safetensors) is said when the model is loaded.
+    with contextlib.suppress(OSError, ValueError, RecursionError, RuntimeError, SafetensorError):
         config = json.loads(read_text(folder / "config.json"))
         for path in filter(Path.is_file, folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:

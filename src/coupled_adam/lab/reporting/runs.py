@@ -22,6 +22,7 @@ from coupled_adam.lab.arms import AdamWArm
 from coupled_adam.lab.grid import as_text
 from coupled_adam.lab.recipe import Recipe, recipe_from
 from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.training.schemas import check_evaluation
 from coupled_adam.runs import CONFIG, COUNTS, EVALUATION, METRICS, MODEL, SECOND_MOMENTS, by_step
 
 TEST_LOSS = Measure(
@@ -274,11 +275,12 @@ def _check(run: Run) -> None:
     if run.arm not in [*run.recipe.arms] or run.seed not in run.recipe.seeds:
         raise ValueError(f"config.yaml: arm {run.arm!r} and seed {run.seed!r} are not its recipe's")
     # Not isinstance, since true and false are whole numbers to Python.
-    if type(run.seed) is not int or not _is_count(run.evaluation["parameters"]):
-        raise ValueError("evaluation.json: parameters, and the seed, must be whole numbers")
-    tokens = run.evaluation.get("test_tokens")
-    if tokens is not None and not _is_count(tokens):
-        raise ValueError(f"evaluation.json: test_tokens={tokens!r} is not a whole number")
+    if type(run.seed) is not int:
+        raise ValueError(f"config.yaml: seed={run.seed!r} is not a whole number")
+    try:
+        check_evaluation(run.evaluation)
+    except ValueError as error:
+        raise ValueError(f"evaluation.json: {error}") from None
     for measure in (COLUMNS | MORE_COLUMNS).values():
         value = run.value(measure)
         if not _is_number(value) and (value is not None or measure is TEST_LOSS):

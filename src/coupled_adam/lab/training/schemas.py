@@ -1,9 +1,9 @@
 """What a run's JSON files hold, checked when they are read: they may be another person's."""
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import NotRequired, TypedDict
 
 from coupled_adam.files import read_text
@@ -31,6 +31,51 @@ class Recorded(Environment):
 
     corpus: dict[str, Any]
     resumed: NotRequired[list[Environment]]
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Accuracy(TypedDict):
+    accuracy: float
+    stderr: NotRequired[float | None]
+
+
+class _Accuracies(_Accuracy):
+    tasks: dict[str, _Accuracy]
+
+
+class _Similarity(TypedDict):
+    r: float | None
+    pairs: Count
+    total: Count
+
+
+class _Similarities(TypedDict):
+    mean: float | None
+    sets: dict[str, _Similarity]
+
+
+class Evaluation(TypedDict, total=False):
+    """``evaluation.json``, whose parts are written one after the other."""
+
+    parameters: Count
+    test_loss: float | None
+    test_tokens: Count | None
+    embeddings: dict[str, Any] | None
+    input_embeddings: dict[str, Any] | None
+    word_similarity: _Similarities | None
+    lm_eval: _Accuracies | None
+
+
+def check_evaluation(content: object) -> None:
+    """Raise ValueError if the content of an ``evaluation.json`` is not one, and say where."""
+    try:
+        TypeAdapter(Evaluation).validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}={first['input']!r}: {first['msg']}"[:200]) from None
 
 
 def read_json(path: Path, schema: type[T]) -> T:

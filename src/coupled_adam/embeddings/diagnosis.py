@@ -29,8 +29,9 @@ def diagnose(
     low = not MEASURES["isotropy"].is_healthy(report.isotropy)
     if low and MEASURES["isotropy"].is_healthy(report.isotropy_unit):
         sentences.append(
-            "Isotropy falls with the length of the rows, and that is all that is wrong with it: "
-            f"at unit mean norm it is {_value('isotropy', report.isotropy_unit)}."
+            f"Isotropy is {_text('isotropy', report)} only because the rows are long: at unit mean "
+            f"norm it is {_value('isotropy', report.isotropy_unit)} "
+            f"(healthy: {MEASURES['isotropy'].healthy})."
         )
     elif low and MEASURES["isotropy"].is_healthy(report.centered.isotropy):
         sentences.append(
@@ -73,6 +74,10 @@ def _verdict(report: EmbeddingReport) -> str:
     }
     # Those that are outside say what is wrong; if none is, all of them say that nothing is.
     outside = [key for key, value in limited.items() if not MEASURES[key].is_healthy(value)]
+    # A scale is no disease: a sentence of its own says what isotropy is without it.
+    if "isotropy" in outside and MEASURES["isotropy"].is_healthy(report.isotropy_unit):
+        outside.remove("isotropy")
+        del limited["isotropy"]
     inside = [key for key, value in limited.items() if value is not None and key not in outside]
     named = ", ".join(
         f"{MEASURES[key].label} {_value(key, limited[key])} (healthy: {MEASURES[key].healthy})"

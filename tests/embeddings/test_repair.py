@@ -264,6 +264,23 @@ def test_what_fails_leaves_nothing(gpt2, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out"}
 
 
+def test_the_loss_of_the_repaired_model_cannot_be_measured(gpt2, tmp_path, monkeypatch, capsys):
+    """As when the text is on a drive that fails: the model is there, and the message says so."""
+
+    def loss(folder, *_):
+        if folder == tmp_path / "out":
+            raise OSError("drive")
+        return 3.0
+
+    monkeypatch.setattr("coupled_adam.lab.evaluation.evaluate.loss_on_text", loss)
+    monkeypatch.setattr("coupled_adam.embeddings.analysis.find_tokenizer", lambda *_: None)
+    out = tmp_path / "out"
+    arguments = ["repair", str(gpt2), "--out", str(out), "--text", "text.txt", "--device", "cpu"]
+    assert main(arguments) == 2
+    assert f"{out} is the repaired model, and complete; its loss" in capsys.readouterr().err
+    assert weights(out)["transformer.wte.weight"].isfinite().all()
+
+
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 def test_a_bare_matrix(suffix, tmp_path, capsys):
     """As it is in a model: only the rows that are dead get new values; nothing else changes."""

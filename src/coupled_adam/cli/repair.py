@@ -98,7 +98,12 @@ def run(options: Options) -> None:
     with progress_bar("reading the embeddings") as progress:
         reports = repair_model(folder, out, repair, vocabulary, progress)
     if text is not None:
-        losses["after"] = loss_on_text(out, text, options.batches, target)
+        try:
+            losses["after"] = loss_on_text(out, text, options.batches, target)
+        except (UsageError, OSError) as error:
+            raise UsageError(
+                f"{out} is the repaired model, and complete; its loss cannot be measured: {error}"
+            ) from None
     if options.json:
         content = {"matrices": [dataclasses.asdict(report) for report in reports], "loss": losses}
         print(json.dumps(content, indent=2, allow_nan=False))

@@ -572,7 +572,20 @@ def test_unusable_tokenizers(tmp_path, monkeypatch):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     (tmp_path / "empty").mkdir()
+    panics = word_tokenizer(tmp_path / "panics", eos_token="<end>") / "tokenizer.json"
+    normalizer = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+    parts = {
+        "normalizer": normalizer,
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+    }
+    panics.write_text(json.dumps(json.loads(panics.read_text()) | parts))
     for folder, message in (
+        (panics.parent, "has no tokenizer that can be read .PanicException"),
         (word_tokenizer(tmp_path / "no-end"), "has neither eos_token nor bos_token"),
         (tmp_path / "broken", "has no tokenizer that can be read"),
         (tmp_path / "empty", "has no tokenizer that can be read"),

@@ -68,7 +68,7 @@ def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> 
     return Path(folder)
 
 
-def hub_error(error: Exception) -> str:
+def hub_error(error: BaseException) -> str:
     """Why something could not be read from the hub, on one line."""
     from huggingface_hub import constants
 

@@ -41,7 +41,11 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
             local_files_only=is_here,
             trust_remote_code=False,
         )
-    except Exception as error:  # transformers and tokenizers raise many types
+        tokenizer.encode("a")  # some mistakes in its file show only here
+    except BaseException as error:  # transformers and tokenizers raise many types
+        # A panic of tokenizers, which is in Rust, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
         raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
     # If files are missing, transformers creates some tokenizers with special tokens alone, or with

@@ -9,6 +9,7 @@ set, number of threads and version of torch. Ratios are computed from the sample
 the two markers in the page is replaced.
 """
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,9 @@ def timed(record: Mapping[str, Any]) -> list[Timed]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     write_atomically(PAGE, page_with(tables(committed()), PAGE.read_text()))
     measured = [result for name in sorted(committed()) for result in timed(committed()[name])]
     bench_picture(measured).savefig(PICTURE, dpi=100)

@@ -3,6 +3,7 @@
 python -m study.figures
 """
 
+import argparse
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
@@ -283,4 +284,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

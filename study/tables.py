@@ -11,6 +11,7 @@ the t-test of the differences between runs with the same seed. A dagger marks th
 runs whose code was not committed. Columns that none of a table's runs have are left out.
 """
 
+import argparse
 import dataclasses
 import functools
 import math
@@ -591,4 +592,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -204,6 +204,15 @@ def test_bands():
         assert [float(cell) for cell in cells] == pytest.approx(expected, abs=5.1e-4)
 
 
+def test_48_million_tokens():
+    text = PAGE.split("After 48M tokens")[1].split("AdamW at 0, 0.999 has")[0]
+    of_each = [("betas_48M", "a=0.75 0 0.99 n=2")]
+    of_each += [("paper_ratio_longer", name) for name in ("coupled n=0", "adamw n=0")]
+    measured = [run["test_loss"] for name in of_each for run in runs(*name).values()]
+    shown = [float(number) for number in re.findall(r"4\.\d{3}", text)]
+    assert shown == pytest.approx(measured, abs=5.1e-4)
+
+
 def test_practice():
     """The table of docs/practice.md on which to choose."""
     page = (ROOT / "docs/practice.md").read_text(encoding="utf-8")

@@ -105,6 +105,7 @@ if __name__ == "__main__":
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    write_atomically(PAGE, page_with(tables(committed()), PAGE.read_text()))
-    measured = [result for name in sorted(committed()) for result in timed(committed()[name])]
+    records = committed()
+    write_atomically(PAGE, page_with(tables(records), PAGE.read_text()))
+    measured = [result for name in sorted(records) for result in timed(records[name])]
     bench_picture(measured).savefig(PICTURE, dpi=100)

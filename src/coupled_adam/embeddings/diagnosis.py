@@ -72,12 +72,12 @@ def _verdict(report: EmbeddingReport) -> str:
         if measure.healthy is not None
         and (measure.healthy.low, measure.healthy.high) != (None, None)
     }
+    # A scale is no disease: a sentence of its own says what isotropy is without it.
+    isotropy = MEASURES["isotropy"]
+    if isotropy.is_healthy(report.isotropy_unit) and not isotropy.is_healthy(report.isotropy):
+        del limited["isotropy"]
     # Those that are outside say what is wrong; if none is, all of them say that nothing is.
     outside = [key for key, value in limited.items() if not MEASURES[key].is_healthy(value)]
-    # A scale is no disease: a sentence of its own says what isotropy is without it.
-    if "isotropy" in outside and MEASURES["isotropy"].is_healthy(report.isotropy_unit):
-        outside.remove("isotropy")
-        del limited["isotropy"]
     inside = [key for key, value in limited.items() if value is not None and key not in outside]
     named = ", ".join(
         f"{MEASURES[key].label} {_value(key, limited[key])} (healthy: {MEASURES[key].healthy})"

@@ -53,10 +53,16 @@ def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     mean_square = _scaled(sums.row_squares, scalars.factor) / matrix.hidden_size
     r = _average(matrix.exp_avg_sq_row, mean_square, matrix.beta2, scalars.skip)
     if sums.weights is None:
-        # The inner `where` keeps the gradient of a differentiable step finite.
-        exponent = matrix.group["row_exponent"] / 2
-        sums.weights = torch.where(r == 0, 0.0, torch.where(r == 0, 1.0, r) ** -exponent)
+        sums.weights = row_weights(matrix, r)
     sums.rows = torch.stack([r.count_nonzero().to(r.dtype), r.sum()])
+
+
+def row_weights(matrix: Matrix, r: Tensor) -> Tensor:
+    """r_i^(-a/2), or 0 where r_i is 0, [rows]."""
+    # The inner `where` keeps the gradient of a differentiable step finite.
+    return torch.where(
+        r == 0, 0.0, torch.where(r == 0, 1.0, r) ** (-matrix.group["row_exponent"] / 2)
+    )
 
 
 def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:

@@ -62,15 +62,7 @@ needs_objdump = pytest.mark.skipif(
 
 @needs_objdump
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize(
-    "instructions",
-    [
-        "baseline",
-        # gcc 12 passes the sums of rows through general registers: right, but slow.
-        pytest.param("avx2", marks=pytest.mark.xfail(reason="moves of 64 bytes by gcc")),
-        "avx512",
-    ],
-)
+@pytest.mark.parametrize("instructions", ["baseline", "avx2", "avx512"])
 def test_vectors(instructions, dtype):
     if MACHINE == "arm" and instructions != "baseline":
         pytest.skip("this processor has one width of vectors")

@@ -77,10 +77,8 @@ typedef struct {
     void (*step_sizes)(const Update *, void *step_size, void *mean);
 } Passes;
 
-typedef uint32_t Bits __attribute__((vector_size(64)));
-typedef uint32_t UnalignedBits __attribute__((vector_size(64), aligned(2), may_alias));
-typedef int32_t SignedBits __attribute__((vector_size(64)));
-static const Bits EVEN_COLUMNS = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+static const uint32_t EVEN_COLUMNS[16] __attribute__((aligned(64))) = {
+    0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
 
 static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
     x = (x ^ (x >> 16)) * 0x85ebca6b;
@@ -91,12 +89,14 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 /* The passes are compiled for several instruction sets, so that one library is fast on all machines.
  * (target_clones would split the vectors before it knows the instruction set.) */
 #define TARGET(x) x##_baseline
+#define VECTOR_BYTES 16
 #include "native_dtypes.h"
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("avx2")
 #pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
 #define TARGET(x) x##_avx2
+#define VECTOR_BYTES 32
 #include "native_dtypes.h"
 #pragma clang attribute pop
 #pragma GCC pop_options
@@ -104,6 +104,7 @@ static inline uint32_t mix(uint32_t x) { /* the same hash as in rounding.py */
 #pragma GCC target("avx512f")
 #pragma clang attribute push(__attribute__((target("avx512f"))), apply_to = function)
 #define TARGET(x) x##_avx512
+#define VECTOR_BYTES 64
 #include "native_dtypes.h"
 #pragma clang attribute pop
 #pragma GCC pop_options

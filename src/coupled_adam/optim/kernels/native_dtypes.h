@@ -34,3 +34,4 @@ static const Passes TARGET(passes)[] = {
 };
 
 #undef TARGET
+#undef VECTOR_BYTES

@@ -4,7 +4,7 @@
  * rows into runs of adjacent rows that are far apart, works on a row of each run at a time, and
  * prefetches them, which keeps more requests in flight than one stream of rows. And the loops over
  * columns, the functions whose names end in _columns, work on a cache line at a time, with vectors of
- * its size, which the compiler splits into those of the processor (tests/optim/test_vectors.py looks).
+ * the processor's size, so that the compiler need not split them (tests/optim/test_vectors.py looks).
  * They take several rows at a time, so that a column's sum or step size is loaded once for all.
  *
  * Results are bit-identical for all instruction sets: the order of every sum is written here, and
@@ -12,47 +12,55 @@
  */
 
 #define LINE (64 / (int)sizeof(T))     /* elements of a cache line */
-#define LANES (64 / (int)sizeof(WIDE)) /* elements of a vector */
-#define PARTS (LINE / LANES)           /* vectors of a cache line: 2 for bfloat16, otherwise 1 */
+#define LANES (64 / (int)sizeof(WIDE)) /* numbers of WIDE as large as a cache line */
+#define PARTS (LINE / LANES)           /* as many of them hold a cache line: 2 for bfloat16, otherwise 1 */
+#define PIECES (64 / VECTOR_BYTES)     /* vectors of each */
+#define VECTORS (PARTS * PIECES)
 
-typedef WIDE NAME(Vector) __attribute__((vector_size(64)));
-typedef WIDE NAME(Unaligned) __attribute__((vector_size(64), aligned(sizeof(T)), may_alias));
+typedef WIDE NAME(Vector) __attribute__((vector_size(VECTOR_BYTES)));
+typedef WIDE NAME(Unaligned) __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(T)), may_alias));
+typedef uint32_t NAME(Bits) __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t NAME(UnalignedBits) __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+typedef int32_t NAME(SignedBits) __attribute__((vector_size(VECTOR_BYTES)));
 #define VECTOR NAME(Vector)
+#define BITS NAME(Bits)
 
-/* A cache line of bfloat16 is read as 16 numbers of 32 bits. Their lower halves make the first vector,
- * their upper halves the second: that takes one operation each on every processor, but each vector
+/* A cache line of bfloat16 is read as 16 numbers of 32 bits. Their lower halves make the first vectors,
+ * their upper halves the others: that takes one operation each on every processor, but each vector
  * then holds every other column. All vectors over the columns (sums, step sizes) have this order, in
  * which a column is at this place. */
 static int64_t NAME(place)(int64_t column) {
     return column / LINE * LINE + column % PARTS * LANES + column % LINE / PARTS;
 }
 
-ALWAYS_INLINE static VECTOR NAME(load)(const T *line, const int part) {
+ALWAYS_INLINE static VECTOR NAME(load)(const T *line, const int vector) {
 #if IS_BFLOAT16
-    const Bits bits = *(const UnalignedBits *)line;
-    return (VECTOR)(part ? bits & 0xffff0000 : bits << 16);
+    const BITS bits = ((const NAME(UnalignedBits) *)line)[vector % PIECES];
+    return (VECTOR)(vector < PIECES ? bits << 16 : bits & 0xffff0000);
 #else
-    (void)part;
-    return *(const NAME(Unaligned) *)line;
+    return ((const NAME(Unaligned) *)line)[vector];
 #endif
 }
 
 /* Round to nearest, ties to even; or, with `noise`, stochastically. */
-ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const Bits *noise) {
+ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS *noise) {
 #if IS_BFLOAT16
-    Bits rounded[2];
-    for (int part = 0; part < 2; part++) {
-        const Bits bits = (Bits)values[part];
-        const Bits added = noise ? noise[part] >> 16 : 0x7fff + ((bits >> 16) & 1);
+    BITS rounded[VECTORS];
+    for (int vector = 0; vector < VECTORS; vector++) {
+        const BITS bits = (BITS)values[vector];
+        const BITS added = noise ? noise[vector] >> 16 : 0x7fff + ((bits >> 16) & 1);
         /* All ones for NaN, which a carry could turn into another number. (The compiler would compare
          * vectors one number at a time.) */
-        const Bits nan = (Bits)((SignedBits)(0x7f800000 - (bits & 0x7fffffff)) >> 31);
-        rounded[part] = ((bits + added) & ~nan) | (0x7fc00000 & nan);
+        const BITS nan = (BITS)((NAME(SignedBits))(0x7f800000 - (bits & 0x7fffffff)) >> 31);
+        rounded[vector] = ((bits + added) & ~nan) | (0x7fc00000 & nan);
     }
-    *(UnalignedBits *)line = (rounded[0] >> 16) | (rounded[1] & 0xffff0000);
+    for (int piece = 0; piece < PIECES; piece++)
+        ((NAME(UnalignedBits) *)line)[piece] =
+            (rounded[piece] >> 16) | (rounded[PIECES + piece] & 0xffff0000);
 #else
     (void)noise;
-    *(NAME(Unaligned) *)line = *values;
+    for (int vector = 0; vector < VECTORS; vector++)
+        ((NAME(Unaligned) *)line)[vector] = values[vector];
 #endif
 }
 
@@ -65,7 +73,7 @@ typedef struct {
     T *rows[4][ROWS];
     int64_t origin;
     WIDE weight[ROWS];
-    VECTOR squares[ROWS];     /* the sums of each row's squares, in lanes */
+    VECTOR squares[ROWS][PIECES]; /* the sums of each row's squares, in lanes */
     WIDE *sums, *update_sums; /* the columns' sums of squares and of updates, over some rows */
     const WIDE *step_size;
     const WIDE *mean[ROWS];   /* the mean update; zeros for a row that must not move */
@@ -81,7 +89,7 @@ typedef struct {
  * term; with a condition, the compiler would test it for each cache line. */
 typedef struct {
     WIDE factor, rate;
-    Bits old, new;
+    BITS old, new;
 } NAME(Lerp);
 
 static NAME(Lerp) NAME(lerp_of)(const Update *u, double factor) {
@@ -95,21 +103,21 @@ static NAME(Lerp) NAME(lerp_of)(const Update *u, double factor) {
 
 /* Update a cache line of the first moment. */
 ALWAYS_INLINE static void NAME(lerp)(const NAME(Lerp) *lerp, T *moment, const T *grad) {
-    VECTOR values[PARTS];
-    for (int part = 0; part < PARTS; part++) {
-        const VECTOR old = NAME(load)(moment, part), x = lerp->factor * NAME(load)(grad, part);
-        const VECTOR start = (VECTOR)(((Bits)old & lerp->old) | ((Bits)x & lerp->new));
-        values[part] = start + lerp->rate * (x - old);
+    VECTOR values[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        const VECTOR old = NAME(load)(moment, v), x = lerp->factor * NAME(load)(grad, v);
+        const VECTOR start = (VECTOR)(((BITS)old & lerp->old) | ((BITS)x & lerp->new));
+        values[v] = start + lerp->rate * (x - old);
     }
     NAME(store)(moment, values, NULL);
 }
 
 /* Add the rows' updates to a cache line of their sums. */
 ALWAYS_INLINE static void NAME(sum)(WIDE *sums, const T *const *u, const WIDE *weight, int64_t i) {
-    for (int part = 0; part < PARTS; part++) {
+    for (int v = 0; v < VECTORS; v++) {
         VECTOR update[ROWS];
-        for (int r = 0; r < ROWS; r++) update[r] = weight[r] * NAME(load)(u[r] + i, part);
-        VECTOR *total = (VECTOR *)(sums + i) + part;
+        for (int r = 0; r < ROWS; r++) update[r] = weight[r] * NAME(load)(u[r] + i, v);
+        VECTOR *total = (VECTOR *)(sums + i) + v;
         *total += (update[0] + update[1]) + (update[2] + update[3]);
     }
 }
@@ -123,20 +131,21 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
     const T *g[ROWS], *u[ROWS];
     T *m[ROWS];
     WIDE weights[ROWS];
-    VECTOR squares[ROWS];
+    VECTOR squares[ROWS][PIECES];
     for (int r = 0; r < ROWS; r++) {
         g[r] = ROW(GRAD, r), m[r] = ROW(MOMENT, r), u[r] = ROW(UPDATE, r);
-        weights[r] = group->weight[r], squares[r] = group->squares[r];
+        weights[r] = group->weight[r];
+        for (int piece = 0; piece < PIECES; piece++) squares[r][piece] = group->squares[r][piece];
     }
     for (int64_t i = 0; i < count; i += LINE) {
-        for (int part = 0; part < PARTS; part++) {
+        for (int v = 0; v < VECTORS; v++) {
             VECTOR square[ROWS];
             for (int r = 0; r < ROWS; r++) {
-                const VECTOR x = NAME(load)(g[r] + i, part);
+                const VECTOR x = NAME(load)(g[r] + i, v);
                 square[r] = x * x;
-                squares[r] += square[r];
+                squares[r][v % PIECES] += square[r];
             }
-            VECTOR *total = (VECTOR *)(sums + i) + part;
+            VECTOR *total = (VECTOR *)(sums + i) + v;
             *total += (square[0] + square[1]) + (square[2] + square[3]);
         }
         for (int r = 0; r < ROWS; r++) {
@@ -146,7 +155,8 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
         }
         if (sum) NAME(sum)(update_sums, u, weights, i);
     }
-    for (int r = 0; r < ROWS; r++) group->squares[r] = squares[r];
+    for (int r = 0; r < ROWS; r++)
+        for (int piece = 0; piece < PIECES; piece++) group->squares[r][piece] = squares[r][piece];
 }
 
 /* As constants, the options cost nothing where they are not used. */
@@ -204,22 +214,23 @@ ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t coun
         for (int r = 0; r < 2; r++) {
             PREFETCH(u[r] + i, APPLY_AHEAD);
             PREFETCH(p[r] + i, APPLY_AHEAD);
-            VECTOR values[PARTS];
-            for (int part = 0; part < PARTS; part++) {
-                const VECTOR *step_size = (const VECTOR *)(step_sizes + i) + part;
-                const VECTOR *mean = (const VECTOR *)(means[r] + i) + part;
-                const VECTOR step = weight[r] * NAME(load)(u[r] + i, part) - *mean;
-                values[part] = decay * NAME(load)(p[r] + i, part) - *step_size * step;
+            VECTOR values[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                const VECTOR *step_size = (const VECTOR *)(step_sizes + i) + v;
+                const VECTOR *mean = (const VECTOR *)(means[r] + i) + v;
+                const VECTOR step = weight[r] * NAME(load)(u[r] + i, v) - *mean;
+                values[v] = decay * NAME(load)(p[r] + i, v) - *step_size * step;
             }
 #if IS_BFLOAT16
             if (stochastic) {
                 const uint32_t column = group->update->noise_column + (uint32_t)(start + i);
-                Bits noise[2];
-                for (int part = 0; part < 2; part++) {
-                    Bits x = (EVEN_COLUMNS + (column + (uint32_t)part)) ^ group->key[r];
+                BITS noise[VECTORS];
+                for (int v = 0; v < VECTORS; v++) {
+                    const BITS *even_columns = (const BITS *)EVEN_COLUMNS + v % PIECES;
+                    BITS x = (*even_columns + (column + (uint32_t)(v / PIECES))) ^ group->key[r];
                     x = (x ^ (x >> 16)) * 0x85ebca6b; /* mix */
                     x = (x ^ (x >> 13)) * 0xc2b2ae35;
-                    noise[part] = x ^ (x >> 16);
+                    noise[v] = x ^ (x >> 16);
                 }
                 NAME(store)(p[r] + i, values, noise);
                 continue;
@@ -257,7 +268,7 @@ static void NAME(over)(NAME(Columns) *columns, GROUP *group, int64_t start, int6
         }
     columns(&copy, start, LINE);
     for (int r = 0; r < ROWS; r++) {
-        group->squares[r] = copy.squares[r];
+        memcpy(group->squares[r], copy.squares[r], sizeof copy.squares[r]);
         for (int kind = MOMENT; kind <= PARAM; kind++)
             if (group->rows[kind][r] != NULL)
                 memcpy(ROW(kind, r), lines[kind][r], (size_t)rest * sizeof(T));
@@ -280,12 +291,12 @@ ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
     return 1 / product;
 }
 
-/* The sum of a vector's lanes, always in the same order. */
+/* The sum of the lanes of a row's squares, always in the same order. */
 ALWAYS_INLINE static WIDE NAME(add_lanes)(const VECTOR *lanes) {
     typedef WIDE Half __attribute__((vector_size(32)));
     typedef WIDE Quarter __attribute__((vector_size(16)));
     Half halves[2];
-    memcpy(halves, lanes, sizeof halves);
+    memcpy(halves, lanes, sizeof halves); /* PIECES vectors */
     const Half half = halves[0] + halves[1];
     Quarter quarters[2];
     memcpy(quarters, &half, sizeof quarters);
@@ -338,8 +349,8 @@ static void NAME(weigh_rows)(NAME(Work) *work) {
         const int64_t row = group->row[r];
         group->rows[UPDATE][r] = group->rows[u->exp_avg == NULL ? GRAD : MOMENT][r];
         group->weight[r] = row >= 0;
-        const WIDE sum = NAME(add_lanes)(&group->squares[r]);
-        group->squares[r] = (VECTOR){0};
+        const WIDE sum = NAME(add_lanes)(group->squares[r]);
+        memset(group->squares[r], 0, sizeof group->squares[r]);
         if (row < 0 || u->row_sums == NULL) continue;
         ((WIDE *)u->row_sums)[row] = sum;
         if (u->exp_avg_sq_row == NULL) continue;
@@ -464,7 +475,10 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
 #undef LINE
 #undef LANES
 #undef PARTS
+#undef PIECES
+#undef VECTORS
 #undef VECTOR
+#undef BITS
 #undef GROUP
 #undef ROW
 #undef PREFETCH

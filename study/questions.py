@@ -153,6 +153,9 @@ FINALISTS = (
 )
 """AdamW and Coupled Adam as usual and at better betas, and what is between them."""
 
+FINALISTS_ELSEWHERE = (("adamw", (0.9, 0.95)), ("adamw", (0.0, 0.999)), ("a=0.75", (0.0, 0.99)))
+"""AdamW as usual and at its best betas, and LEAN: what is run with models of other shapes."""
+
 BATCH_FINALISTS = tuple(
     itertools.product(("adamw", "a=0.75"), ((0.0, 0.99), (0.0, 0.999), (0.9, 0.999)))
 )
@@ -424,16 +427,17 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "betas_longer": _betas(_tuned(FINALISTS, (0, 1, 2, 3)), **_steps(9768)),
     "betas_48M": _betas(_tuned(FINALISTS, (0, 2)), **_steps(23436)),
     **{
-        f"betas_{name}": _betas(_tuned(FINALISTS, (2, 4)), **overrides, **_steps(steps))
-        for name, overrides, steps in (
-            ("H=128", _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), 9768),
-            ("H=32", _size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), 9768),
-            ("V=16384", {"model.vocab_size": 16384}, 9768),
-            ("untied", {"model.tied": False}, 2400),
+        f"betas_{name}": _betas(_tuned(FINALISTS_ELSEWHERE, factors), **overrides, **_steps(steps))
+        for name, overrides, steps, factors in (
+            ("H=128", _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), 9768, (2, 4)),
+            ("H=32", _size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), 9768, (0, 2, 4)),
+            ("V=16384", {"model.vocab_size": 16384}, 9768, (2, 4)),
+            ("untied", {"model.tied": False}, 2400, (2, 4, 6)),
             (
                 "rotary",
                 {"model.architecture": "stablelm", "model.intermediate_size": 192},
                 2400,
+                (2, 4, 6),
             ),
         )
     },

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from benchmarks.verified_tokens import measure
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
@@ -139,6 +140,9 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --explore no/page.html", "--explore: there is no folder"),
         ("gpt2 --layout umap", "--layout is that of the map: add --explore or --parquet"),
         ("no-model --parquet m --layout umap", "pip install umap-learn"),
+        ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
+        ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),
+        ("bare --undertrained --verify", "bare has no tokenizer that can be read"),
     ],
     ids=lambda value: value[:40],
 )
@@ -146,7 +150,96 @@ def test_unusable_input(arguments, message, gpt2, capsys, monkeypatch):
     """It is found before anything is measured."""
     monkeypatch.setattr("coupled_adam.embeddings.analysis.analyze", None)
     monkeypatch.chdir(gpt2.parent)
+    shutil.copytree(gpt2, "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     assert main(["analyze", *shlex.split(arguments)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
+
+
+@pytest.fixture
+def echo(gpt2):
+    """A model made by hand that repeats its last token; rows of tokens it never saw are short."""
+    held_out = [300, 310, 320, *range(400, 448)]  # the last of which belong to no token
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(gpt2)
+        for name, weight in model.named_parameters():
+            if "wpe" in name or "c_proj" in name:  # neither position nor layer adds anything
+                weight.zero_()
+        rows = model.get_input_embeddings().weight
+        rows.copy_(10 * normalize(torch.randn(448, 16, generator=torch.Generator().manual_seed(0))))
+        drift = torch.randn(16, generator=torch.Generator().manual_seed(1))
+        rows[held_out] = 0.1 * drift + 0.001 * rows[held_out]
+    model.save_pretrained(gpt2)
+    return gpt2
+
+
+def test_a_model_is_asked_to_repeat(echo, tmp_path, capsys):
+    """Those that look unused and cannot be repeated are under-trained; others are not accused."""
+    page, explore = tmp_path / "page.html", tmp_path / "map.html"
+    options = [echo, "--undertrained", "--verify"]
+    shown = run(capsys, *options, "--html", page, "--explore", explore)
+    sentence = "the model gives 3 of them a probability below 1%, which are under-trained"
+    assert sentence in " ".join(shown.split())
+    assert all(heading in shown for heading in ("repeated", "verdict"))
+    assert sentence in page.read_text()
+    assert "<th" in page.read_text().partition("Under-trained tokens: gpt2")[2]
+    data = json.loads(explore.read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert "repeated" in data["maps"][0]["columns"]
+    found = json.loads(run(capsys, *options, "--json"))
+    assert sentence in found["diagnosis"][-1]
+    named = found["undertrained"]
+    assert named["can_verify"]
+    assert len(named["controls_repeated"]) == len(named["tokens"])
+    verdicts = {entry["id"]: entry["verdict"] for entry in named["tokens"]}
+    accused = {row for row, verdict in verdicts.items() if verdict == "under-trained"}
+    assert accused == {300, 310, 320}
+    assert {*verdicts.values()} == {"under-trained", "trained"}  # 2 % are more than three
+    # By another path: the probability of the token behind itself.
+    model = AutoModelForCausalLM.from_pretrained(echo)
+    for entry in named["tokens"]:
+        logits = model(torch.tensor([[0] + [entry["id"]] * 31])).logits[0, -1]
+        assert entry["repeated"] >= logits.softmax(0)[entry["id"]].item() - 1e-6
+
+
+def test_a_model_that_cannot_repeat_verifies_nothing(gpt2, capsys):
+    found = json.loads(run(capsys, gpt2, "--undertrained", "--verify", "--json"))
+    assert not found["undertrained"]["can_verify"]
+    assert {entry["verdict"] for entry in found["undertrained"]["tokens"]} == {"not verified"}
+    assert "cannot be verified with this model: it repeats only 0 of" in found["diagnosis"][-1]
+
+
+@pytest.mark.parametrize(
+    ("length", "times"), [(160, [159, 53, 7]), (32, [31, 10]), (12, [11]), (3, [])]
+)
+def test_prompts_fit_the_model(length, times, trained):
+    """The token is where None is, at least three times, and follows a prompt's own last piece."""
+    from coupled_adam.embeddings.verification import _PROMPTS, _prompts
+
+    tokenizer = AutoTokenizer.from_pretrained(trained[0] / "model")
+    made = list(_prompts(tokenizer, length))
+    (a,) = tokenizer("a", add_special_tokens=False)["input_ids"]
+    for prompt, (opening, unit) in zip(made, _PROMPTS):
+        assert len(prompt) <= length
+        assert prompt.count(None) >= 3
+        ids = [a if piece is None else piece for piece in prompt]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        whole = opening + unit.replace("{}", "a") * length
+        assert whole.startswith(text)
+        assert whole[len(text)] == "a"
+
+
+@pytest.mark.slow
+def test_tokens_held_out_of_a_text_are_verified(tmp_path):
+    """A model that is trained here, and learns to repeat in a minute, tells them from others."""
+    result = measure(tmp_path, "copies", "adamw")
+    named, tenth = result["2%"], result["10%"]
+    assert named["precision"] > 0.9
+    assert named["recall"] > 0.9
+    # Most of the tenth were seen: what is told from the others is not told by the indicator.
+    candidates, unseen = tenth["candidates, of which never seen"]
+    assert candidates > 2.5 * unseen
+    assert tenth["precision"] > 0.7
+    assert tenth["recall"] > 0.9
+    assert tenth["verdicts, of which never seen"]["trained"][0] > 100
+    assert tenth["verdicts, of which never seen"]["trained"][1] == 0

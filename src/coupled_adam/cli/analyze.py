@@ -7,9 +7,11 @@ tokens that were hardly trained, neighbours and hubs, and what changed from one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
     Count,
@@ -29,6 +31,10 @@ from coupled_adam.cli.options import (
 )
 from coupled_adam.cli.terminal import console, print_table, progress_bar, quiet_libraries
 from coupled_adam.errors import UsageError, printable
+
+if TYPE_CHECKING:
+    from coupled_adam.embeddings.analysis import Analysis, Source
+    from coupled_adam.embeddings.tokens import Undertrainedness
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,10 @@ class Options(TokenizerOption, WordSimilarityOption, RevisionOption, JsonOption,
         default=False,
     )
     undertrained: bool = option("name the tokens that were hardly trained", default=False)
+    verify: bool = option(
+        "ask the model to repeat them, which shows those that it can write (needs [lab])",
+        default=False,
+    )
     neighbours: list[str] | None = option(
         "the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
         "frequent ones), and the hubs",
@@ -97,6 +107,7 @@ def run(options: Options) -> None:
         text=optional_path(options.text),
         tokens=[Path(path) for path in options.tokens or ()],
     )
+    folders = _verifiable(options.models, source) if options.verify else {}
     by_model = [
         analysis.analyze_model(
             model,
@@ -111,11 +122,14 @@ def run(options: Options) -> None:
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
-    undertrained, neighbours, comparisons = [], [], []
+    undertrained: list[Undertrainedness] = []
+    neighbours, comparisons = [], []
     if options.undertrained or options.explore or options.parquet:
         for entry in analyses:
             with progress_bar(f"under-trained tokens, {entry.label}") as progress:
                 undertrained.append(tokens.find_undertrained(entry, progress=progress))
+    if options.verify:
+        undertrained = _verified(undertrained, folders, target)
     if options.neighbours is not None:
         for entry in analyses:
             with progress_bar(f"neighbours, {entry.label}") as progress:
@@ -123,13 +137,14 @@ def run(options: Options) -> None:
     if options.compare:
         with progress_bar("what changed") as progress:
             comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
+    listed = undertrained if options.undertrained else []
     files: dict[str, tuple[str, str | bytes]] = {}
     if options.csv is not None:
         files["--csv"] = options.csv, tables.analyses_csv(analyses)
     if options.html is not None:
         from coupled_adam.embeddings.page import analyses_page
 
-        files["--html"] = options.html, analyses_page(analyses)
+        files["--html"] = options.html, analyses_page(analyses, listed)
     if options.parquet is not None:
         from coupled_adam.embeddings.maps import parquet, token_maps
 
@@ -144,12 +159,12 @@ def run(options: Options) -> None:
         for option, (name, content) in files.items():
             write_file(option, name, content)
     finally:  # the numbers are shown even if a file cannot be written after all
-        listed = undertrained if options.undertrained else []
         if options.json:
             print(tables.analyses_json(analyses, listed, neighbours, comparisons))
         else:
-            for entry in analyses:
-                sentences = f"{entry.label}: {' '.join(entry.diagnosis)}"
+            diagnosed: Sequence[Analysis | Undertrainedness] = listed or analyses
+            for analyzed, said in zip(analyses, diagnosed):
+                sentences = f"{analyzed.label}: {' '.join(said.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             shown = [tables.analyses_table(analyses, options.all)]
             shown += [named.table(options.show) for named in listed]
@@ -159,6 +174,40 @@ def run(options: Options) -> None:
                 print_table(table)
 
 
+def _verifiable(models: Sequence[str], source: Source) -> dict[str, Path]:
+    """The folder of each model; what cannot be prompted is refused before it is measured."""
+    from coupled_adam.embeddings.analysis import find_tokenizer
+    from coupled_adam.embeddings.repair import model_folder
+
+    folders = {}
+    for model in models:
+        if Path(model).is_file():
+            raise UsageError(
+                f"--verify asks a model, and {model} is a file with a matrix: name the folder of "
+                "its model, or leave out --verify"
+            )
+        folders[model] = model_folder(model, source.revision)
+        find_tokenizer(model, source, needed=True)
+    return folders
+
+
+def _verified(
+    undertrained: Sequence[Undertrainedness], folders: Mapping[str, Path], device: str
+) -> list[Undertrainedness]:
+    """The under-trained tokens with the answers of their models."""
+    from coupled_adam.embeddings.tokens import verify_undertrained
+    from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
+
+    verified = []
+    for name, matrices in groupby(undertrained, lambda named: named.analysis.model):
+        model = load_model(folders[name], device)
+        require_causal(model, name)
+        for named in matrices:
+            with progress_bar(f"repeating tokens, {named.analysis.label}") as progress:
+                verified.append(verify_undertrained(named, model, block_length(model), progress))
+    return verified
+
+
 def _check(options: Options) -> None:
     """Refuse what can be refused before a matrix is read, which may take minutes."""
     counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
@@ -166,6 +215,8 @@ def _check(options: Options) -> None:
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
     check_revision(options, options.models)
+    if options.verify and not options.undertrained:
+        raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
     check_files(

@@ -79,6 +79,11 @@ def _packed(
     # An array is a fraction of its size as text in base64 and the smallest type that holds it.
     alike = np.isin(entry.rows, undertrained.indicated.alike)
     order = undertrained.indicated.order_by
+    repeated = None
+    if undertrained.verification is not None:
+        asked = np.full(len(matrix), np.nan, np.float32)
+        asked[undertrained.verification.rows] = undertrained.verification.probabilities
+        repeated = asked[entry.rows]
     kinds = [CATEGORIES.index(str(kind)) for kind in vocabulary.categories[entry.rows]]
     columns: Mapping[str, NDArray[Any] | None] = {
         "x": entry.xy[:, 0],
@@ -88,6 +93,7 @@ def _packed(
         "indicator": entry.indicators[order].astype(np.float32),
         "hub": np.bincount(neighbours.reshape(-1), minlength=len(entry.rows)).astype(np.float32),
         "change": cosines,
+        "repeated": repeated,
         "id": entry.rows.astype(np.int32),
         "category": np.array(kinds, np.uint8),
         "alike": alike.astype(np.uint8),

@@ -11,16 +11,27 @@ from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.measures import MEASURES, small_print
 from coupled_adam.embeddings.tables import analyses_table
+from coupled_adam.embeddings.tokens import Undertrainedness
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import Picture, single
 
+_TOKENS = 200  # that a page names; a map has all
 
-def analyses_page(analyses: Sequence[Analysis]) -> str:
-    """The diagnosis, the first measures, the pictures, and all measures as one page of HTML."""
+
+def analyses_page(
+    analyses: Sequence[Analysis], undertrained: Sequence[Undertrainedness] = ()
+) -> str:
+    """The diagnosis, the first measures, the pictures, and all measures as one page of HTML.
+
+    Args:
+        analyses: the matrices.
+        undertrained: the under-trained tokens of each, which are then named, too.
+    """
     labels = [analysis.label for analysis in analyses]
     values = {
         "title": f"Embeddings: {', '.join(labels)}",
-        "diagnoses": [(analysis.label, analysis.diagnosis) for analysis in analyses],
+        "diagnoses": list(zip(labels, [entry.diagnosis for entry in undertrained or analyses])),
+        "tokens": [named.table(_TOKENS) for named in undertrained],
         "table": analyses_table(analyses),
         "all_measures": analyses_table(analyses, all_measures=True),
         "explanation": small_print(MEASURES.values()),

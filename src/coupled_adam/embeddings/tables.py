@@ -167,7 +167,7 @@ def analyses_json(
     """
     entries = [analysis.to_dict() for analysis in analyses]
     for entry, named in zip(entries, undertrained):
-        entry["undertrained"] = named.to_dict()
+        entry |= {"diagnosis": named.diagnosis, "undertrained": named.to_dict()}
     for entry, neighbourhood in zip(entries, neighbours):
         entry |= neighbourhood.to_dict()
     content: Any = entries[0] if len(entries) == 1 else entries

@@ -1,10 +1,13 @@
 """What analyses say about single tokens: which were hardly trained, neighbours, hubs, changes."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,11 +22,15 @@ from coupled_adam.embeddings.undertrained import (
     finite_rows,
     undertrained_tokens,
 )
+from coupled_adam.embeddings.verification import Verification, verify
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import SECOND_MOMENTS, by_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NEIGHBOURS = 10
 VARIANTS = {"raw": False, "centered": True}
@@ -32,10 +39,11 @@ VARIANTS = {"raw": False, "centered": True}
 
 @dataclasses.dataclass(frozen=True)
 class Undertrainedness:
-    """The under-trained tokens of one analysis."""
+    """The under-trained tokens of one analysis, and what the model says of them if asked."""
 
     analysis: Analysis
     indicated: Undertrained
+    verification: Verification | None = None
 
     @property
     def rows(self) -> list[int]:
@@ -48,14 +56,27 @@ class Undertrainedness:
     def to_dict(self) -> dict[str, Any]:
         """The counts of each category, and all rows that are named, as plain values."""
         alike = {*self.indicated.alike.tolist()}
+        asked = self.verification
+        verified = {}
+        if asked is not None:
+            verified = {
+                "can_verify": asked.is_able,
+                "controls_repeated": asked.control_probabilities.tolist(),
+            }
         return {
             **_categories(self.analysis),
             "unused_rows": int(self.indicated.unused.sum()),
             "dead_rows": self.indicated.dead.tolist(),
             "order_by": self.indicated.order_by,
             "limit": self.indicated.limit,
+            **verified,
             "tokens": [
-                {**_described(self.analysis, row), **self._values(row), "like_unused": row in alike}
+                {
+                    **_described(self.analysis, row),
+                    **self._values(row),
+                    "like_unused": row in alike,
+                    **self._answers.get(row, {}),
+                }
                 for row in self.rows
             ],
         }
@@ -93,6 +114,7 @@ class Undertrainedness:
             INDICATORS[key].replace("principal component", "PC") for key in result.indicators
         ]
         columns += [] if counts is None else ["count"]
+        columns += [] if self.verification is None else ["repeated", "verdict"]
         alike = {*result.alike.tolist()}
         rows = []
         for row in self.rows[:number]:
@@ -100,12 +122,31 @@ class Undertrainedness:
             cells.append(str(self.analysis.vocabulary.categories[row]))
             cells += [f"{result.indicators[name][row]:.4f}" for name in result.indicators]
             cells += [] if counts is None else [f"{counts[row]:g}"]
+            if self.verification is not None:
+                answer = self._answers[row]
+                cells += [f"{answer['repeated']:.2%}", answer["verdict"]]
             rows.append(cells)
         title = f"Under-trained tokens: {self.analysis.label}"
-        return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2))
+        verdicts = () if self.verification is None else (len(columns) - 1,)
+        return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2, *verdicts))
+
+    @property
+    def diagnosis(self) -> list[str]:
+        """That of the analysis, and what the model's answers show if it was asked."""
+        asked = self.verification
+        return [*self.analysis.diagnosis, *([] if asked is None else [asked.sentence])]
 
     def _values(self, row: int) -> dict[str, float]:
         return {name: float(values[row]) for name, values in self.indicated.indicators.items()}
+
+    @functools.cached_property
+    def _answers(self) -> dict[int, dict[str, Any]]:
+        """By row, the probability that the model repeats the token, and the verdict."""
+        asked = self.verification
+        if asked is None:
+            return {}
+        answers = zip(asked.rows.tolist(), asked.probabilities.tolist(), asked.verdicts())
+        return {row: {"repeated": p, "verdict": verdict} for row, p, verdict in answers}
 
 
 def find_undertrained(
@@ -126,6 +167,39 @@ def find_undertrained(
     except ValueError as error:
         raise UsageError(f"{analysis.model}: {error}") from None
     return Undertrainedness(analysis, result)
+
+
+def verify_undertrained(
+    undertrained: Undertrainedness,
+    model: PreTrainedModel,
+    length: int,
+    progress: Progress | None = None,
+) -> Undertrainedness:
+    """Ask the model to repeat the under-trained tokens, and as many that are well trained.
+
+    Those are drawn from the half of the other reachable tokens that is the more frequent one or,
+    without counts, has the higher indicator.
+
+    Args:
+        model: the causal language model that was analyzed.
+        length, progress: as for :func:`verify`.
+
+    Raises:
+        UsageError: if the model has no tokenizer, or as :func:`verify` does.
+    """
+    analysis, indicated = undertrained.analysis, undertrained.indicated
+    if analysis.tokenizer is None:
+        raise UsageError(f"--verify needs a tokenizer, which {analysis.model} has not")
+    ranks = indicated.indicators[indicated.order_by] if analysis.counts is None else analysis.counts
+    rows = np.array(undertrained.rows, np.int64)
+    others = analysis.vocabulary.categories == "ok"
+    others[[*rows, *indicated.dead, *np.flatnonzero(indicated.unused)]] = False
+    best = np.flatnonzero(others)[np.argsort(-ranks[others], kind="stable")]
+    best = best[: -(-len(best) // 2)]
+    size = min(len(rows), len(best))
+    controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
+    asked = verify(model, analysis.tokenizer, rows, controls, length=length, progress=progress)
+    return dataclasses.replace(undertrained, verification=asked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -566,7 +566,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "muon_rates": _muon_rates,
     **{
         question: partial(_betas, question)
-        for question in ("betas", "batch_16k", "betas_longer", "peers")
+        for question in (
+            "betas",
+            "batch_16k",
+            "betas_longer",
+            "betas_untied",
+            "betas_rotary",
+            "betas_H=32",
+            "peers",
+        )
     },
     "summary": _summary,
     "readme": _readme,
@@ -582,7 +590,7 @@ def filled(page: str) -> str:
     def updated(table: re.Match[str]) -> str:
         return f"{table[1]}\n{made_by[table[2]]()}{table[3]}"
 
-    return re.sub(r"(<!-- table: (\w[\w.]*) -->)\n.*?(<!-- end -->)", updated, page, flags=re.S)
+    return re.sub(r"(<!-- table: (\w[\w.=]*) -->)\n.*?(<!-- end -->)", updated, page, flags=re.S)
 
 
 def main() -> None:

@@ -42,8 +42,8 @@ def betas(label, question="betas"):
     arm = {"AdamW": "adamw", "Coupled Adam": "coupled"}.get(arm, arm)
     content = results(question)
     start = f"{arm} {beta1} {beta2} n={n[0].removeprefix('n = ') if n else ''}"
-    if not n and arm == "a=0.75" and question == "betas":
-        start += "4"
+    if not n and question == "betas":  # the n that was chosen first, with three seeds
+        start += {"adamw 0 0.999 n=": "5", "a=0.75 0 0.99 n=": "4"}.get(start, "")
     (name,) = (name for name in content if name == start or (name.startswith(start) and not n))
     return runs(question, name)
 
@@ -59,7 +59,19 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
 
 
-@pytest.mark.parametrize("question", ["betas", "batch_16k", "betas_longer", "peers", "readme"])
+@pytest.mark.parametrize(
+    "question",
+    [
+        "betas",
+        "batch_16k",
+        "betas_longer",
+        "betas_untied",
+        "betas_rotary",
+        "betas_H=32",
+        "peers",
+        "readme",
+    ],
+)
 def test_betas(question):
     if question == "readme":
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -204,9 +216,39 @@ def test_bands():
         assert [float(cell) for cell in cells] == pytest.approx(expected, abs=5.1e-4)
 
 
+def test_peers_with_three_seeds():
+    text = PAGE.split("On the test documents, with three seeds, AdamW")[1].split("What has no")[0]
+    of_each = [("betas", "adamw 0 0.999 n=5"), ("betas", "a=0.75 0 0.99 n=4")]
+    of_each += [
+        ("peers", f"{name} n=5") for name in ("centered adamw 0 0.999", "row_moment 0 0.99")
+    ]
+    measured = [[run["documents"]["test"]["loss"] for run in runs(*of).values()] for of in of_each]
+    assert [len(losses) for losses in measured] == [3, 3, 3, 3]
+    shown = [float(number) for number in re.findall(r"4\.\d{3}", text)]
+    assert shown == pytest.approx(np.mean(measured, axis=1), abs=5.1e-4)
+
+
+def test_other_models():
+    """Where a = 0.75 is ahead of the best AdamW that was run, and where it is behind."""
+    text = PAGE.split("now one is ahead and now the other")[1].split("That is")[0]
+    shown = [float(number) for number in re.findall(r"0\.0\d\d", text)]
+    for question, difference in zip(("betas_untied", "betas_rotary", "betas_H=32"), shown):
+        best = {
+            arm: min(
+                (run["valid_loss"], run["documents"]["test"]["loss"])
+                for name in results(question)
+                if name.startswith(arm)
+                for run in runs(question, name).values()
+            )[1]
+            for arm in ("adamw 0 0.999", "a=0.75")
+        }
+        assert difference == pytest.approx(abs(best["a=0.75"] - best["adamw 0 0.999"]), abs=6e-4)
+        assert (best["a=0.75"] < best["adamw 0 0.999"]) == (question != "betas_H=32")
+
+
 def test_48_million_tokens():
-    text = PAGE.split("After 48M tokens")[1].split("AdamW at 0, 0.999 has")[0]
-    of_each = [("betas_48M", "a=0.75 0 0.99 n=2")]
+    text = PAGE.split("After 48M tokens")[1].split("\n\n")[0]
+    of_each = [("betas_48M", name) for name in ("a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2")]
     of_each += [("paper_ratio_longer", name) for name in ("coupled n=0", "adamw n=0")]
     measured = [run["test_loss"] for name in of_each for run in runs(*name).values()]
     shown = [float(number) for number in re.findall(r"4\.\d{3}", text)]

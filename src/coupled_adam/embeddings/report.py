@@ -241,7 +241,8 @@ def analyze(
             0 * means[:left], centred_squares[:left] / used, topless.longest
         )
         left = int(chosen_centred[:left].sum())
-    axes, centred_axes = basis[:, chosen].to(dtype), centred_basis[:, chosen_centred].to(dtype)
+    axes = basis.T[chosen].to(dtype).T
+    centred_axes = centred_basis.T[chosen_centred].to(dtype).T
     center = mean.to(dtype)
     for cloud in (raw, centred, topless):
         cloud.begin_z()

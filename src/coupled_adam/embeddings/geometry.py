@@ -226,8 +226,8 @@ def gram(
 def project(rows: Tensor, directions: Tensor) -> Tensor:
     """Project rows onto directions, the columns of [H, n]; the result is [rows, n].
 
-    The result is stored column by column, which makes sums over the rows about 1.5 times as fast. If
-    the directions are, too, the product in float64 is twice as fast.
+    The result is stored column by column, which makes sums over the rows about 1.5 times as fast.
+    If the directions are, too, the product in float64 is twice as fast.
     """
     return (directions.T @ rows.T).T
 

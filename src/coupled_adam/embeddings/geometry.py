@@ -80,7 +80,7 @@ def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool
     means = mean @ directions
     reach = longest + float(mean.norm())
     moments = Moments(means, squares / len(norms) - means**2, reach)
-    directions = directions[:, moments.can_be_extreme(unit, published)].to(dtype)
+    directions = directions.T[moments.can_be_extreme(unit, published)].to(dtype).T
     partition = LogPartition(longest / unit)
     for block in blocks(embeddings, dtype=dtype):
         partition.add(project(block, directions) / unit)

@@ -117,13 +117,17 @@ def add_result(
     recipe = recipe_of(QUESTIONS[question][name], text).to_dict()
     content.setdefault(name, {"recipe": recipe, "seeds": {}})["seeds"][str(seed)] = result
     folder.mkdir(parents=True, exist_ok=True)
-    # Lists of numbers, such as the losses of documents, on a line each
+    write_results(folder / f"{question}.json", content)
+
+
+def write_results(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON with lists of numbers, such as the losses of documents, on a line each."""
     lines = re.sub(
         r"\[[^][{}]*\]",
         lambda numbers: " ".join(numbers[0].split()),
         json.dumps(content, indent=1),
     )
-    write_atomically(folder / f"{question}.json", lines)
+    write_atomically(path, lines)
 
 
 def main() -> None:

@@ -1,0 +1,142 @@
+"""The paper's column Acc for models of the study, from local files of the paper's seven tasks.
+
+The lm-evaluation-harness has these tasks, but reads them from a hub. Here they are written as tasks
+of our own: every question is a prompt and its choices, of which a model picks the most likely one,
+and LAMBADA asks for the last word. They differ from the harness's in that RACE shows the last
+question of an article alone, and that TruthfulQA (MC1: one answer is right) shows no examples.
+
+    python -m study.accuracy --files downstream/ RUN ...
+"""
+
+import argparse
+import csv
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from coupled_adam.lab.evaluation.downstream import Downstream
+from coupled_adam.lab.evaluation.loading import load_model, load_model_tokenizer
+from coupled_adam.lab.training.environment import environment
+from coupled_adam.runs import MODEL
+
+from .run import HERE, write_results
+
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: query
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{{metric: acc}}]
+"""
+"""A task whose documents have a query, choices, and the number of the right one."""
+
+WINOGRANDE = CHOICE.replace("text: query", "text: gold").replace("target: gold", "target: query")
+"""The choices are two beginnings of a sentence, and the query is its end."""
+
+LAST_WORD = CHOICE.replace("multiple_choice", "loglikelihood").replace("doc_to_choice: choices", "")
+
+
+def choices(file: Path) -> Iterator[dict[str, Any]]:
+    """ARC and HellaSwag: already in this form."""
+    for line in file.open(encoding="utf-8"):
+        question = json.loads(line)
+        yield {key: question[key] for key in ("query", "choices", "gold")}
+
+
+def lambada(file: Path) -> Iterator[dict[str, Any]]:
+    """A passage, and the word at its end."""
+    for line in file.open(encoding="utf-8"):
+        passage, _, word = json.loads(line)["text"].rpartition(" ")
+        yield {"query": passage, "gold": f" {word}"}
+
+
+def race(file: Path) -> Iterator[dict[str, Any]]:
+    """The last question of each article."""
+    for line in file.open(encoding="utf-8"):
+        exam = json.loads(line)
+        yield {
+            "query": f"Article: {exam['article']}\n\n{exam['questions'][-1]}",
+            "choices": exam["options"][-1],
+            "gold": "ABCD".index(exam["answers"][-1]),
+        }
+
+
+def truthfulqa(file: Path) -> Iterator[dict[str, Any]]:
+    """The best answer, followed by the incorrect ones."""
+    for row in csv.DictReader(file.open(encoding="utf-8", newline="")):
+        wrong = [answer.strip() for answer in row["Incorrect Answers"].split(";") if answer.strip()]
+        yield {
+            "query": f"Q: {row['Question']}\nA:",
+            "choices": [row["Best Answer"], *wrong],
+            "gold": 0,
+        }
+
+
+def winogrande(file: Path) -> Iterator[dict[str, Any]]:
+    """Which of two names makes the end of the sentence more likely?"""
+    for line in file.open(encoding="utf-8"):
+        question = json.loads(line)
+        start, _, end = question["sentence"].partition("_")
+        yield {
+            "query": end.strip(),
+            "choices": [start + question["option1"], start + question["option2"]],
+            "gold": int(question["answer"]) - 1,
+        }
+
+
+Reader = Callable[[Path], Iterable[dict[str, Any]]]
+TASKS: dict[str, tuple[str, Reader, str]] = {
+    "arc_easy": ("arc_easy_test.jsonl", choices, CHOICE),
+    "arc_challenge": ("arc_challenge_test.jsonl", choices, CHOICE),
+    "hellaswag": ("hellaswag_val.jsonl", choices, CHOICE),
+    "lambada": ("lambada_test.jsonl", lambada, LAST_WORD),
+    "race": ("race_high_test.jsonl", race, CHOICE),
+    "truthfulqa": ("TruthfulQA_817.csv", truthfulqa, CHOICE),
+    "winogrande": ("winogrande_xl_val.jsonl", winogrande, WINOGRANDE),
+}
+"""By name: the file, its reader, and the harness's description of the task."""
+
+
+def write_tasks(files: Path, folder: Path) -> None:
+    """Write all tasks into a folder, in the harness's format."""
+    for name, (source, reader, description) in TASKS.items():
+        documents = folder / f"{name}.jsonl"
+        with documents.open("w", encoding="utf-8") as out:
+            out.writelines(json.dumps(document) + "\n" for document in reader(files / source))
+        text = description.format(name=f"local_{name}", file=json.dumps(str(documents)))
+        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Evaluate runs, and add their accuracies to ``results/accuracy.json``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folders of finished runs"
+    )
+    parser.add_argument("--files", required=True, type=Path, help="folder of the tasks' files")
+    parser.add_argument("--limit", type=int, help="questions of each task; all by default")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "accuracy.json")
+    options = parser.parse_args()
+    content = json.loads(options.out.read_text()) if options.out.exists() else {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_tasks(options.files, folder)
+        tasks = Downstream([f"local_{name}" for name in TASKS], folder, options.limit)
+        for run in options.runs:
+            model = load_model(run / MODEL, "cpu")
+            measured = tasks.evaluate(model, load_model_tokenizer(run / MODEL), batch_size=32)
+            machine = {key: value for key, value in environment().items() if key != "command"}
+            content[f"{run.parent.name}: {run.name}"] = {**measured, "environment": machine}
+            write_results(options.out, content)
+
+
+if __name__ == "__main__":
+    main()

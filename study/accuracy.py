@@ -42,24 +42,28 @@ WINOGRANDE = CHOICE.replace("text: query", "text: gold").replace("target: gold",
 LAST_WORD = CHOICE.replace("multiple_choice", "loglikelihood").replace("doc_to_choice: choices", "")
 
 
+def records(file: Path) -> Iterator[dict[str, Any]]:
+    """The documents of a file with JSON in each line."""
+    with file.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
 def choices(file: Path) -> Iterator[dict[str, Any]]:
     """ARC and HellaSwag: already in this form."""
-    for line in file.open(encoding="utf-8"):
-        question = json.loads(line)
+    for question in records(file):
         yield {key: question[key] for key in ("query", "choices", "gold")}
 
 
 def lambada(file: Path) -> Iterator[dict[str, Any]]:
     """A passage, and the word at its end."""
-    for line in file.open(encoding="utf-8"):
-        passage, _, word = json.loads(line)["text"].rpartition(" ")
+    for document in records(file):
+        passage, _, word = document["text"].rpartition(" ")
         yield {"query": passage, "gold": f" {word}"}
 
 
 def race(file: Path) -> Iterator[dict[str, Any]]:
     """The last question of each article."""
-    for line in file.open(encoding="utf-8"):
-        exam = json.loads(line)
+    for exam in records(file):
         yield {
             "query": f"Article: {exam['article']}\n\n{exam['questions'][-1]}",
             "choices": exam["options"][-1],
@@ -69,19 +73,19 @@ def race(file: Path) -> Iterator[dict[str, Any]]:
 
 def truthfulqa(file: Path) -> Iterator[dict[str, Any]]:
     """The best answer, followed by the incorrect ones."""
-    for row in csv.DictReader(file.open(encoding="utf-8", newline="")):
-        wrong = [answer.strip() for answer in row["Incorrect Answers"].split(";") if answer.strip()]
-        yield {
-            "query": f"Q: {row['Question']}\nA:",
-            "choices": [row["Best Answer"], *wrong],
-            "gold": 0,
-        }
+    with file.open(encoding="utf-8", newline="") as table:
+        for row in csv.DictReader(table):
+            wrong = [answer.strip() for answer in row["Incorrect Answers"].split(";")]
+            yield {
+                "query": f"Q: {row['Question']}\nA:",
+                "choices": [row["Best Answer"], *filter(None, wrong)],
+                "gold": 0,
+            }
 
 
 def winogrande(file: Path) -> Iterator[dict[str, Any]]:
     """Which of two names makes the end of the sentence more likely?"""
-    for line in file.open(encoding="utf-8"):
-        question = json.loads(line)
+    for question in records(file):
         start, _, end = question["sentence"].partition("_")
         yield {
             "query": end.strip(),

@@ -91,7 +91,7 @@ def interval(differences: Array) -> tuple[float, float]:
     return float(means.confidence_interval.low), float(means.confidence_interval.high)
 
 
-def headline_table() -> str:
+def headline_table() -> Table:
     """Each comparison, with p corrected for their number; bold if that is below 0.05."""
     family = [pair for pair in headline() if runs(pair.line) and runs(pair.baseline)]
     p = {pair: two_sided_p(pair.line, pair.baseline) for pair in family}
@@ -114,7 +114,7 @@ def headline_table() -> str:
             ]
         )
     header = ["tokens", "", "difference of L", "p", "p, Holm", "p, paired", "seeds"]
-    return Table(header, rows, left=(0, 1)).markdown().replace("|  |", "| |", 1)
+    return Table(header, rows, left=(0, 1))
 
 
 BETAS = (
@@ -130,27 +130,25 @@ BETAS = (
 """Rows of the tables of documents and of bands, as far as they have runs."""
 
 
-def documents_table() -> str:
+def documents_table() -> Table:
     """The difference from AdamW at its best betas on two sets of documents, with intervals."""
     rows = []
     for line in with_documents():
-        cells = [line.label]
+        cells: list[str | Cell] = [line.label]
         for split in ("valid", "test"):
             if line is ADAMW_BEST:
                 cells.append(f"{np.mean([*held_out(line, split=split).values()]):.4f}")
                 continue
             differences = difference(line, split=split)
             low, high = interval(differences)
-            # Bold is the difference alone, which no cell of a table can say.
-            bold = "**" if low > 0 or high < 0 else ""
-            shown = f"{bold}{differences.mean():+.4f}{bold}"
-            cells.append(f"{shown} ({low:+.4f} to {high:+.4f})")
+            text = f"{differences.mean():+.4f} ({low:+.4f} to {high:+.4f})"
+            cells.append(Cell(text, bold=low > 0 or high < 0))
         rows.append([*cells, str(len(runs(line)))])
     header = ["embeddings", "validation documents", "test documents", "seeds"]
-    return Table(header, rows).markdown().replace(r"\*", "*")
+    return Table(header, rows)
 
 
-def bands_table() -> str:
+def bands_table() -> Table:
     """The loss by how frequent the predicted token is, relative to AdamW at its best betas."""
     lines = with_documents()
     (run, *_) = runs(lines[0]).values()
@@ -165,7 +163,7 @@ def bands_table() -> str:
         else:
             cells = [f"{loss:+.3f}" for loss in difference(line, "band_losses")]
         rows.append([line.label, *cells])
-    return Table(header, rows).markdown()
+    return Table(header, rows)
 
 
 def with_documents() -> list[Line]:
@@ -173,7 +171,7 @@ def with_documents() -> list[Line]:
     return [line for line in BETAS if held_out(line)]
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
+TABLES: Mapping[str, Callable[[], Table]] = {
     "headline": headline_table,
     "documents": documents_table,
     "bands": bands_table,

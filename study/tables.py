@@ -158,13 +158,13 @@ def is_committed(run: Run) -> bool:
     return commit is not None and not commit.endswith("-dirty")
 
 
-def markdown(
+def table(
     groups: Sequence[Group],
     measures: Sequence[str],
     first: str = "",
     bold: Literal["first", "all"] = "first",
-) -> str:
-    """Create one Markdown table of all groups, one below the other, and its footnote.
+) -> Table:
+    """Create one table of all groups, one below the other, and its footnote.
 
     Args:
         groups: the rows.
@@ -190,7 +190,7 @@ def markdown(
             cells = [_cell(line, rivals, name) for name in shown]
             rows.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
     marked = not all(is_committed(run) for line in lines for run in runs(line).values())
-    return Table(header, rows, notes=[UNCOMMITTED] if marked else []).markdown()
+    return Table(header, rows, notes=[UNCOMMITTED] if marked else [])
 
 
 def _p(line: Line, baseline: Line, measure: str) -> list[str]:
@@ -275,30 +275,30 @@ def exponents(question: str, arm: Arm) -> dict[float, Line]:
     }
 
 
-def _scale() -> str:
+def _scale() -> Table:
     groups = [
         pair(f"{tokens}, {size}:", question, name)
         for (tokens, size), (question, name) in SCALE.items()
     ]
-    return markdown(groups, MORE, "D, N: Adam")
+    return table(groups, MORE, "D, N: Adam")
 
 
-def _second_moment() -> str:
+def _second_moment() -> Table:
     groups = [
         [Line(f"{tokens}, {size}", question, f"{name} adamw")]
         for (tokens, size), (question, name) in SCALE.items()
     ]
-    return markdown(groups, ("A", "r_squared", "exponent"), "D, N")
+    return table(groups, ("A", "r_squared", "exponent"), "D, N")
 
 
-def _learning_rate() -> str:
+def _learning_rate() -> Table:
     groups = [
         pair(f"{lr}:", "learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
     ]
-    return markdown(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
+    return table(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
 
 
-def _scaled(question: str) -> str:
+def _scaled(question: str) -> Table:
     """Each arm's runs, compared with n = 0, followed by each arm's best run by validation loss."""
     groups, best = [], []
     for arm in LABELS:
@@ -306,56 +306,56 @@ def _scaled(question: str) -> str:
         groups.append([lines.pop(0), *lines.values()])
         line = min(groups[-1], key=lambda line: np.mean(values(line, "valid_loss")))
         best.append(dataclasses.replace(line, label=f"best: {line.label}"))
-    return markdown([*groups, best], MORE)
+    return table([*groups, best], MORE)
 
 
-def _rate() -> str:
+def _rate() -> Table:
     scaled = of_exponent("scaled", "coupled", 5, "ν times 2⁻⁵")
     faster = Line("learning rate times 2^2.5", "scaled", "coupled lr_factor=2^2.5")
-    return markdown([[scaled, faster]], MORE)
+    return table([[scaled, faster]], MORE)
 
 
-def _sgd() -> str:
+def _sgd() -> Table:
     lines = [Line(f"SGD, {name.replace('=', ' = ')}", "sgd", name) for name in QUESTIONS["sgd"]]
-    return markdown([[*BASE, *lines]], ("valid_loss", *ALL), bold="all")
+    return table([[*BASE, *lines]], ("valid_loss", *ALL), bold="all")
 
 
-def _tying() -> str:
+def _tying() -> Table:
     untied = {
         "adamw": "untied: AdamW",
         **{f"coupled {w}": f"untied: coupled {w}" for w in ("both", "input", "output")},
     }
     lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
     tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
-    return markdown(
+    return table(
         [tied, lines], ("initial_mean_norm", *ALL, "input_isotropy", "input_mean_norm_ratio")
     )
 
 
-def _schedules() -> str:
+def _schedules() -> Table:
     cosine = [dataclasses.replace(line, label=f"cosine: {line.label}") for line in BASE]
     constant, wsd = (pair(f"{name}:", "schedules", name) for name in ("constant", "wsd"))
-    return markdown([cosine, constant, wsd], ALL)
+    return table([cosine, constant, wsd], ALL)
 
 
-def _masked_lm() -> str:
+def _masked_lm() -> Table:
     lines = [Line("AdamW", "masked_lm", "adamw"), Line("Coupled Adam", "masked_lm", "coupled")]
-    return markdown([lines], ALL)
+    return table([lines], ALL)
 
 
-def _experts() -> str:
+def _experts() -> Table:
     lines = [
         Line("AdamW", "experts", "adamw"),
         Line("Coupled Adam", "experts", "coupled"),
         Line("Coupled Adam, router too", "experts", "coupled and router"),
     ]
-    return markdown([lines], (*ALL[:4], "load_entropy", "router_mean_norm_ratio"))
+    return table([lines], (*ALL[:4], "load_entropy", "router_mean_norm_ratio"))
 
 
-def _muon() -> str:
+def _muon() -> Table:
     rates = ("0.0025", "0.005", "0.01", "0.02")
     groups = [pair(f"rate {lr}: Muon +", "muon", f"lr={lr}") for lr in rates]
-    return markdown([BASE, *groups], ("valid_loss", *ALL))
+    return table([BASE, *groups], ("valid_loss", *ALL))
 
 
 ALTERNATIVES = {
@@ -384,17 +384,17 @@ def alternative(lr: float, name: str) -> Line | None:
     return line if line.name in QUESTIONS[line.question] else None
 
 
-def _alternatives(lr: float) -> str:
+def _alternatives(lr: float) -> Table:
     lines = [line for name in ALTERNATIVES if (line := alternative(lr, name))]
-    return markdown([lines], MORE)
+    return table([lines], MORE)
 
 
-def _between(question: str, best: str, borrowed: Sequence[Line] = ()) -> str:
+def _between(question: str, best: str, borrowed: Sequence[Line] = ()) -> Table:
     """AdamW at its best n, followed by everything else that has runs, in the order of a."""
     names = sorted(QUESTIONS[question], key=lambda name: ("full" in name, "a=" in name))
     lines = [*borrowed, *(between(question, name) for name in names)]
     first = next(line for line in lines if line.name == best)
-    return markdown([[first, *(line for line in lines if line != first and runs(line))]], MORE)
+    return table([[first, *(line for line in lines if line != first and runs(line))]], MORE)
 
 
 def between(question: str, name: str, setting: str = "") -> Line:
@@ -415,7 +415,7 @@ def between(question: str, name: str, setting: str = "") -> Line:
     return Line(f"{shown}: {label}", question, f"{setting} {name}")
 
 
-def _settings(question: str) -> str:
+def _settings(question: str) -> Table:
     """For each setting of a question AdamW at its best n, followed by everything else with runs."""
     groups: dict[str, list[Line]] = {}
     for full in QUESTIONS[question]:
@@ -429,10 +429,10 @@ def _settings(question: str) -> str:
 
     for lines in groups.values():
         lines.insert(0, lines.pop(lines.index(min(lines, key=rank))))
-    return markdown([*groups.values()], FEW)
+    return table([*groups.values()], FEW)
 
 
-def _between_muon() -> str:
+def _between_muon() -> Table:
     """Beside Muon, with rates relative to the core's; both other arms are of another question."""
     groups = []
     for name in QUESTIONS["between_models"]:
@@ -442,7 +442,7 @@ def _between_muon() -> str:
             adams = ("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates)
             half = Line(f"{label} a = 0.5", "between_models", name)
             groups.append([*pair(label, *adams), half])
-    return markdown(groups, FEW, "Muon +")
+    return table(groups, FEW, "Muon +")
 
 
 BEST: dict[str, Group] = {
@@ -469,14 +469,14 @@ BEST: dict[str, Group] = {
 """By D: AdamW, Coupled Adam and a = 0.5 with the n that is best on the validation documents."""
 
 
-def _summary() -> str:
+def _summary() -> Table:
     """The best rows of question 12, with what each optimizer keeps of a matrix."""
     kept = ("AdamW, 2VH", "Coupled Adam, VH + H", "a = 0.5, zero-sum, VH + V + H")
     groups = [
         [dataclasses.replace(line, label=f"{tokens}: {label}") for label, line in zip(kept, rows)]
         for tokens, rows in BEST.items()
     ]
-    return markdown(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer, state")
+    return table(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer, state")
 
 
 RECOMMENDED = (
@@ -487,20 +487,23 @@ RECOMMENDED = (
 """What we recommend, after 20M tokens, with AdamW as usual and at its best betas; and its state."""
 
 
-def _readme() -> str:
+def _readme() -> Table:
     """The same in words that need no other page, without p."""
     shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
-    _, _, *rows = markdown([RECOMMENDED], shown, "").splitlines()
-    head = ["embeddings", "optimizer state", "test loss ↓", "offset of the mean ↓"]
-    head += ["effective rank ↑", "word similarity ↑"]
-    lines = [head, ["---"] * 2 + ["---:"] * 4]
-    for row in rows:
-        name, *cells = [cell.strip() for cell in row.strip("|").split("|")]
-        lines.append([*name.replace("LEAN", "`LEAN`").split(": "), *cells[:4]])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    usual = RECOMMENDED[0]
+    rows = [
+        [
+            *line.label.split(": "),
+            *(_cell(line, [] if line is usual else [usual], name) for name in shown),
+        ]
+        for line in RECOMMENDED
+    ]
+    header = ["embeddings", "optimizer state", "test loss ↓", "offset of the mean ↓"]
+    header += ["effective rank ↑", "word similarity ↑"]
+    return Table(header, rows, left=(0, 1))
 
 
-def _muon_rates() -> str:
+def _muon_rates() -> Table:
     """Pairs with the same rates, relative to the core; those with f = 1 are of question 8."""
     names = list(dict.fromkeys(name.rpartition(" ")[0] for name in QUESTIONS["muon_rates"]))
     rows = [pair("tied, f = 1:", "muon", "lr=0.01")]
@@ -509,19 +512,19 @@ def _muon_rates() -> str:
             name.replace("=", " = ").replace("f =", "tied, f =").replace("input", "untied, input")
         )
         rows.append(pair(f"{label}:", "muon_rates", name))
-    return markdown([row for row in rows if runs(row[0])], ("valid_loss", *ALL))
+    return table([row for row in rows if runs(row[0])], ("valid_loss", *ALL))
 
 
-def _switching() -> str:
+def _switching() -> Table:
     lines = [
         Line("AdamW, then Coupled Adam", "switching", "switched"),
         Line("AdamW, recentered, then Coupled Adam", "switching", "recentered_and_switched"),
         Line("AdamW, recentered, on with AdamW", "switching", "recentered"),
     ]
-    return markdown([[BASE[0], *lines, BASE[1]]], ALL)
+    return table([[BASE[0], *lines, BASE[1]]], ALL)
 
 
-def _betas(question: str) -> str:
+def _betas(question: str) -> Table:
     """AdamW at its best betas, followed by everything else that has runs, by loss."""
     lines = [between(question, name) for name in QUESTIONS[question]]
     lines = sorted(
@@ -531,10 +534,10 @@ def _betas(question: str) -> str:
     geometry = ("mean_norm_ratio", "isotropy_unit_centered", "effective_rank")
     first = min(lines, key=lambda line: not line.name.startswith("adamw"))
     rows = [first, *(line for line in lines if line is not first)]
-    return markdown([rows], (*losses, *geometry, "men", "men_centered"))
+    return table([rows], (*losses, *geometry, "men", "men_centered"))
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], Table]] = {
     "learning_rate": _learning_rate,
     "scale": _scale,
     "second_moment": _second_moment,
@@ -587,8 +590,8 @@ def filled(page: str) -> str:
 
     made_by = {**TABLES, **referee.TABLES}
 
-    def updated(table: re.Match[str]) -> str:
-        return f"{table[1]}\n{made_by[table[2]]()}{table[3]}"
+    def updated(place: re.Match[str]) -> str:
+        return f"{place[1]}\n{made_by[place[2]]().markdown()}{place[3]}"
 
     return re.sub(r"(<!-- table: (\w[\w.=]*) -->)\n.*?(<!-- end -->)", updated, page, flags=re.S)
 

@@ -558,7 +558,7 @@ def table_of(monkeypatch, runs, groups, measures, **options):
     }
     monkeypatch.setattr(tables, "results", lambda question: found)
     named = [[tables.Line(name.upper(), "", name) for name in group] for group in groups]
-    return tables.markdown(named, measures, **options).splitlines()
+    return tables.table(named, measures, **options).markdown().splitlines()
 
 
 def test_a_table(monkeypatch):

@@ -82,7 +82,7 @@ def test_betas(question):
             "word similarity ↑": "r of MEN ↑",
         }
         header = [names.get(name, name) for name in header]
-        of = {"`LEAN`": "a = 0.75, 0, 0.99", "AdamW, betas 0, 0.999": "AdamW, 0, 0.999"}
+        of = {"LEAN": "a = 0.75, 0, 0.99", "AdamW, betas 0, 0.999": "AdamW, 0, 0.999"}
         of["AdamW, betas 0.9, 0.95"] = "AdamW, 0.9, 0.95"
         lines = [[of[label], *cells, "5"] for label, *cells in lines]
         question, shown_in = "betas_longer", "readme"

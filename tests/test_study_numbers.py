@@ -59,75 +59,81 @@ def numbers(cell):
     return [float(number) for number in re.findall(r"[-+]?\d+\.\d+", cell)]
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        "betas",
-        "batch_16k",
-        "betas_longer",
-        "betas_untied",
-        "betas_rotary",
-        "betas_H=32",
-        "peers",
-        "readme",
-    ],
-)
-def test_betas(question):
-    if question == "readme":
-        readme = (ROOT / "README.md").read_text(encoding="utf-8")
-        header, _, *lines = rows(question, readme)
-        names = {
-            "test loss ↓": "L of test documents ↓",
-            "offset of the mean ↓": "‖μ‖ʳ ↓",
-            "word similarity ↑": "r of MEN ↑",
-        }
-        header = [names.get(name, name) for name in header]
-        of = {"LEAN": "a = 0.75, 0, 0.99", "AdamW, betas 0, 0.999": "AdamW, 0, 0.999"}
-        of["AdamW, betas 0.9, 0.95"] = "AdamW, 0.9, 0.95"
-        lines = [[of[label], *cells, "5"] for label, *cells in lines]
-        question, shown_in = "betas_longer", "readme"
-    else:
-        header, _, *lines = rows(question)
-        shown_in = question
-    getters = {
-        "L of test documents ↓": lambda run: run["documents"]["test"]["loss"],
-        "L of validation documents ↓": lambda run: run["documents"]["valid"]["loss"],
-        "L (validation) ↓": lambda run: run["valid_loss"],
-        "‖μ‖ʳ ↓": lambda run: run["mean_norm_ratio"],
-        "effective rank ↑": lambda run: run["effective_rank"],
-        "r of MEN ↑": lambda run: run["word_similarity"]["MEN"]["r"],
-        "the same, centred ↑": lambda run: run["word_similarity_centered"]["MEN"]["r"],
-    }
-    for line in lines:
-        if shown_in == "peers":
-            found = runs(question, line[0].replace(", n = ", " n="))
-        else:
-            found = betas(line[0], question)
-        assert int(line[-1]) == len(found)
-        for name, get in getters.items():
-            if name not in header:  # the README shows fewer
-                continue
-            shown = line[header.index(name)].strip("*_")
-            if shown == "< 1e-6":
-                assert all(get(run) < 1e-6 for run in found.values())
-                continue
-            value, _, digit = shown.partition(" (")
-            decimals = len(value.partition(".")[2])
-            values = [get(run) for run in found.values()]
-            assert float(value) == pytest.approx(np.mean(values), abs=0.51 * 10**-decimals)
-            if digit:
-                spread = int(digit.rstrip(")")) * 10**-decimals
-                assert spread == pytest.approx(np.std(values, ddof=1), abs=0.51 * 10**-decimals)
-    if shown_in in ("readme", "peers"):  # their order is not that of the losses of AdamW's betas
+COLUMNS = {
+    "L of test documents ↓": lambda run: run["documents"]["test"]["loss"],
+    "L of validation documents ↓": lambda run: run["documents"]["valid"]["loss"],
+    "L (validation) ↓": lambda run: run["valid_loss"],
+    "‖μ‖ʳ ↓": lambda run: run["mean_norm_ratio"],
+    "effective rank ↑": lambda run: run["effective_rank"],
+    "r of MEN ↑": lambda run: run["word_similarity"]["MEN"]["r"],
+    "the same, centred ↑": lambda run: run["word_similarity_centered"]["MEN"]["r"],
+}
+IN_THE_README = {
+    "test loss ↓": COLUMNS["L of test documents ↓"],
+    "offset of the mean ↓": COLUMNS["‖μ‖ʳ ↓"],
+    "effective rank ↑": COLUMNS["effective rank ↑"],
+    "word similarity ↑": COLUMNS["r of MEN ↑"],
+}
+
+
+def check(cell, values):
+    """Mean and deviation are those of the values, to the digits that are shown."""
+    shown = cell.strip("*_")
+    if shown == "< 1e-6":
+        assert max(values) < 1e-6
         return
-    losses = [
-        np.mean([run["valid_loss"] for run in betas(line[0], question).values()]) for line in lines
-    ]
+    mean, _, digit = shown.partition(" (")
+    decimals = len(mean.partition(".")[2])
+    assert float(mean) == pytest.approx(np.mean(values), abs=0.51 * 10**-decimals)
+    if digit:
+        spread = int(digit.rstrip(")")) * 10**-decimals
+        assert spread == pytest.approx(np.std(values, ddof=1), abs=0.51 * 10**-decimals)
+
+
+def check_columns(header, line, seeds, columns):
+    for name, value in columns.items():
+        check(line[header.index(name)], [value(run) for run in seeds.values()])
+
+
+OF_BETAS = sorted(set(re.findall(r"<!-- table: ((?:betas|batch)[\w=]*) -->", PAGE)))
+
+
+@pytest.mark.parametrize("question", OF_BETAS)
+def test_betas(question):
+    """Each cell, and the order: the best AdamW first, then all others by their loss."""
+    header, _, *lines = rows(question)
+    seeds = [betas(line[0], question) for line in lines]
+    for line, of_line in zip(lines, seeds):
+        assert int(line[-1]) == len(of_line)
+        check_columns(header, line, of_line, COLUMNS)
+    losses = [np.mean([run["valid_loss"] for run in of_line.values()]) for of_line in seeds]
     of_adamw = [loss for loss, line in zip(losses, lines) if line[0].startswith("AdamW")]
     assert losses[0] == min(of_adamw)
     if question == "betas":  # where no other optimizer is ahead, as the page says
         assert losses[0] == min(losses)
     assert losses[1:] == sorted(losses[1:])
+
+
+def test_peers():
+    header, _, *lines = rows("peers")
+    for line in lines:
+        seeds = runs("peers", line[0].replace(", n = ", " n="))
+        assert int(line[-1]) == len(seeds)
+        check_columns(header, line, seeds, COLUMNS)
+
+
+def test_readme():
+    header, _, *lines = rows("readme", (ROOT / "README.md").read_text(encoding="utf-8"))
+    labels = {
+        "AdamW, betas 0.9, 0.95": "AdamW, 0.9, 0.95",
+        "AdamW, betas 0, 0.999": "AdamW, 0, 0.999",
+        "LEAN": "a = 0.75, 0, 0.99",
+    }
+    assert [line[0] for line in lines] == [*labels]
+    for line in lines:
+        seeds = betas(labels[line[0]], "betas_longer")
+        assert len(seeds) == 5
+        check_columns(header, line, seeds, IN_THE_README)
 
 
 @pytest.mark.parametrize("split", ["valid", "test"])

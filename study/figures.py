@@ -29,6 +29,7 @@ from .tables import (
     alternative,
     by_seed,
     exponents,
+    movement,
     pair,
     runs,
     values,
@@ -242,6 +243,31 @@ def bands() -> Figure:
     return figure
 
 
+def momentum() -> Figure:
+    """Plot when rows move, and how far downhill, with and without momentum, by frequency."""
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    late, of_adamw, of_lean = figure.subplots(1, 3)
+    absent = {rule: 1 - present for rule, present in movement("in_batch", "lean").items()}
+    panels = (
+        (late, absent),
+        (of_adamw, movement("cosine", "adamw")),
+        (of_lean, movement("cosine", "lean")),
+    )
+    for ax, by_rule in panels:
+        for number, (rule, of_bands) in enumerate(by_rule.items()):
+            ranks = 16 * 2 ** np.arange(len(of_bands))
+            style = "-" if " 0.9," in rule else "--"  # with momentum, without
+            ax.plot(ranks, of_bands, style, marker="o", color=f"C{number}", label=rule)
+        ax.set(xscale="log", xlabel="rank of the token by frequency, up to")
+        ax.set_xticks(ranks[::2], [str(rank) for rank in ranks[::2]])
+        ax.minorticks_off()
+    late.set(title="squared movement in steps without the token", ylim=(0, 1))
+    of_adamw.set(title="cosine with downhill, AdamW's training", ylim=(0, 0.25))
+    of_lean.set(title="cosine with downhill, LEAN's training", ylim=(0, 0.25))
+    late.legend(fontsize="small")
+    return figure
+
+
 def lean() -> Figure:
     """Plot what we recommend beside AdamW after 20M tokens: each seed, and the state's size."""
     figure = Figure(figsize=(10, 2.3), layout="constrained")
@@ -273,7 +299,19 @@ def lean() -> Figure:
     return figure
 
 
-FIGURES = (scale, scaled, sgd, second_moment, alternatives, tying, switching, between, bands, lean)
+FIGURES = (
+    scale,
+    scaled,
+    sgd,
+    second_moment,
+    alternatives,
+    tying,
+    switching,
+    between,
+    bands,
+    momentum,
+    lean,
+)
 
 
 def main() -> None:

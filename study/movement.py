@@ -34,6 +34,7 @@ from .documents import frequency_bands
 from .head import losses
 from .questions import QUESTIONS
 from .run import HERE, recipe_of, write_results
+from .tables import TRAINED_BY
 
 RULES: dict[str, dict[str, Any]] = {
     "AdamW, 0.9, 0.95": {"betas": (0.9, 0.95)},
@@ -55,9 +56,6 @@ RULES: dict[str, dict[str, Any]] = {
     },
 }
 """The options of each rule: of CoupledAdamW with ``coupled``, of torch's AdamW without."""
-
-TRAINED_BY = ("adamw 0.9 0.95 n=4", "a=0.75 0 0.99 n=4")
-"""The entries of ``betas`` whose trainings give the gradients."""
 
 WINDOW = 50
 RECENT = 10
@@ -215,7 +213,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     content = json.loads(options.out.read_text()) if options.out.exists() else {}
-    for seed, name in itertools.product(options.seeds, TRAINED_BY):
+    for seed, name in itertools.product(options.seeds, TRAINED_BY.values()):
         seeds = content.setdefault(name, {"seeds": {}})["seeds"]
         if str(seed) in seeds:
             continue

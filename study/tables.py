@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.reporting.runs import COLUMNS, MORE_COLUMNS
@@ -537,6 +538,28 @@ def _betas(question: str) -> Table:
     return table([rows], (*losses, *geometry, "men", "men_centered"))
 
 
+TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
+"""The trainings whose gradients question 15 gives to all rules."""
+
+
+def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
+    """A measure of :mod:`study.movement` by rule, for each band: the mean over all windows."""
+    seeds = results("movement")[TRAINED_BY[training]]["seeds"].values()
+    windows = [window["rules"] for run in seeds for window in run["windows"]]
+    return {
+        rule: np.mean([window[rule][measure] for window in windows], axis=0) for rule in windows[0]
+    }
+
+
+def _movement(measure: str, training: str) -> Table:
+    """The measure of each rule, for the frequent tokens on the left and the rare on the right."""
+    by_rule = movement(measure, training)
+    bands = len(next(iter(by_rule.values())))
+    header = ["update of the embeddings", *(f"to {16 * 2**band}" for band in range(bands))]
+    rows = [[rule, *(f"{value:.2f}" for value in of_bands)] for rule, of_bands in by_rule.items()]
+    return Table(header, rows)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "learning_rate": _learning_rate,
     "scale": _scale,
@@ -578,6 +601,10 @@ TABLES: dict[str, Callable[[], Table]] = {
             "betas_H=32",
             "peers",
         )
+    },
+    **{
+        f"movement_{measure}_{training}": partial(_movement, measure, training)
+        for measure, training in (("in_batch", "lean"), ("cosine", "adamw"), ("cosine", "lean"))
     },
     "summary": _summary,
     "readme": _readme,

@@ -283,3 +283,54 @@ def test_practice():
             assert float(loss) == pytest.approx(of_loss, abs=5.1e-4)
             decimals = len(mean.partition(".")[2])
             assert float(mean) == pytest.approx(of_mean, abs=0.51 * 10**-decimals)
+
+
+@pytest.mark.parametrize("table", ["in_batch_lean", "cosine_adamw", "cosine_lean"])
+def test_movement(table):
+    """The tables of page 15: means over windows of the results."""
+    page = (ROOT / "docs/study/15-momentum.md").read_text(encoding="utf-8")
+    measure, training = table.rsplit("_", 1)
+    name = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}[training]
+    windows = [
+        window["rules"] for run in runs("movement", name).values() for window in run["windows"]
+    ]
+    lines = rows(f"movement_{table}", page)[2:]
+    assert len(lines) == len(windows[0])
+    for rule, *cells in lines:
+        means = np.mean([window[rule][measure] for window in windows], axis=0)
+        assert [float(cell) for cell in cells] == pytest.approx(means, abs=5.1e-3)
+
+
+def test_what_page_15_concludes():
+    """Late movement, the lower cosines in LEAN's training, and beta2 for rare tokens."""
+    rules = {}
+    for training, name in (("adamw", "adamw 0.9 0.95 n=4"), ("lean", "a=0.75 0 0.99 n=4")):
+        (run,) = runs("movement", name).values()
+        windows = [window["rules"] for window in run["windows"]]
+        assert len(windows) == 6
+        rules[training] = {
+            rule: {
+                key: np.mean([w[rule][key] for w in windows], axis=0) for key in windows[0][rule]
+            }
+            for rule in windows[0]
+        }
+    adamw, lean = rules["adamw"], rules["lean"]
+    for rule, measured in lean.items():
+        late = 1 - measured["in_batch"][-1]
+        assert late > 0.7 if " 0.9, 0.9" in rule else late < 0.095
+        assert measured["in_batch"] == pytest.approx(adamw[rule]["in_batch"], abs=0.06)
+    for with_momentum, without in (
+        ("AdamW, 0.9, 0.95", "AdamW, 0, 0.95"),
+        ("AdamW, 0.9, 0.999", "AdamW, 0, 0.999"),
+        ("a = 0.75, 0.9, 0.99", "a = 0.75, 0, 0.99"),
+    ):
+        assert adamw[with_momentum]["cosine"].mean() > adamw[without]["cosine"].mean()
+        ratio = lean[with_momentum]["cosine"].mean() / lean[without]["cosine"].mean()
+        assert ratio == pytest.approx(2 / 3, abs=0.03)
+        assert adamw[without]["cosine"].mean() == pytest.approx(
+            lean[without]["cosine"].mean(), rel=0.05
+        )
+    for training in rules.values():
+        for beta1 in ("0.9", "0"):
+            short, long = (training[f"AdamW, {beta1}, {b}"]["cosine"][-1] for b in (0.95, 0.999))
+            assert 0.5 < short / long < 0.8

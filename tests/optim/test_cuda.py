@@ -6,6 +6,7 @@ had TRITON_INTERPRET=1 from the start: test_triton.py does that. The rest is for
 
 import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,15 +45,16 @@ def tensors_of(matrix):
 
 def with_tensors(matrix, change, names=(*TENSORS, "grad")):
     """The matrix with other tensors in place of those of these names."""
-    return matrix._replace(
-        **{x: change(getattr(matrix, x)) for x in names if getattr(matrix, x) is not None}
+    return replace(
+        matrix, **{x: change(getattr(matrix, x)) for x in names if getattr(matrix, x) is not None}
     )
 
 
 def in_float64(matrix):
     """The same for the reference, on the CPU."""
     theirs = with_tensors(matrix, lambda x: x.to("cpu", torch.float64, copy=True))
-    return theirs._replace(
+    return replace(
+        theirs,
         kernel=reference,
         step=matrix.step.cpu().clone(),
         lr=float(matrix.lr),
@@ -157,8 +159,8 @@ def test_kernels_read_numbers_on_the_device(factor, options, monkeypatch):
         if where == "device":
             scale = torch.tensor(factor, device=DEVICE)
             found_inf = torch.zeros((), device=DEVICE)
-            matrix = matrix._replace(
-                lr=torch.tensor(1e-2, device=DEVICE), step=matrix.step.to(DEVICE)
+            matrix = replace(
+                matrix, lr=torch.tensor(1e-2, device=DEVICE), step=matrix.step.to(DEVICE)
             )
         monkeypatch.setattr(update, "number", lambda value, traced, scale=scale: scale)
         take_step(matrix, torch.tensor(factor, device=DEVICE), found_inf)
@@ -238,9 +240,8 @@ def test_kernels_round_stochastically(t, where, layout, monkeypatch):
     monkeypatch.setattr(rounding, "global_offset", lambda _: (5, 2))
     options = {"beta1": 0.0, "beta2": 0.0, "lr": 1e-3, "stochastic_rounding": True}
     for index in (0, 1, 5):  # of which the last has a salt with the highest bit
-        matrix = record(40, 90, torch.bfloat16, layout, t=float(t), **options)._replace(
-            position=index
-        )
+        matrix = record(40, 90, torch.bfloat16, layout, t=float(t), **options)
+        matrix.position = index
         noise = rounding.noise_of(matrix.group, matrix.parameter, float(t), index)
         matrix.grad.fill_(2.0**-7)
         decayed = matrix.param.float() * matrix.decay
@@ -301,7 +302,7 @@ def test_kernels_take_parts_without_rows_or_columns(monkeypatch):
     update.update([matrix], [sums], None, None)
     torch.testing.assert_close(matrix.exp_avg_sq, 0.95 * before + 0.05 / 4)
     matrix = with_tensors(matrix, lambda x: x[:, :0], ("param", "grad", "exp_avg"))
-    take_step(matrix._replace(exp_avg_sq=matrix.exp_avg_sq[:0]))
+    take_step(replace(matrix, exp_avg_sq=matrix.exp_avg_sq[:0]))
     matrix = record(4, 5, torch.float32, row_exponent=0.5, zero_sum=True)
     matrix = with_tensors(matrix, lambda x: x[:0], ("param", "grad", "exp_avg", "exp_avg_sq_row"))
     (sums,) = update.measure([matrix], True)

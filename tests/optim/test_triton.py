@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,7 @@ def test_one_binary_for_all_steps(compiled, monkeypatch):
     matrix = record(64, 768, torch.bfloat16, stochastic_rounding=True)
     for t in range(1, 41):
         monkeypatch.setattr(rounding, "global_offset", lambda _, t=t: (t % 3 * 16, t % 2))
-        take_step(matrix._replace(lr=1e-3 / t, position=t), torch.tensor(1.0 / t))
+        take_step(replace(matrix, lr=1e-3 / t, position=t), torch.tensor(1.0 / t))
     binaries = collections.defaultdict(set)
     for name, binary in launches:
         binaries[name].add(id(binary))
@@ -331,7 +332,7 @@ def test_fake_tensors_are_not_given_to_triton():
     assert kernels._fits_triton(record(4, 3, torch.float32))
     assert not kernels._fits_triton(record(4, 3, torch.float64))
     matrix = record(4, 3, torch.bfloat16)
-    cast = matrix._replace(exp_avg_sq=matrix.exp_avg_sq.bfloat16())  # by somebody
+    cast = replace(matrix, exp_avg_sq=matrix.exp_avg_sq.bfloat16())  # by somebody
     assert not kernels._fits_triton(cast)
 
 

@@ -265,10 +265,7 @@ class CoupledAdam(torch.optim.Adam):
             if p.grad is None and not is_flat:
                 continue
             state = self.state[p]
-            coupled_state.check_state(group, index, state)
-            if not state and not is_flat:
-                coupled_state.warn_of_rows_without_gradient(group, index)
-            coupled_state.fit_state(group, p, state)
+            coupled_state.fit_state(group, index, state)
             params_with_grad.append(p)
             # Without a piece's gradient, too, this rank takes part in the sums over all ranks.
             grads.append(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -367,7 +364,8 @@ class CoupledAdam(torch.optim.Adam):
                 if p in shards:
                     coupled += flat.matrices(matrix, shards[p])
                 else:
-                    coupled.append(matrix._replace(kernel=kernels.choose(matrix)))
+                    matrix.kernel = kernels.choose(matrix)
+                    coupled.append(matrix)
         if self.max_grad_norm is not None:
             self._check_norm_is_known()
         return coupled, plain
@@ -577,27 +575,30 @@ def _matrix(
     A parameter that was flattened is left as it is, for :func:`coupled_adam.optim.flat.matrices`.
     """
     vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
-    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row")
-    param, moments = parameter, [state.get(name) for name in names]
+    traced = group["differentiable"] or torch.compiler.is_compiling()
+    param, shape = parameter, parameter.shape
+    is_flat = len(shape) != 2
+    exp_avg, exp_avg_sq = state.get("exp_avg"), state["exp_avg_sq"]
+    max_exp_avg_sq, exp_avg_sq_row = state.get("max_exp_avg_sq"), state.get("exp_avg_sq_row")
     row_ranks: sharded.Ranks = ()
     column_ranks: sharded.Ranks = ()
     if type(parameter) not in sharded.PLAIN:
-        grad = sharded.placed_as(grad, parameter)
-        param, grad = sharded.to_local(parameter), sharded.to_local(grad)
-        moments = [None if x is None else sharded.to_local(x) for x in moments]
+        local = sharded.to_local
+        param, grad = local(parameter), local(sharded.placed_as(grad, parameter))
+        exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row = (
+            None if x is None else local(x)
+            for x in (exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row)
+        )
         row_ranks = sharded.ranks_over(parameter, vocab_dim)
         column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
-    exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row = moments
-    assert exp_avg_sq is not None
-    if vocab_dim == 1 and param.dim() == 2:
+    if vocab_dim == 1 and not is_flat:
         param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
-    traced = group["differentiable"] or torch.compiler.is_compiling()
     return Matrix(
         group=group,
         parameter=parameter,
         step=state["step"],
-        vocab_size=parameter.shape[vocab_dim] if parameter.dim() == 2 else 0,
-        hidden_size=parameter.shape[1 - vocab_dim] if parameter.dim() == 2 else 0,
+        vocab_size=0 if is_flat else shape[vocab_dim],
+        hidden_size=0 if is_flat else shape[1 - vocab_dim],
         param=param,
         grad=grad,
         exp_avg=exp_avg,

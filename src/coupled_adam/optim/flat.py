@@ -10,7 +10,7 @@ all ranks.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,7 +131,8 @@ def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]
         ranks = sharded.ranks_of(shard.process_group)
         exp_avg_sq = exp_avg_sqs[i]
         assert exp_avg_sq is not None
-        yield parameter._replace(
+        yield replace(
+            parameter,
             step=parameter.step.clone() if i else parameter.step,  # each matrix counts its own
             vocab_size=tokens[i],
             hidden_size=features[i],
@@ -164,7 +165,8 @@ def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
             param, grad = param.T, grad.T
             exp_avg = None if exp_avg is None else exp_avg.T
         maximum, rows = matrix.max_exp_avg_sq, matrix.exp_avg_sq_row
-        part = matrix._replace(
+        part = replace(
+            matrix,
             param=param,
             grad=grad,
             exp_avg=exp_avg,
@@ -172,7 +174,8 @@ def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
             max_exp_avg_sq=None if maximum is None else maximum[features].clone(),
             exp_avg_sq_row=None if rows is None else rows[tokens].clone(),
         )
-        yield part._replace(kernel=choose(part)), tokens, features
+        part.kernel = choose(part)
+        yield part, tokens, features
 
 
 def measure(matrix: Matrix, as_is: bool) -> Sums:

@@ -58,8 +58,9 @@ class Kernel(Protocol):
         """Update ``exp_avg_sq`` and its maximum, ``exp_avg`` unless it has been, and ``param``."""
 
 
-class Matrix(NamedTuple):
-    """What is given of a coupled matrix in one step.
+@dataclass(eq=False, slots=True)
+class Matrix:
+    """What is given of a coupled matrix in one step. No pass changes its fields.
 
     ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, [rows, columns],
     transposed if ``vocab_dim`` is 1, so that each row belongs to one token. Of a matrix that has

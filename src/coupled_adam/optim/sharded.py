@@ -53,6 +53,8 @@ def global_offset(matrix: Tensor) -> tuple[int, int]:
 
 def same_layout(x: Tensor, other: Tensor) -> bool:
     """Whether both are plain, or both DTensors with the same mesh and placements."""
+    if type(x) in PLAIN and type(other) in PLAIN:  # nearly always, and every step asks
+        return True
     if not is_dtensor(x) or not is_dtensor(other):
         return is_dtensor(x) == is_dtensor(other)
     same: bool = x.device_mesh == other.device_mesh  # type: ignore[attr-defined]
@@ -208,6 +210,6 @@ def place_moment(values: Tensor, p: Tensor, dim: int) -> Tensor:
 def moment_is_placed(values: Tensor, p: Tensor, dim: int) -> bool:
     """Whether a vector has the layout of a mean of ``p`` over ``dim``."""
     if not is_dtensor(p) or not is_dtensor(values):
-        return is_dtensor(p) == is_dtensor(values)
+        return same_layout(p, values)
     same: bool = values.device_mesh == p.device_mesh  # type: ignore[attr-defined]
     return same and list(values.placements) == moment_placements(p, dim)  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 Group = dict[str, Any]
 
 
-def fit_state(group: Group, p: Tensor, state: dict[str, Tensor]) -> None:
+def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     """Give a state exactly the entries that the group's options need.
 
     A new state is all zeros, with the second moments in float32 or wider. Options may change
@@ -42,12 +42,19 @@ def fit_state(group: Group, p: Tensor, state: dict[str, Tensor]) -> None:
     keep it up to date. One that is needed from now on begins: ``exp_avg`` at zero,
     ``exp_avg_sq_row`` with the mean of ``exp_avg_sq`` for all tokens, and ``max_exp_avg_sq`` with
     ``exp_avg_sq``.
+
+    Raises:
+        RuntimeError: if an entry that stays does not fit the parameter. Nothing has been changed.
     """
-    moments = _moments(group)
-    if state and state.keys() == {"step", *moments, *(["exp_avg"] if has_momentum(group) else [])}:
+    p, dims = group["params"][index], _dims(group)
+    for name, dim in dims.items():
+        if name in state:
+            _check_entry(group, index, name, state[name], dim)
+    if state.keys() == {"step", *dims}:
         return
     is_new = not state
     if is_new:
+        _warn_of_rows_without_gradient(group, index)
         if group["fused"]:
             _device_dtype_check_for_fused(p)
         on_device = (group["capturable"] or group["fused"]) and not p.is_cpu
@@ -58,19 +65,26 @@ def fit_state(group: Group, p: Tensor, state: dict[str, Tensor]) -> None:
             if on_device
             else torch.tensor(0.0, dtype=dtype)
         )
-    if not has_momentum(group):
-        state.pop("exp_avg", None)
-    elif "exp_avg" not in state:
-        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    for name in (*SECOND_MOMENTS, ROW_MOMENT):
-        if name not in moments:
-            state.pop(name, None)
-        elif name not in state:
-            state[name] = _zero_moment(group, p, moments[name])
-            if not is_new and name == ROW_MOMENT:
-                state[name] += sharded.full_tensor(state["exp_avg_sq"].mean())
-            elif not is_new and name in SECOND_MOMENTS[1:]:
-                state[name].copy_(state["exp_avg_sq"])
+    for name in {"exp_avg", *SECOND_MOMENTS, ROW_MOMENT} - dims.keys():
+        state.pop(name, None)
+    for name, dim in dims.items():
+        if name in state:
+            continue
+        if dim is None:
+            state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            continue
+        state[name] = _zero_moment(group, p, dim)
+        if not is_new and name == ROW_MOMENT:
+            state[name] += sharded.full_tensor(state["exp_avg_sq"].mean())
+        elif not is_new:
+            state[name].copy_(state["exp_avg_sq"])
+
+
+def _dims(group: Group) -> dict[str, int | None]:
+    """A coupled matrix's state without its step: over which dimension each entry is a mean."""
+    vocab_dim: int = group["vocab_dim"]
+    dims: dict[str, int | None] = {"exp_avg": None} if has_momentum(group) else {}
+    return dims | _moments(group)
 
 
 def has_momentum(group: Group) -> bool:
@@ -186,38 +200,31 @@ def check_parameter(group: Group, index: int) -> None:
         )
 
 
-def check_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
-    """Raise RuntimeError if an existing state does not fit its parameter."""
+def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | None) -> None:
+    """Raise RuntimeError if an entry of a state, a mean over a dimension, is not its parameter's."""
     p = group["params"][index]
-    for name, value in state.items():
-        if name == "step":
-            continue
-        dim = _averaged_dim(group, name)
-        shape = p.shape if dim is None else _moment_shape(group, p, dim)
-        if value.device != p.device:
-            raise RuntimeError(
-                f"{_describe(group, index)} is on {p.device}, but {name} in its optimizer state is "
-                f"on {value.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the "
-                "state"
-            )
-        if value.shape != shape:
-            raise RuntimeError(
-                f"the state of {_describe(group, index)} has {name} {list(value.shape)}; the shape "
-                f"must be {list(shape)}. If 'coupled' was set after the first step, "
-                "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
-            )
-        if not (
-            sharded.same_layout(p, value)
-            if dim is None
-            else sharded.moment_is_placed(value, p, dim)
-        ):
-            raise RuntimeError(
-                f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out "
-                f"differently: {name} is a {_kind(value)}. {_HOW_TO_LOAD}"
-            )
+    shape = p.shape if dim is None else _moment_shape(group, p, dim)
+    if value.device != p.device:
+        raise RuntimeError(
+            f"{_describe(group, index)} is on {p.device}, but {name} in its optimizer state is on "
+            f"{value.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the state"
+        )
+    if value.shape != shape:
+        raise RuntimeError(
+            f"the state of {_describe(group, index)} has {name} {list(value.shape)}; the shape "
+            f"must be {list(shape)}. If 'coupled' was set after the first step, "
+            "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+        )
+    if not (
+        sharded.same_layout(p, value) if dim is None else sharded.moment_is_placed(value, p, dim)
+    ):
+        raise RuntimeError(
+            f"{_describe(group, index)} is a {_kind(p)}, but its state is laid out differently: "
+            f"{name} is a {_kind(value)}. {_HOW_TO_LOAD}"
+        )
 
 
-def warn_of_rows_without_gradient(group: Group, index: int) -> None:
+def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """Warn if most rows have no gradient, and the shared second moment averages over them.
 
     The other rows then move too far: by Adam's steps times the root of V over their number.
@@ -225,6 +232,8 @@ def warn_of_rows_without_gradient(group: Group, index: int) -> None:
     p = group["params"][index]
     grad = p.grad
     if grad is None or grad.is_meta or type(grad) is not Tensor or ROW_MOMENT in _moments(group):
+        return
+    if p in flat.shards_of(group):
         return
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a captured step must not wait for the device
@@ -240,14 +249,6 @@ def warn_of_rows_without_gradient(group: Group, index: int) -> None:
         "gradient; or warm the learning rate up",
         stacklevel=2,
     )
-
-
-def _averaged_dim(group: Group, name: str) -> int | None:
-    """The dimension over which a second moment is averaged; None for any other state."""
-    if name in SECOND_MOMENTS:
-        vocab_dim: int = group["vocab_dim"]
-        return vocab_dim
-    return 1 - group["vocab_dim"] if name == ROW_MOMENT else None
 
 
 def from_adam(
@@ -444,7 +445,7 @@ def _moment_shape(group: Group, p: Tensor, dim: int) -> torch.Size:
     """The shape of a mean over a dimension of ``p``, or of all matrices of which it has pieces."""
     if (shards := flat.shards_of(group).get(p)) is not None:
         return torch.Size([sum(shard.shape[1 - dim] for shard in shards)])
-    return p.shape[1:] if dim == 0 else p.shape[:1]
+    return torch.Size([p.shape[1 - dim]])
 
 
 def _averages(group: Group, index: int, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -493,7 +494,7 @@ def _flat_averages(
             averages[name] = means.to(_moment_dtype(p))
     if averages and not state:  # of an empty piece, for which wrappers save nothing
         state = {}
-        fit_state(group, p, state)
+        fit_state(group, index, state)
     return {**state, **averages}, averages
 
 

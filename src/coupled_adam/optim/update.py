@@ -5,6 +5,7 @@ clips or unscales them is known. Both walk through the matrices with the passes 
 and add the sums of all ranks between two passes.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,9 @@ def measure(matrices: Sequence[Matrix], as_is: bool) -> list[Sums]:
     ]
     vectors = []
     for matrix, sums in zip(matrices, results):
-        vectors += [(sums, "squares", matrix.row_ranks), (sums, "present", matrix.row_ranks)]
-        vectors.append((sums, "row_squares", matrix.column_ranks))
+        if matrix.row_ranks or matrix.column_ranks:
+            vectors += [(sums, "squares", matrix.row_ranks), (sums, "present", matrix.row_ranks)]
+            vectors.append((sums, "row_squares", matrix.column_ranks))
     sharded.all_reduce(vectors)
     return results
 
@@ -73,10 +75,11 @@ def with_penalty(matrix: Matrix, factor: Tensor | None) -> Matrix:
         grad = grad.to(matrix.exp_avg_sq.dtype) * factor.to(grad.device)
     if matrix.group["maximize"]:
         grad = -grad
-    penalized = matrix._replace(grad=grad.add(matrix.param, alpha=matrix.group["weight_decay"]))
-    if matrix.shard is not None:  # its segments' kernels are chosen when they are made
-        return penalized
-    return penalized._replace(kernel=choose(penalized))  # which may not serve another dtype
+    grad = grad.add(matrix.param, alpha=matrix.group["weight_decay"])
+    penalized = dataclasses.replace(matrix, grad=grad)
+    if matrix.shard is None:  # otherwise its segments' kernels are chosen when they are made
+        penalized.kernel = choose(penalized)  # the matrix's own may not serve another dtype
+    return penalized
 
 
 def advance(

@@ -65,8 +65,9 @@ def choose(matrix: Matrix) -> Kernel:
         from coupled_adam.optim.kernels import triton
 
         kernel = triton
-    if any(group[name] != OPTIONS[name] for name in OPTIONS.keys() - kernel.serves):
-        return reference
+    for name, default in OPTIONS.items():
+        if group[name] != default and name not in kernel.serves:
+            return reference
     return kernel
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.matrix import Matrix, Scalars, Sums
@@ -59,42 +60,38 @@ def fits(matrix: Matrix) -> bool:
     if the matrices are float64, otherwise float32.
     """
     dtype = matrix.param.dtype
-    if dtype not in _DTYPES or library() is None:
+    wide = _WIDE.get(dtype)
+    if wide is None or library() is None:
         return False
+    # A subclass of Tensor may have no memory of its own.
     for rows in (matrix.param, matrix.grad, matrix.exp_avg):
-        # A subclass of Tensor may have no memory of its own.
         if rows is not None and not (
-            type(rows) in PLAIN and rows.dtype == dtype and rows.stride(1) == 1
+            type(rows) in PLAIN and rows.dtype == dtype and rows.stride()[1] == 1
         ):
             return False
-    return all(
-        moment is None
-        or (type(moment) is Tensor and moment.dtype == _WIDE[dtype] and moment.stride() == (1,))
-        for moment in (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
-    )
+    for moment in (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row):
+        if moment is not None and not (
+            type(moment) is Tensor and moment.dtype == wide and moment.is_contiguous()
+        ):
+            return False
+    return True
 
 
 def _record(matrix: Matrix) -> _Record:
-    rows, columns = matrix.param.shape
-    record = _Record(
-        dtype=_DTYPES[matrix.param.dtype],
-        threads=max(1, min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD)),
-        rows=rows,
-        columns=columns,
-        param=matrix.param.data_ptr(),
-        param_stride=matrix.param.stride(0),
-        grad=matrix.grad.data_ptr(),
-        grad_stride=matrix.grad.stride(0),
-        exp_avg_sq=matrix.exp_avg_sq.data_ptr(),
-        factor=1.0,
-        weight=1 - matrix.beta1,
-        vocab_size=matrix.vocab_size,
-        active=matrix.vocab_size,
-    )
+    record, param, grad = _Record(), matrix.param, matrix.grad  # all zeros and NULL
+    rows, columns = param.shape
+    record.dtype, record.rows, record.columns = _DTYPES[param.dtype], rows, columns
+    record.threads = min(torch.get_num_threads(), rows * columns // _ELEMENTS_PER_THREAD) or 1
+    record.param, record.param_stride = param.data_ptr(), param.stride()[0]
+    record.grad, record.grad_stride = grad.data_ptr(), grad.stride()[0]
     if matrix.exp_avg is not None:
-        record.exp_avg, record.exp_avg_stride = matrix.exp_avg.data_ptr(), matrix.exp_avg.stride(0)
+        record.exp_avg = matrix.exp_avg.data_ptr()
+        record.exp_avg_stride = matrix.exp_avg.stride()[0]
+    record.exp_avg_sq = matrix.exp_avg_sq.data_ptr()
     if matrix.max_exp_avg_sq is not None:
         record.max_exp_avg_sq = matrix.max_exp_avg_sq.data_ptr()
+    record.vocab_size = record.active = matrix.vocab_size
+    record.weight, record.factor = 1 - matrix.beta1, 1.0
     return record
 
 
@@ -169,9 +166,8 @@ def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
         record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
     _call("coupled_adam_apply", record)
     # Tell autograd about the in-place change, as torch's own operations do.
-    moments = (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
-    changed = [matrix.param, matrix.exp_avg, *moments]
-    torch.autograd.graph.increment_version([x for x in changed if x is not None])
+    moments = (matrix.exp_avg, matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
+    increment_version([matrix.param, *(x for x in moments if x is not None)])
 
 
 def _set_weights(sums: Sums, record: _Record) -> None:

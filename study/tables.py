@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.reporting.runs import COLUMNS, MORE_COLUMNS
+from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,

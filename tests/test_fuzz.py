@@ -47,8 +47,8 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
+from coupled_adam.lab.reporting.reading import read_runs
 from coupled_adam.lab.reporting.report import report
-from coupled_adam.lab.reporting.runs import read_runs
 from coupled_adam.text.documents import open_documents
 from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import Tokens, find_token_files

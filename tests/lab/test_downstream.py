@@ -18,7 +18,7 @@ import token_models
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.evaluation.evaluate import evaluate_model
-from coupled_adam.lab.evaluation.tables import evaluation_table
+from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
 
 DATA = Path(os.environ.get("COUPLED_ADAM_DATA", ""))
 ACCURACY = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]

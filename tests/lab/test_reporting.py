@@ -24,10 +24,12 @@ from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.reporting.conclusion import conclusion
+from coupled_adam.lab.reporting.experiments import baseline_of
+from coupled_adam.lab.reporting.finished_run import Run, short
 from coupled_adam.lab.reporting.plots import fit_proportional
+from coupled_adam.lab.reporting.reading import read_runs
 from coupled_adam.lab.reporting.report import report
-from coupled_adam.lab.reporting.runs import Run, baseline_of, read_runs, short
-from coupled_adam.lab.reporting.tables import arm_results
+from coupled_adam.lab.reporting.results import arm_results
 from lab.browser import needs_browser, told_by
 
 LOSSES = {"adamw": [3.0, 3.1, 3.2], "coupled_adam": [2.5, 2.6, 2.7]}

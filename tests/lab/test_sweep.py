@@ -19,7 +19,7 @@ from coupled_adam.errors import DivergedError, UsageError
 from coupled_adam.lab import sweep as sweeping
 from coupled_adam.lab.grid import make_grid, several_values
 from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
-from coupled_adam.lab.reporting.sweep import SweepReport, Tried, best_of_arms
+from coupled_adam.lab.reporting.sweep_report import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.training.config import Execution
 from processes import Process
 

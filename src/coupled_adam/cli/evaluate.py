@@ -65,8 +65,8 @@ def run(options: Options) -> None:
     from coupled_adam.lab.data.corpus import prepare_corpus
     from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
+    from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
     from coupled_adam.lab.evaluation.loading import recipe_of_run
-    from coupled_adam.lab.evaluation.tables import evaluation_table
     from coupled_adam.runs import EVALUATION, is_run
 
     check_files([options.text], out=options.out)

@@ -1,11 +1,8 @@
 """Read plain values from untrusted YAML."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-from yaml.composer import Composer
-from yaml.constructor import SafeConstructor
-from yaml.resolver import Resolver
 
 from coupled_adam.errors import UsageError, one_line
 
@@ -29,26 +26,11 @@ def read_yaml(text: str, source: str) -> Any:
         raise UsageError(f"{source} is not YAML: {one_line(error)}") from None
 
 
-if TYPE_CHECKING or not yaml.__with_libyaml__:
-    _Safe = yaml.SafeLoader
-else:
+class _Loader(yaml.SafeLoader):
+    """The safe loader, which also refuses aliases that contain themselves or expand too far.
 
-    class _Safe(Composer, yaml.cyaml.CParser, SafeConstructor, Resolver):
-        """The safe loader with libyaml's parser, which is four times as fast.
-
-        Nodes are still composed by Python: libyaml's composer overflows the stack on deep nesting.
-        """
-
-        def __init__(self, stream: str) -> None:
-            yaml.cyaml.CParser.__init__(self, stream)
-            for base in (Composer, SafeConstructor, Resolver):
-                base.__init__(self)
-
-
-class _Loader(_Safe):
-    """PyYAML's safe loader, which also refuses aliases that contain themselves or expand too far.
-
-    A few lines of aliases of aliases can stand for more text than any memory holds.
+    A few lines of aliases of aliases can stand for more text than any memory holds. This is
+    PyYAML's own parser, since that of libyaml overflows the stack on deep nesting.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> Any:

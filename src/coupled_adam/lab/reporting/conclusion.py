@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.runs import COLUMNS, TEST_LOSS, Run, baseline_of, by_arm
+from coupled_adam.lab.reporting.experiments import Experiment, experiments, values_by_seed
+from coupled_adam.lab.reporting.finished_run import COLUMNS, TEST_LOSS, Run
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, Paired, paired_t_test, shown_p
 from coupled_adam.runs import COMPARISON
 
@@ -25,12 +26,10 @@ def conclusion(runs: Sequence[Run], left_out: Mapping[Path, str]) -> list[str]:
     which start from the same weights and see the same batches. A difference is called one only if
     p < 0.05, and p-values are not corrected for the number of arms.
     """
-    experiments: dict[str, list[Run]] = {}
-    for run in runs:
-        experiments.setdefault(run.experiment, []).append(run)
+    compared = experiments(runs)
     paragraphs = [
-        (f"{name}: " if len(experiments) > 1 else "") + " ".join(_experiment(members))
-        for name, members in experiments.items()
+        (f"{experiment.name}: " if len(compared) > 1 else "") + " ".join(_sentences(experiment))
+        for experiment in compared
     ]
     diverged = sum(reason.startswith("diverged") for reason in left_out.values())
     unfinished = sum(reason.startswith("not ") for reason in left_out.values())
@@ -45,19 +44,17 @@ def _runs(number: int) -> str:
     return "1 run" if number == 1 else f"{number} runs"
 
 
-def _experiment(runs: Sequence[Run]) -> list[str]:
-    """The sentences about an experiment."""
-    arms = by_arm(runs)
+def _sentences(experiment: Experiment) -> list[str]:
+    """What is said about an experiment."""
     sentences = []
-    for arm in arms.values():
+    for arm in experiment.arms:
         seeds = [str(run.seed) for run in arm if not _is_finite(run)]
         if seeds:
             sentences.append(
                 f"{arm[0].label} diverged with {len(seeds)} of {len(arm)} seeds "
                 f"({', '.join(seeds)}), which {'is' if len(seeds) == 1 else 'are'} not compared."
             )
-    baseline = baseline_of(arms.values())
-    rivals = [arm for arm in arms.values() if arm is not baseline]
+    baseline, rivals = experiment.baseline, experiment.rivals
     if baseline is None:
         return [*sentences, "There is no run with AdamW to compare with."]
     if not rivals:
@@ -65,7 +62,7 @@ def _experiment(runs: Sequence[Run]) -> list[str]:
     # A sweep's arms get one sentence together, or nobody would read the page.
     if len(rivals) > _MOST:
         return [*sentences, _overview(baseline, rivals)]
-    if len({run.seed for run in runs}) == 1:
+    if len({run.seed for run in experiment.runs}) == 1:
         return [*sentences, *_one_seed([baseline, *rivals])]
     for arm in rivals:
         sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
@@ -132,13 +129,14 @@ def _pairs(
     baseline: Sequence[Run], arm: Sequence[Run], measure: Measure
 ) -> tuple[_BySeed, _BySeed]:
     """The values of runs with the same seeds, by seed: those of the arm, and of the baseline."""
-    finite = [
-        {run.seed: run.value(measure) for run in side if _is_finite(run)}
-        for side in (arm, baseline)
-    ]
+    # Runs that diverged are left out for all measures, not only for their losses.
     values, baseline_values = (
-        {seed: value for seed, value in side.items() if value is not None and math.isfinite(value)}
-        for side in finite
+        {
+            seed: value
+            for seed, value in values_by_seed(filter(_is_finite, runs), measure).items()
+            if math.isfinite(value)
+        }
+        for runs in (arm, baseline)
     )
     seeds = sorted(values.keys() & baseline_values.keys())
     return {seed: values[seed] for seed in seeds}, {seed: baseline_values[seed] for seed in seeds}

@@ -8,6 +8,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from coupled_adam.lab.reporting.experiments import Experiment, experiments
+from coupled_adam.lab.reporting.finished_run import ACCURACY, TEST_LOSS, Run
 from coupled_adam.lab.reporting.plots import (
     arm_colors,
     plot_against_tokens,
@@ -22,7 +24,6 @@ from coupled_adam.lab.reporting.plots import (
     plot_sweep,
     plot_sweep_measures,
 )
-from coupled_adam.lab.reporting.runs import ACCURACY, TEST_LOSS, Run, baseline_of, by_arm
 from coupled_adam.rendering.pictures import Picture, single
 
 Draw = tuple[Callable[[Axes], None], str]
@@ -31,18 +32,18 @@ Draw = tuple[Callable[[Axes], None], str]
 
 def draw_all(runs: Sequence[Run]) -> list[Picture]:
     """Draw every picture for which the runs have the data, those of single experiments first."""
-    drawn = []
-    experiments = list(dict.fromkeys(run.experiment for run in runs))
-    for number, experiment in enumerate(experiments, 1):
-        members = [run for run in runs if run.experiment == experiment]
-        name = members[0].recipe.name  # a valid name for a folder, without ~
-        folder = f"figures/{name}" if experiment == name else f"figures/{name}~{number}"
-        figure, captions = _overview(members)
-        file = "overview.png" if len(experiments) == 1 else f"{folder}/overview.png"
-        drawn.append(Picture(figure, f"{experiment}. {captions}", file))
-        for file, (draw, caption) in _details(members).items():
-            drawn.append(single(draw, f"{experiment}. {caption}", f"{folder}/{file}.png"))
-    return [*drawn, *_across(runs)]
+    pictures = []
+    drawn = experiments(runs)
+    for number, experiment in enumerate(drawn, 1):
+        title, name = experiment.name, experiment.runs[0].recipe.name
+        # The recipe's name is one for a folder; a title may have any characters.
+        folder = f"figures/{name}" if title == name else f"figures/{name}~{number}"
+        figure, captions = _overview(experiment.runs)
+        file = "overview.png" if len(drawn) == 1 else f"{folder}/overview.png"
+        pictures.append(Picture(figure, f"{title}. {captions}", file))
+        for file, (draw, caption) in _details(experiment).items():
+            pictures.append(single(draw, f"{title}. {caption}", f"{folder}/{file}.png"))
+    return [*pictures, *_across(runs)]
 
 
 def _first_seeds(runs: Sequence[Run]) -> list[Run]:
@@ -83,8 +84,9 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
     return figure, " ".join(caption for _, caption in shown)
 
 
-def _details(runs: Sequence[Run]) -> dict[str, Draw]:
+def _details(experiment: Experiment) -> dict[str, Draw]:
     """The other pictures of an experiment, by file name."""
+    runs = experiment.runs
     colors = arm_colors(run.arm for run in runs)
     first = _first_seeds(runs)
     more: dict[str, Draw] = {
@@ -100,10 +102,10 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
             "Singular values of the output embeddings, relative to the largest.",
         )
     # Of AdamW alone, and of one run, since the points of several would hide each other.
-    moments = [run for run in baseline_of(by_arm(first).values()) or [] if run.second_moments()]
-    if moments:
+    with_moments = [run for run in experiment.baseline or () if run.second_moments()]
+    if with_moments:
         more["second_moment"] = (
-            partial(plot_second_moment, run=moments[0]),
+            partial(plot_second_moment, run=min(with_moments, key=lambda run: run.seed)),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
             "unigram probability, with the fit E[v̂] = A p̃ (as Fig. 4 of arXiv 2502.08441).",
         )
@@ -132,11 +134,11 @@ def _details(runs: Sequence[Run]) -> dict[str, Draw]:
 
 def _across(runs: Sequence[Run]) -> list[Picture]:
     """The pictures that compare experiments."""
-    drawn = []
+    pictures = []
     # The two arms that all experiments have; more lines could not be told apart.
     pairs = [run for run in runs if run.arm in ("adamw", "coupled_adam")]
     if len({run.recipe.tokens for run in pairs}) > 1:
-        drawn.append(
+        pictures.append(
             single(
                 partial(plot_against_tokens, runs=pairs, measure=TEST_LOSS),
                 "Test loss against the tokens trained on, for each number of parameters (App. G).",
@@ -144,7 +146,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             )
         )
         if any(run.value(ACCURACY) is not None for run in pairs):
-            drawn.append(
+            pictures.append(
                 single(
                     partial(plot_against_tokens, runs=pairs, measure=ACCURACY),
                     "Mean accuracy of the downstream tasks against the tokens trained on (App. G).",
@@ -153,12 +155,12 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             )
     with_moments = [
         run
-        for experiment in dict.fromkeys(run.experiment for run in runs)
-        for run in baseline_of(by_arm(r for r in runs if r.experiment == experiment).values()) or []
+        for experiment in experiments(runs)
+        for run in experiment.baseline or ()
         if len(run.second_moments()) > 1
     ]
     if with_moments:
-        drawn.append(
+        pictures.append(
             single(
                 partial(plot_fitted_a, runs=with_moments),
                 "The fitted A of E[v̂] = A p̃ against the tokens seen (as Fig. 5).",
@@ -166,7 +168,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
             )
         )
     if len({(run.parameters, run.recipe.tokens) for run in runs}) > 1:
-        drawn.append(
+        pictures.append(
             single(
                 partial(plot_map, runs=runs),
                 "The experiments: parameters against tokens, and the compute-optimal N = D / 20 "
@@ -174,7 +176,7 @@ def _across(runs: Sequence[Run]) -> list[Picture]:
                 "figures/map.png",
             )
         )
-    return drawn
+    return pictures
 
 
 def _sweep(

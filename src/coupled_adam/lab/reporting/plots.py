@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.runs import COLUMNS, TEST_LOSS, Run, short
+from coupled_adam.lab.reporting.finished_run import COLUMNS, TEST_LOSS, Run, short
 from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
     COUPLED_ADAM_COLOR,

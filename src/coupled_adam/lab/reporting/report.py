@@ -15,9 +15,9 @@ from coupled_adam.errors import UsageError
 from coupled_adam.files import clear_leftovers, is_result, make_folder, new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.page import notebook_part, report_page
-from coupled_adam.lab.reporting.runs import read_runs
-from coupled_adam.lab.reporting.tables import (
+from coupled_adam.lab.reporting.reading import read_runs
+from coupled_adam.lab.reporting.report_page import notebook_part, report_page
+from coupled_adam.lab.reporting.results import (
     Bold,
     arm_results,
     footnotes,

@@ -33,7 +33,9 @@ class Recorded(Environment):
     resumed: NotRequired[list[Environment]]
 
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
+COUNTS = range(2**63)
+"""What steps and numbers of tokens can be: 64 bits hold them."""
+Count = Annotated[int, Field(ge=0, lt=COUNTS.stop)]
 
 
 class _Accuracy(TypedDict):

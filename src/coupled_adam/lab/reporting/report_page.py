@@ -15,7 +15,8 @@ import yaml
 from coupled_adam.embeddings.measures import small_print
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
-from coupled_adam.lab.reporting.runs import COLUMNS, MORE_COLUMNS, Run
+from coupled_adam.lab.reporting.experiments import experiments
+from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS, Run
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
 from coupled_adam.rendering.tables import Table
@@ -33,8 +34,6 @@ def report_page(
 
     All text is escaped. The links lead to the folders of the runs.
     """
-    # Runs of an experiment have the same settings, so that any of them can show them.
-    first = {run.experiment: run for run in reversed(runs)}
     values = {
         "conclusion": conclusion(runs, left_out),
         "arms": _arms(runs, out),
@@ -42,12 +41,13 @@ def report_page(
         "measures": small_print((COLUMNS | MORE_COLUMNS).values()),
         "names": ", ".join(dict.fromkeys(run.experiment.partition(" ")[0] for run in runs)),
         "experiments": [
+            # The runs of an experiment have the same settings, so that any of them can show them.
             {
-                "name": name,
-                "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
-                "environment": _environment(run),
+                "name": experiment.name,
+                "config": yaml.safe_dump(experiment.runs[0].recipe.to_dict(), sort_keys=False),
+                "environment": _environment(experiment.runs[0]),
             }
-            for name, run in reversed(first.items())
+            for experiment in experiments(runs)
         ],
         "runs": len(runs),
         "left_out": {str(path): reason for path, reason in left_out.items()},
@@ -67,20 +67,18 @@ def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> s
 
 def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
     """For each arm of each experiment: its options, its time, and links to its runs."""
-    arms: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        arms.setdefault((run.experiment, run.setup), []).append(run)
     return [
         {
-            "experiment": arm_runs[0].experiment,
-            "label": arm_runs[0].label,
-            "options": ", ".join(f"{k}={v}" for k, v in arm_runs[0].options.items()),
-            "seconds": _shown_seconds([run.seconds for run in arm_runs], statistics.fmean),
-            "total": _shown_seconds([run.seconds for run in arm_runs], math.fsum),
-            "speed": _shown_speed([run.tokens_per_second for run in arm_runs]),
-            "runs": [(run.seed, _link(run.folder, out)) for run in arm_runs],
+            "experiment": experiment.name,
+            "label": arm[0].label,
+            "options": ", ".join(f"{k}={v}" for k, v in arm[0].options.items()),
+            "seconds": _shown_seconds([run.seconds for run in arm], statistics.fmean),
+            "total": _shown_seconds([run.seconds for run in arm], math.fsum),
+            "speed": _shown_speed([run.tokens_per_second for run in arm]),
+            "runs": [(run.seed, _link(run.folder, out)) for run in arm],
         }
-        for arm_runs in arms.values()
+        for experiment in experiments(runs)
+        for arm in experiment.arms
     ]
 
 

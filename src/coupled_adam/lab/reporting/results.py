@@ -7,16 +7,13 @@ from typing import Any, Literal
 import numpy as np
 
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.runs import (
-    COLUMNS,
-    MORE_COLUMNS,
-    Run,
-    baseline_of,
-    by_arm,
+from coupled_adam.lab.reporting.experiments import (
+    experiments,
     setting_text,
-    short,
     short_key,
+    values_by_seed,
 )
+from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS, Run, short
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
@@ -83,18 +80,16 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
             bold where it is better than each other arm of the experiment, as in Table 7.
     """
     rows = []
-    for experiment in dict.fromkeys(run.experiment for run in runs):
-        arms = by_arm(run for run in runs if run.experiment == experiment)
-        baseline = baseline_of(arms.values())
-        compared = [arm for arm in arms.values() if arm is not baseline]
-        for arm in arms.values():
+    for experiment in experiments(runs):
+        baseline = experiment.baseline
+        for arm in experiment.arms:
             # An arm is bold where it is better than each of its rivals.
             if bold == "all":
-                rivals = [rival for rival in arms.values() if rival is not arm]
+                rivals = [rival for rival in experiment.arms if rival is not arm]
             elif arm is not baseline:
                 rivals = [] if baseline is None else [baseline]
             else:
-                rivals = compared if len(compared) == 1 else []
+                rivals = experiment.rivals if len(experiment.rivals) == 1 else []
             # Without a p in the baseline's row, which readers would take for that of another row.
             against = None if arm is baseline else baseline
             metrics = {
@@ -111,14 +106,14 @@ def _metric(
     """A metric with its tests against one arm, bold if it is better than each of the rivals."""
     assert column.better is not None
     better = column.better
-    by_seed = _values(column, arm)
+    by_seed = values_by_seed(arm, column)
     values = [*by_seed.values()]
 
     def p(rival_runs: list[Run]) -> float | None:
-        return one_sided_t_test(values, [*_values(column, rival_runs).values()], better)
+        return one_sided_t_test(values, [*values_by_seed(rival_runs, column).values()], better)
 
     against_rivals = [p(rival) for rival in rivals]
-    paired = None if against is None else paired_t_test(by_seed, _values(column, against))
+    paired = None if against is None else paired_t_test(by_seed, values_by_seed(against, column))
     return Metric(
         values,
         shorthand(values, column.digits),
@@ -126,12 +121,6 @@ def _metric(
         None if paired is None else paired.one_sided(better),
         bool(rivals) and all(p is not None and p < SIGNIFICANCE for p in against_rivals),
     )
-
-
-def _values(column: Measure, runs: list[Run]) -> dict[int, float]:
-    """A metric of the runs that have it, by seed."""
-    values = {run.seed: run.value(column) for run in runs}
-    return {seed: value for seed, value in values.items() if value is not None}
 
 
 def shown_columns(rows: Sequence[ArmResult]) -> list[Measure]:

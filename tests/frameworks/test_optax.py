@@ -30,7 +30,7 @@ OPTIONS = [
     {"weight_decay": 0.1, "second_moment_scale": 0.25},
     {"zero_sum": True},
     {"row_exponent": 0.5},
-    {"coupled_b1": 0.0, "coupled_b2": 0.99, "row_exponent": 0.5, "zero_sum": True},
+    {"coupled_b1": 0.0, "coupled_b2": 0.99, "row_exponent": 0.75, "zero_sum": True},
     {"row_exponent": 1.0, "zero_sum": True, "weight_decay": 0.1},
 ]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
+from coupled_adam import LEAN, CoupledAdamW, embedding_parameters, param_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
 
@@ -42,14 +42,13 @@ def updates(model, optimizer, steps=3):
         optimizer.step()
 
 
-def assert_as_param_groups(model, optimizer, weight_decay, embedding_weight_decay=0.0):
-    """After three steps; and the embeddings are the matrices that are coupled."""
+def assert_as_param_groups(model, optimizer, weight_decay, **embeddings):
+    """After three steps, with these options of the embeddings, which alone are coupled."""
     coupled = [p for g in optimizer.param_groups if g["coupled"] for p in g["params"]]
     found = embedding_parameters(model, vocab_size=V).values()
     assert {id(p) for p in coupled} == {id(p) for p in found}
     other = copy.deepcopy(model)
-    decays = {"weight_decay": weight_decay, "embedding_weight_decay": embedding_weight_decay}
-    groups = param_groups(other, vocab_size=V, **decays)
+    groups = param_groups(other, vocab_size=V, weight_decay=weight_decay, **embeddings)
     updates(model, optimizer)
     updates(other, CoupledAdamW(groups, **OPTIONS))
     for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
@@ -75,12 +74,20 @@ def test_litgpt(config):
     assert_as_param_groups(model, optimizer, 0.0)
 
 
-def test_torchtitan():
+@pytest.mark.parametrize(
+    ("embeddings", "shapes"),
+    [
+        ({}, {"exp_avg": (V, H), "exp_avg_sq": (H,)}),
+        (LEAN, {"exp_avg_sq": (H,), "exp_avg_sq_row": (V,)}),
+    ],
+    ids=["paper", "LEAN"],
+)
+def test_torchtitan(embeddings, shapes):
     pytest.importorskip("torchtitan.components.optimizer")
     from torchtitan_optimizer import default_coupled_adamw
 
     model = Decoder()
-    config = default_coupled_adamw(lr=1e-2)
+    config = default_coupled_adamw(lr=1e-2, embeddings=embeddings)
     config.implementation = "for-loop"
     container = config.build(model_parts=[model])
     (optimizer,) = container.optimizers
@@ -89,9 +96,11 @@ def test_torchtitan():
         if not group["coupled"]:
             assert group.pop("weight_decay") == 0.1
             group["weight_decay"] = 0.0
-    assert_as_param_groups(model, optimizer, 0.0)
+    assert_as_param_groups(model, optimizer, 0.0, **embeddings)
     saved = copy.deepcopy(container.state_dict())
-    assert saved["state.tok_embeddings.weight.exp_avg_sq"].shape == (H,)
+    prefix = "state.tok_embeddings.weight."
+    moments = {name.removeprefix(prefix): value for name, value in saved.items() if prefix in name}
+    assert {name: m.shape for name, m in moments.items() if name != "step"} == shapes
     model.zero_grad()  # for then it creates the states to load into
     again = config.build(model_parts=[model])
     again.load_state_dict(saved)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -175,7 +176,9 @@ def test_tensors_and_arrays(dtype):
 
 
 def test_large_matrices_have_exponents_in_float32(monkeypatch):
-    """Within the bound that is stated, and of nothing but Z; not if the rows are too long."""
+    """Within the bound that is stated, and of nothing but Z; if the rows are long, only to choose
+    the directions for float64.
+    """
     matrix = torch.from_numpy(cloud(400, 64, shift=0.2) / 16).bfloat16()
     expected = measures.analyze(matrix).to_dict()
     alone = measures.isotropy(matrix)
@@ -183,8 +186,7 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
     monkeypatch.setattr(geometry, "_BLOCK_BYTES", 8 * 64 * 50)
     norms = matrix.double().norm(dim=1)
     largest = float(norms.max() / min(norms.mean(), 1))  # of isotropy_unit, too
-    assert geometry.exponent_dtype(matrix, largest) == torch.float32
-    bound = (8 * 64**0.5 + 5) * 2**-24 * largest
+    bound = (8 * 64**0.5 + 9) * 2**-24 * largest
     assert 2 * bound < 1e-4
     axes = torch.linalg.eigh(geometry.gram(matrix))[1]
     exact = geometry.project(matrix.double(), axes)
@@ -207,10 +209,44 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
                 rel = 2 * bound if name.startswith("isotropy") else 1e-11
                 assert ours[name] == pytest.approx(value, rel=rel, abs=1e-14), name
     long = matrix * 64
-    assert geometry.exponent_dtype(long, 64 * largest) == torch.float64
-    in_float32 = measures.isotropy(long)
+    assert 64 * 2 * bound > 1e-4
+    narrowed = measures.isotropy(long), measures.isotropy_unit(long), measures.analyze(long)
     monkeypatch.undo()
-    assert in_float32 == pytest.approx(measures.isotropy(long), rel=1e-12)
+    assert narrowed[0] == pytest.approx(measures.isotropy(long), rel=1e-12)
+    assert narrowed[1] == pytest.approx(measures.isotropy_unit(long), rel=1e-12)
+    for ours, theirs in zip(_variants(narrowed[2]), _variants(measures.analyze(long))):
+        for name in ("isotropy", "isotropy_unit", "isotropy_published"):
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-12), name
+
+
+@pytest.mark.parametrize("scale", [0.05, 1, 20])
+@pytest.mark.parametrize("kind", ["random", "anisotropic", "heavy-tailed", "shifted"])
+def test_isotropy_by_its_definition_in_both_passes(kind, scale, monkeypatch):
+    """The directions that are left out, by bounds and in float32, change no value."""
+    generator = np.random.default_rng(5)
+    matrix = generator.normal(size=(500, 24)) / 24**0.5
+    if kind == "anisotropic":
+        matrix *= np.logspace(0.5, -1, 24)
+    if kind == "heavy-tailed":
+        matrix *= np.exp(generator.normal(size=(500, 1)))
+    matrix = scale * (matrix + (0.2 if kind == "shifted" else 0.01))
+    monkeypatch.setattr(geometry, "_LARGE", 0)
+    report = measures.analyze(matrix, directions=3)
+    centred = matrix - matrix.mean(0)
+    axes = np.linalg.eigh(centred.T @ centred)[1][:, -3:]
+    for cloud, variant in zip(
+        (matrix, centred, centred - centred @ axes @ axes.T), _variants(report)
+    ):
+        unit = np.linalg.norm(cloud, axis=1).mean()
+        axes_of_cloud = np.linalg.eigh(cloud.T @ cloud)[1]
+        for value, rows in ((variant.isotropy, cloud), (variant.isotropy_unit, cloud / unit)):
+            exponents = rows @ axes_of_cloud
+            log_z = special.logsumexp(np.stack([exponents, -exponents]), axis=1)
+            assert value == pytest.approx(np.exp(log_z.min() - log_z.max()), rel=1e-4)
+
+
+def _variants(report):
+    return report, report.centered, report.all_but_the_top
 
 
 @given(

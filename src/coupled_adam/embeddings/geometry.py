@@ -2,14 +2,14 @@
 
 Matrices are measured in float64, a block of rows at a time, on their own device (on the CPU if that
 is an MPS device, which lacks float64). Only the exponents of the isotropy of a large matrix are
-computed in float32, if the error is small (see :func:`exponent_dtype`). All functions raise
+computed in float32, if the error is small (see :func:`sum_partitions`). All functions raise
 ValueError unless they are given a non-empty matrix [V, H] of finite real numbers, and TypeError
 unless this is a tensor or an array.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -74,17 +74,14 @@ def isotropy_unit(embeddings: Embeddings) -> float:
 def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool = False) -> Array:
     """Log Z(c) and log Z(-c), [2, n], of E / unit for the eigenvectors c that can be extreme."""
     mean, norms = mean_and_norms(embeddings)
+    squares, axes = torch.linalg.eigh(gram(embeddings))
+    means = mean @ axes
     longest = float(norms.max())
-    dtype = exponent_dtype(embeddings, longest / min(unit, 1.0))
-    squares, directions = torch.linalg.eigh(gram(embeddings))
-    means = mean @ directions
-    reach = longest + float(mean.norm())
-    moments = Moments(means, squares / len(norms) - means**2, reach)
-    directions = directions.T[moments.can_be_extreme(unit, published)].to(dtype).T
-    partition = LogPartition(longest / unit)
-    for block in blocks(embeddings, dtype=dtype):
-        partition.add(project(block, directions) / unit)
-    return partition.log_z()
+    moments = Moments(means, squares / len(norms) - means**2, longest + float(mean.norm()))
+    views = [(unit, moments.can_be_extreme(unit, published))]
+    directions = Directions(axes, longest, views, published=published)
+    sum_partitions(embeddings, [directions], longest)
+    return directions.log_z(0)
 
 
 def mean_norm(embeddings: Embeddings) -> float:
@@ -232,29 +229,6 @@ def project(rows: Tensor, directions: Tensor) -> Tensor:
     return (directions.T @ rows.T).T
 
 
-def exponent_dtype(embeddings: Embeddings, largest: float) -> torch.dtype:
-    r"""The dtype in which to compute the exponents c . e_i of Z(c): float32 if that is safe.
-
-    With unit vectors c, and rows e_i of which the largest has the norm R, the rounding error of a
-    dot product in float32 is at most (8 sqrt(H) + 5) u R, where u = 2^-24: 8 sqrt(H) u bounds that
-    of H products and sums, except with probability 2 exp(-8^2 / 2) = 3e-14 (Higham & Mary 2019, A
-    New Approach to Probabilistic Rounding Error Analysis, Theorem 3.1), and 5 u that of the two
-    operands, of the mean and its subtraction, and of a division by the mean norm. Log Z then has
-    at most the same error, as it is
-    1-Lipschitz in the largest difference of the exponents; the isotropy, a ratio of two, has at
-    most twice this relative error. float32 is chosen if that is below 1e-4, so that the fourth
-    digit is right, and if the matrix is so large that float64 would take minutes.
-
-    Args:
-        embeddings: [V, H].
-        largest: R, or a bound on it; divided by the mean norm if the exponents are.
-    """
-    rows, columns = embeddings.shape
-    error = 2 * (8 * math.sqrt(columns) + 5) * 2**-24 * largest
-    is_large = rows * columns**2 >= _LARGE
-    return torch.float32 if is_large and error <= 1e-4 else torch.float64
-
-
 @dataclasses.dataclass(frozen=True)
 class Moments:
     r"""What the first two moments say of Z(c) = sum_i exp(c . e_i), for n directions c.
@@ -283,18 +257,31 @@ class Moments:
             published: whether they are compared with one sign each, too, and not only with both.
         """
         reach, means = self.reach / unit, self.means / unit
-        if reach > 300:
+        if reach > 300 or not len(means):
             return torch.ones_like(means, dtype=torch.bool)
         variances = self.variances.clamp(min=0) / unit**2
         # With room for the rounding errors of the eigenvalues, relative to the largest.
         rounding = 1e-9 * (1 + _quadratic(reach) * float(variances.max()))
-        signs = means.new_tensor([[1.0], [-1.0]])
-        lower = signs * means + torch.log1p(_quadratic(-reach) * variances) - rounding
-        upper = signs * means + torch.log1p(_quadratic(reach) * variances) + rounding
-        extreme = torch.zeros_like(means, dtype=torch.bool)
-        for low, high in ((lower, upper), *[(lower[:1], upper[:1])] * published):
-            extreme = extreme | ((low <= high.min()) | (high >= low.max())).any(0)
+        signed = means.new_tensor([[1.0], [-1.0]]) * means
+        return _can_be_extreme(
+            signed + torch.log1p(_quadratic(-reach) * variances) - rounding,
+            signed + torch.log1p(_quadratic(reach) * variances) + rounding,
+            published,
+        )
+
+
+def _can_be_extreme(lower: Tensor, upper: Tensor, published: bool) -> Tensor:
+    """Which directions can be extreme, [n] booleans, given bounds on log Z for both signs, [2, n].
+
+    Args:
+        published: whether they are compared with one sign each, too, and not only with both.
+    """
+    extreme = torch.zeros_like(lower[0], dtype=torch.bool)
+    if not len(extreme):
         return extreme
+    for low, high in ((lower, upper), *[(lower[:1], upper[:1])] * published):
+        extreme = extreme | ((low <= high.min()) | (high >= low.max())).any(0)
+    return extreme
 
 
 def _quadratic(t: float) -> float:
@@ -331,6 +318,110 @@ class LogPartition:
         """Log Z(c) and log Z(-c), [2, n]."""
         assert self._log_z is not None
         return as_array(self._log_z)
+
+
+class Directions:
+    """Eigenvectors of a cloud of rows, and log Z of those that can have the largest or smallest.
+
+    Attributes:
+        axes: [H, n], the eigenvectors.
+        longest: the largest norm of the rows with the center subtracted.
+        views: for which matrices Z is needed: what the rows are divided by, and which of the first
+            m eigenvectors can be extreme, [m] booleans.
+        center: [H], what is subtracted from the rows.
+        published: whether a direction can be extreme by one of its signs alone.
+    """
+
+    def __init__(
+        self,
+        axes: Tensor,
+        longest: float,
+        views: Sequence[tuple[float, Tensor]],
+        center: Tensor | float = 0.0,
+        published: bool = True,
+    ) -> None:
+        self.axes, self.longest, self.center = axes, longest, center
+        self.views, self.published = views, published
+        self._partitions: dict[float, LogPartition] = {}
+
+    @property
+    def chosen(self) -> Tensor:
+        """The eigenvectors of which Z is computed: those that any view needs, [n] booleans."""
+        chosen = torch.zeros_like(self.axes[0], dtype=torch.bool)
+        for _, extreme in self.views:
+            chosen[: len(extreme)] |= extreme
+        return chosen
+
+    def begin(self, dtype: torch.dtype) -> None:
+        """All blocks of rows follow, in this dtype."""
+        self._axes = self.axes.T[self.chosen].to(dtype).T
+        self._center = self.center.to(dtype) if isinstance(self.center, Tensor) else self.center
+        self._partitions = {unit: LogPartition(self.longest / unit) for unit, _ in self.views}
+
+    def add(self, rows: Tensor) -> None:
+        """Add a block of rows, [rows, H]."""
+        projections = project(rows - self._center, self._axes)
+        for unit, partition in self._partitions.items():
+            partition.add(projections / unit)
+
+    def log_z(self, view: int) -> Array:
+        """Log Z(c) and log Z(-c) of a view, by its number, for each chosen c among its first m."""
+        unit, extreme = self.views[view]
+        return self._partitions[unit].log_z()[:, : int(self.chosen[: len(extreme)].sum())]
+
+    def narrow(self, error: float) -> None:
+        """Choose fewer eigenvectors, if log Z at unit 1 is known up to an error so far."""
+        views = []
+        for number, (unit, extreme) in enumerate(self.views):
+            log_z = torch.from_numpy(self.log_z(number)).to(extreme.device)
+            lower, upper = log_z - error / unit, log_z + error / unit
+            narrowed = torch.zeros_like(extreme)
+            narrowed[self.chosen[: len(extreme)]] = _can_be_extreme(lower, upper, self.published)
+            views.append((unit, narrowed))
+        self.views = views
+
+
+def sum_partitions(
+    embeddings: Embeddings,
+    clouds: Sequence[Directions],
+    longest: float,
+    keep: NDArray[np.bool_] | None = None,
+    on_rows: Callable[[int], object] | None = None,
+) -> None:
+    r"""Compute log Z for all clouds in a pass over the rows, or in two if the matrix is large.
+
+    In a large matrix the exponents c . e_i are computed in float32 first. With unit vectors c, and
+    rows of which the largest has the norm R, the rounding error of such a dot product is at most
+    (8 sqrt(H) + 9) u R, where u = 2^-24: 8 sqrt(H) u bounds that of H products and sums, except
+    with probability 2 exp(-8^2 / 2) = 3e-14 (Higham & Mary 2019, A New Approach to Probabilistic
+    Rounding Error Analysis, Theorem 3.1), and 9 u that of the two operands, of the mean and its
+    subtraction, of a division by the mean norm and, if R is at least 1, of the exponential. Log Z
+    has at most the same error, as it is 1-Lipschitz in the largest difference of the exponents, and
+    the isotropy, a ratio of two, has at most twice this relative error. If that is below 1e-4, the
+    fourth digit is right. Otherwise the directions that can still be extreme, which are few unless
+    the embeddings are perfectly isotropic, are computed once more in float64.
+
+    Args:
+        embeddings: [V, H].
+        clouds: what is to be computed; all of the same rows.
+        longest: R, or a bound on it.
+        keep, on_rows: as for :func:`blocks`; ``on_rows`` is called for the first pass.
+    """
+    rows, columns = embeddings.shape
+    error = (8 * math.sqrt(columns) + 9) * 2**-24 * max(longest, 1.0)
+    dtypes = [torch.float64]
+    if rows * columns * sum(int(cloud.chosen.sum()) for cloud in clouds) >= _LARGE:
+        smallest = min(unit for cloud in clouds for unit, _ in cloud.views)
+        is_precise = 2 * error / min(smallest, 1.0) <= 1e-4
+        dtypes = [torch.float32] if is_precise else [torch.float32, torch.float64]
+    for number, dtype in enumerate(dtypes):
+        for cloud in clouds:
+            if number:
+                cloud.narrow(error)
+            cloud.begin(dtype)
+        for block in blocks(embeddings, keep, None if number else on_rows, dtype):
+            for cloud in clouds:
+                cloud.add(block)
 
 
 class Angles:

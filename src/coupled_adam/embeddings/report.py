@@ -230,28 +230,22 @@ def analyze(
 
     # Z comes last, because the isotropy at unit mean norm needs the norms; and only for directions
     # that can have the largest or smallest.
-    dtype = geometry.exponent_dtype(
-        embeddings, max(raw.longest, centred.longest) / min(raw.unit, centred.unit, topless.unit, 1)
-    )
     means, left = mean @ basis, columns - top
-    chosen = raw.contenders(means, squares / used - means**2, centred.longest)
-    chosen_centred = centred.contenders(0 * means, centred_squares / used, centred.longest)
-    if left:
-        chosen_centred[:left] |= topless.contenders(
-            0 * means[:left], centred_squares[:left] / used, topless.longest
-        )
-        left = int(chosen_centred[:left].sum())
-    axes = basis.T[chosen].to(dtype).T
-    centred_axes = centred_basis.T[chosen_centred].to(dtype).T
-    center = mean.to(dtype)
-    for cloud in (raw, centred, topless):
-        cloud.begin_z()
-    for block in geometry.blocks(embeddings, measured, on_rows, dtype):
-        raw.add_z(geometry.project(block, axes))
-        # In the basis of the principal directions, removing the top ones means dropping columns.
-        projections = geometry.project(block - center, centred_axes)
-        centred.add_z(projections)
-        topless.add_z(projections[:, :left])
+    raw_views = raw.views(means, squares / used - means**2, centred.longest)
+    centred_views = centred.views(0 * means, centred_squares / used, centred.longest)
+    # In the basis of the principal directions, removing the top ones means dropping columns.
+    topless_views = topless.views(0 * means[:left], centred_squares[:left] / used, topless.longest)
+    raw_directions = geometry.Directions(basis, raw.longest, raw_views)
+    centred_directions = geometry.Directions(
+        centred_basis, centred.longest, centred_views + topless_views, mean
+    )
+    geometry.sum_partitions(
+        embeddings,
+        [raw_directions, centred_directions],
+        max(raw.longest, centred.longest),
+        measured,
+        on_rows,
+    )
     topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 
@@ -260,29 +254,34 @@ def analyze(
     removed = as_array(top_axes)
     topless_vectors = centred_vectors - centred_vectors @ removed @ removed.T
 
-    def measures(cloud: _Cloud, squares: Tensor, word_vectors: Array, **more: Any) -> Measures:
+    def measures(
+        cloud: _Cloud, squares: Tensor, log_z: Sequence[Array], word_vectors: Array, **more: Any
+    ) -> Measures:
         scores = None if sets is None else similarity_of(words, word_vectors, sets, cloud.floor)
-        return Measures.of(cloud.summary(squares, p, word_similarity=scores, **more))
+        return Measures.of(cloud.summary(squares, log_z, p, word_similarity=scores, **more))
 
-    centered = measures(centred, centred_squares, centred_vectors)
     # IsoScore is that of the covariance, by definition.
-    spread = None if not centred.norms.any() else np.array(centered.singular_values)
+    spread = None
+    if centred.norms.any():
+        spread = geometry.singular_values_of(centred_squares, used)
     raw_measures = measures(
         raw,
         squares,
+        [raw_directions.log_z(0), raw_directions.log_z(1)],
         vectors,
         mean_norm=float(mean.norm()),
         along=as_array(along),
         spread=spread,
     )
+    of_centred = [centred_directions.log_z(view) for view in range(4)]
     return EmbeddingReport(
         **vars(raw_measures),
         vocab_size=rows,
         hidden_size=columns,
         excluded_rows=rows - used,
         unseen_tokens=unseen,
-        centered=centered,
-        all_but_the_top=measures(topless, topless_squares, topless_vectors),
+        centered=measures(centred, centred_squares, of_centred[:2], centred_vectors),
+        all_but_the_top=measures(topless, topless_squares, of_centred[2:], topless_vectors),
         top_directions=top,
     )
 
@@ -339,43 +338,35 @@ class _Cloud:
         """The largest norm."""
         return float(self.norms.max())
 
-    def contenders(self, means: Tensor, variances: Tensor, reach: float) -> Tensor:
-        """The directions of which Z may be needed; see :class:`geometry.Moments`."""
+    def views(self, means: Tensor, variances: Tensor, reach: float) -> list[tuple[float, Tensor]]:
+        """As they are and at unit mean norm: see :class:`geometry.Directions` and ``Moments``."""
         moments = geometry.Moments(means, variances, reach)
-        return moments.can_be_extreme(1.0, True) | moments.can_be_extreme(self.unit, False)
+        return [
+            (1.0, moments.can_be_extreme(1.0, True)),
+            (self.unit, moments.can_be_extreme(self.unit, False)),
+        ]
 
-    def begin_z(self) -> None:
-        """All rows have been added; their projections follow, once more from the first."""
-        self.scale = 1 / self.unit
-        self.partition = geometry.LogPartition(self.longest)
-        self.unit_partition = geometry.LogPartition(self.longest * self.scale)
-
-    def add_z(self, projections: Tensor) -> None:
-        """Add the projections of a block of rows onto some directions, [rows, n]."""
-        self.partition.add(projections)
-        self.unit_partition.add(projections * self.scale)
-
-    def summary(self, squares: Tensor, p: Array | None, **more: Any) -> Summary:
+    def summary(
+        self, squares: Tensor, log_z: Sequence[Array], p: Array | None, **more: Any
+    ) -> Summary:
         """What the measures need to know of these rows.
 
         Args:
             squares: [H], the eigenvalues of E^T E.
+            log_z: log Z of the directions as they are, and at unit mean norm.
             p: counts or probabilities of the tokens.
             more: attributes of :class:`Summary` that differ from those of rows whose mean is zero.
         """
         norms = as_array(self.norms)
         values = geometry.singular_values_of(squares.sort().values, len(norms))
-        log_z, unit_log_z = (
-            _with_removed_direction(partition.log_z(), squares, len(norms))
-            for partition in (self.partition, self.unit_partition)
-        )
+        as_is, at_unit = (_with_removed_direction(z, squares, len(norms)) for z in log_z)
         centred = {"mean_norm": 0.0, "along": None, "spread": values if norms.any() else None}
         return Summary(
             columns=len(squares),
             norms=norms,
             values=values,
-            log_z=log_z,
-            unit_log_z=unit_log_z,
+            log_z=as_is,
+            unit_log_z=at_unit,
             mean_cosine=self.angles.mean_cosine(),
             p=p,
             **(centred | more),

@@ -578,16 +578,16 @@ def _matrix(
     traced = group["differentiable"] or torch.compiler.is_compiling()
     param, shape = parameter, parameter.shape
     is_flat = len(shape) != 2
-    exp_avg, exp_avg_sq = state.get("exp_avg"), state["exp_avg_sq"]
-    max_exp_avg_sq, exp_avg_sq_row = state.get("max_exp_avg_sq"), state.get("exp_avg_sq_row")
+    exp_avg, max_exp_avg_sq = state.get("exp_avg"), state.get("max_exp_avg_sq")
+    exp_avg_sq, exp_avg_sq_row = state["exp_avg_sq"], state.get("exp_avg_sq_row")
     row_ranks: sharded.Ranks = ()
     column_ranks: sharded.Ranks = ()
     if type(parameter) not in sharded.PLAIN:
         local = sharded.to_local
         param, grad = local(parameter), local(sharded.placed_as(grad, parameter))
-        exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row = (
-            None if x is None else local(x)
-            for x in (exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row)
+        exp_avg_sq = local(exp_avg_sq)
+        exp_avg, max_exp_avg_sq, exp_avg_sq_row = (
+            None if x is None else local(x) for x in (exp_avg, max_exp_avg_sq, exp_avg_sq_row)
         )
         row_ranks = sharded.ranks_over(parameter, vocab_dim)
         column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)

@@ -81,10 +81,18 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
 
 
 def _dims(group: Group) -> dict[str, int | None]:
-    """A coupled matrix's state without its step: over which dimension each entry is a mean."""
+    """The entries of a coupled matrix's state, but for the step.
+
+    Each is a mean over a dimension of the matrix, or for None has the matrix's shape.
+    """
     vocab_dim: int = group["vocab_dim"]
     dims: dict[str, int | None] = {"exp_avg": None} if has_momentum(group) else {}
-    return dims | _moments(group)
+    dims["exp_avg_sq"] = vocab_dim
+    if group["amsgrad"]:
+        dims["max_exp_avg_sq"] = vocab_dim
+    if group["row_exponent"] != 0 or group["zero_sum"]:
+        dims[ROW_MOMENT] = 1 - vocab_dim
+    return dims
 
 
 def has_momentum(group: Group) -> bool:
@@ -102,12 +110,7 @@ def _zero_moment(group: Group, p: Tensor, dim: int) -> Tensor:
 
 def _moments(group: Group) -> dict[str, int]:
     """The second moments of a coupled matrix, and the dimension over which each is averaged."""
-    names = SECOND_MOMENTS if group["amsgrad"] else SECOND_MOMENTS[:1]
-    vocab_dim: int = group["vocab_dim"]
-    moments = dict.fromkeys(names, vocab_dim)
-    if group["row_exponent"] != 0 or group["zero_sum"]:
-        moments[ROW_MOMENT] = 1 - vocab_dim
-    return moments
+    return {name: dim for name, dim in _dims(group).items() if dim is not None}
 
 
 def check_group(group: Group) -> None:
@@ -201,7 +204,7 @@ def check_parameter(group: Group, index: int) -> None:
 
 
 def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | None) -> None:
-    """Raise RuntimeError if an entry of a state, a mean over a dimension, is not its parameter's."""
+    """Raise RuntimeError if an entry of a state does not fit; ``dim`` as :func:`_dims` says it."""
     p = group["params"][index]
     shape = p.shape if dim is None else _moment_shape(group, p, dim)
     if value.device != p.device:
@@ -231,7 +234,7 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
-    if grad is None or grad.is_meta or type(grad) is not Tensor or ROW_MOMENT in _moments(group):
+    if grad is None or grad.is_meta or type(grad) is not Tensor or ROW_MOMENT in _dims(group):
         return
     if p in flat.shards_of(group):
         return
@@ -576,8 +579,8 @@ def _check_matrix(group: Group, index: int) -> None:
 def _check_shapes(group: Group, index: int, shapes: dict[str, torch.Size]) -> None:
     p = group["params"][index]
     for name, shape in shapes.items():
-        moments = _moments(group) if group["coupled"] else {}
-        expected = _moment_shape(group, p, moments[name]) if name in moments else p.shape
+        dim = _dims(group).get(name) if group["coupled"] else None
+        expected = p.shape if dim is None else _moment_shape(group, p, dim)
         if shape != expected:
             raise ValueError(
                 f"cannot load the state of {_describe(group, index)}: its {name} has the shape "

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Recipe, override, parse_overrides, suggestion
+from coupled_adam.lab.checking import suggestion
+from coupled_adam.lab.recipe import Recipe, override, parse_overrides
 
 _LARGEST = 1000  # settings of an arm; all of them are checked before the first is trained
 _OTHER_TEXT = ("data.*", "model.vocab_size", "training.evaluation_batches", "training.test_batches")
@@ -251,7 +252,7 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
         return [pattern]
     arm, _, option = option.partition(".")
     if "." not in pattern:
-        hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(pattern)
+        hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(Recipe, pattern)
         raise UsageError(f"{pattern} cannot be swept: {hint}")
     if section != "arms" or not option or option == "optimizer":
         raise UsageError(

@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerFast
 import coupled_adam
 import token_models
 from coupled_adam import cli
-from coupled_adam.lab.recipe import explained, load_recipe, override, parse_overrides
+from coupled_adam.lab.explained import explained
+from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]

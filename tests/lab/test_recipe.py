@@ -11,11 +11,10 @@ from torch import nn
 from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.arms import OPTIMIZERS
+from coupled_adam.lab.explained import explained, meanings
 from coupled_adam.lab.models import build_model, count_parameters
 from coupled_adam.lab.recipe import (
-    explained,
     load_recipe,
-    meanings,
     override,
     parse_overrides,
     parse_recipe,

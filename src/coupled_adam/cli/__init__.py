@@ -260,8 +260,9 @@ def _hint(arguments: list[str], message: str) -> str:
         if near := difflib.get_close_matches(name, options, n=1, cutoff=0.7):
             return f"; did you mean {near[0]}?"
         if command and issubclass(_COMMANDS[command].Options, RecipeValues):
-            from coupled_adam.lab.recipe import keys
+            from coupled_adam.lab.checking import keys
+            from coupled_adam.lab.recipe import Recipe
 
-            if match := keys(name.strip("-").replace("-", "_")):
+            if match := keys(Recipe, name.strip("-").replace("-", "_")):
                 return f"; values of the recipe are given as {match[0]}=VALUE"
     return f"; see {parser.prog} --help"

@@ -17,7 +17,8 @@ class Options:
 
 def run(options: Options) -> None:
     """Print the list of recipes, or one recipe."""
-    from coupled_adam.lab.recipe import explained, load_recipe, recipe_names
+    from coupled_adam.lab.explained import explained
+    from coupled_adam.lab.recipe import load_recipe, recipe_names
     from coupled_adam.rendering.tables import Table
 
     if options.name is not None:

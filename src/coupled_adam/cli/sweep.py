@@ -45,7 +45,7 @@ def run(options: Options) -> None:
     """Run the sweep and print its table."""
     from coupled_adam.lab.grid import make_grid, several_values
     from coupled_adam.lab.recipe import load_recipe
-    from coupled_adam.lab.sweep import Sweep, extended, stored_sweep, sweep
+    from coupled_adam.lab.sweep import Sweep, stored_sweep, sweep
 
     named = None if options.recipe is None else load_recipe(options.recipe)
     name = named.name if named else DEFAULT_RECIPE
@@ -70,22 +70,23 @@ def run(options: Options) -> None:
     recipe = selected(recipe, options.arms, options.seeds)
     # All settings are checked before the first is trained, and before the folder is touched.
     plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, stored_axes=axes), trials)
-    if stored:
-        plan = extended(stored, plan, out)
-    recipe = plan.grid.recipe
-    how = execution(options, recipe)
-    console().print(
-        f"[bold]{recipe.name}[/]: {plan.settings} settings of {', '.join(plan.grid.arms)}; seeds "
-        f"{', '.join(map(str, recipe.seeds))}",
-        highlight=False,
-    )
+
+    def on_start(plan: Sweep) -> None:
+        recipe = plan.grid.recipe
+        console().print(
+            f"[bold]{recipe.name}[/]: {plan.settings} settings of {', '.join(plan.grid.arms)}; "
+            f"seeds {', '.join(map(str, recipe.seeds))}",
+            highlight=False,
+        )
+        print_path("results in", out)
+
     report = sweep(
         plan,
         out,
-        execution=how,
+        execution=execution(options, plan.grid.recipe),
         cache=cache_folder(options.cache),
         resume=options.resume,
-        on_start=lambda: print_path("results in", out),
+        on_start=on_start,
         announce=lambda line: console().print(line, highlight=False, markup=False),
     )
     if report is not None:

@@ -7,7 +7,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +102,8 @@ def compare(
     settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
     with contextlib.ExitStack() as held:
         with process_group(execution.device, settings):
-            corpus = claim_and_prepare(
-                out / COMPARISON, lambda: _content(recipe, out, resume), recipe, cache, held
-            )
+            content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
+            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, held)
             runs = [
                 TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -148,11 +147,7 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
 
 def claim_and_prepare(
-    file: Path,
-    content: Callable[[], str],
-    recipe: Recipe,
-    cache: Path,
-    held: contextlib.ExitStack,
+    file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, held: contextlib.ExitStack
 ) -> Corpus:
     """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
 
@@ -160,15 +155,14 @@ def claim_and_prepare(
         file: the file that describes what the folder holds; written once the corpus is there. If it
             cannot be prepared, new folders are removed again, unless others have put anything
             there.
-        content: returns the content of the file, or raises UsageError if the folder must not be
-            used; called on rank 0 only, before anything is written.
+        content: the content of that file.
         held: the folder is locked until it closes.
 
     Raises:
         UsageError: if the folder is in use or not writable, or the text cannot be used.
     """
     out = file.parent
-    text, new_folders = on_rank_zero(lambda: _claim(out, content, held))
+    new_folders = on_rank_zero(lambda: _claim(out, held))
     try:
         corpus = _same_corpus(recipe, cache)
     except UsageError:
@@ -177,19 +171,12 @@ def claim_and_prepare(
             (out / LOCK).unlink()
             remove_empty(new_folders)
         raise
-    on_rank_zero(lambda: write_atomically(file, text))
+    on_rank_zero(lambda: write_atomically(file, yaml.safe_dump(content, sort_keys=False)))
     return corpus
 
 
-def _claim(
-    out: Path, content: Callable[[], str], held: contextlib.ExitStack
-) -> tuple[str, list[Path]]:
-    """Create a folder, or check that it can be continued; hold it as its only writer.
-
-    Returns:
-        What ``content`` returns, and the folders that were created, the innermost first.
-    """
-    text = content()
+def _claim(out: Path, held: contextlib.ExitStack) -> list[Path]:
+    """Hold a folder as its only writer; return those that were created, the innermost first."""
     try:
         new_folders = make_folder(out)
         held.enter_context(sole_writer(out))
@@ -199,7 +186,7 @@ def _claim(
             f"--out {out} cannot be written ({reason}): choose another folder"
         ) from None
     clear_leftovers(out)
-    return text, new_folders
+    return new_folders
 
 
 def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
@@ -252,44 +239,60 @@ def is_used(folder: Path) -> bool:
     return any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir())
 
 
-def differences(stored: dict[str, Any], current: dict[str, Any]) -> dict[str, str]:
-    """By dotted key: the values that differ between two nested dicts, as a message says it."""
+def check_same(
+    out: Path,
+    kind: str,
+    stored: Mapping[str, Any],
+    current: Mapping[str, Any],
+    may_differ: Callable[[str], bool],
+) -> None:
+    """Raise UsageError if a folder holds another comparison or sweep than is to be continued.
+
+    Args:
+        kind: what it is, for the message.
+        stored, current: the settings of the one in the folder, and of the one that is asked for.
+        may_differ: whether a setting, by its dotted key, may have another value.
+    """
     there, here = flat(stored), flat(current)
-    return {
-        key: f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key)
-    }
-
-
-def _content(recipe: Recipe, out: Path, resume: bool) -> str:
-    """The content of ``comparison.yaml``; raises UsageError if the folder holds something else."""
-    stored = stored_recipe(out) if resume else None
-    if stored is not None:
-        _check_same(stored, recipe, out)
-        recipe = dataclasses.replace(
-            recipe,
-            arms={**stored.arms, **recipe.arms},
-            seeds=sorted({*stored.seeds, *recipe.seeds}),
-        )
-    elif resume and is_used(out):
-        raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
-    else:
-        check_new(out)
-    return yaml.safe_dump(recipe.to_dict(), sort_keys=False)
-
-
-def _check_same(stored: Recipe, recipe: Recipe, out: Path) -> None:
-    """Raise UsageError unless the runs that both recipes have are the same."""
-    # Arms and seeds that only one of the two has are added to the comparison.
-    shared = {f"arms.{arm}" for arm in stored.arms if arm in recipe.arms}
     different = [
-        text
-        for key, text in differences(stored.to_dict(), recipe.to_dict()).items()
-        if key != "seeds" and (not key.startswith("arms.") or key.rpartition(".")[0] in shared)
+        f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key) and not may_differ(key)
     ]
     if different:
         raise UsageError(
-            f"--out {out} holds another comparison ({', '.join(different)}): leave "
-            "those options out to continue it, or choose another folder"
+            f"--out {out} holds another {kind} ({', '.join(different)}): leave those options out "
+            "to continue it, or choose another folder"
         )
+
+
+def check_unused(out: Path, kind: str, resume: bool) -> None:
+    """Raise UsageError if a folder that holds no comparison or sweep cannot become one."""
+    if resume and is_used(out):
+        raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
+    check_new(out)
+
+
+def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
+    """The recipe with the arms and seeds of the comparison that is continued as well.
+
+    Raises:
+        UsageError: the folder holds another comparison, or something else.
+    """
+    stored = stored_recipe(out) if resume else None
+    if stored is None:
+        check_unused(out, "comparison", resume)
+        return recipe
+    shared = stored.arms.keys() & recipe.arms.keys()
+
+    def may_differ(key: str) -> bool:
+        """Whether it is the seeds, or an arm that only one of the two has."""
+        section, _, rest = key.partition(".")
+        return key == "seeds" or (section == "arms" and rest.partition(".")[0] not in shared)
+
+    check_same(out, "comparison", stored.to_dict(), recipe.to_dict(), may_differ)
+    return dataclasses.replace(
+        recipe,
+        arms={**stored.arms, **recipe.arms},
+        seeds=sorted({*stored.seeds, *recipe.seeds}),
+    )

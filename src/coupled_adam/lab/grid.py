@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.recipe import Recipe, override, parse_overrides, suggestion
+from coupled_adam.lab.checking import suggestion
+from coupled_adam.lab.recipe import Recipe, override, parse_overrides
 
 _LARGEST = 1000  # settings of an arm; all of them are checked before the first is trained
 _OTHER_TEXT = ("data.*", "model.vocab_size", "training.evaluation_batches", "training.test_batches")
@@ -183,25 +184,14 @@ def make_grid(
                 f"{pattern}={as_text(listed[0])}..{as_text(listed[1])} is a range, which needs "
                 "--optuna TRIALS; a grid needs single values, separated by commas"
             )
-    # Checked one by one before they are combined, so that the message names the one at fault.
     axes = {axis.key: axis for axis in stored_axes}
-    several = {k: listed for k, listed in values.items() if len(listed) > 1 or k in axes}
-    recipe = override(recipe, {k: values[k][0] for k in values if k not in several})
-    if not several and not axes:
+    fixed = [key for key, listed in values.items() if len(listed) == 1 and key not in axes]
+    recipe = override(recipe, {key: values.pop(key)[0] for key in fixed})
+    if not values and not axes:
         raise UsageError(f"nothing to sweep: give two or more values of an option, as {_EXAMPLE}")
-    for key, listed in several.items():
-        # 1e-3 is text in YAML, and would be another run than 0.001.
-        read = tuple(_read(override(recipe, {key: value}), key) for value in listed)
-        texts = [as_text(value) for value in read]
-        twice = next((text for text in texts if texts.count(text) > 1), None)
-        if twice is not None:
-            raise UsageError(f"{key} has the value {twice} twice: leave one of them out")
-        is_range, are_numbers = isinstance(listed, Range), all(map(is_number, read))
-        if is_range and not are_numbers:
-            raise UsageError(f"{key}={texts[0]}..{texts[1]}: a range needs two numbers")
-        if key in axes and not is_range and not axes[key].is_range:
-            read = (*axes[key].values, *(value for value in read if value not in axes[key].values))
-        axes[key] = Axis(key, tuple(sorted(read)) if are_numbers else read, is_range)
+    # Read one by one before they are combined, so that the message names the one at fault.
+    for key, listed in values.items():
+        axes[key] = _axis(recipe, key, listed, axes.get(key))
     grid = Grid(recipe, tuple(axes.values()))
     for arm in grid.arms:
         if grid.number(arm) > _LARGEST:
@@ -212,6 +202,26 @@ def make_grid(
         # Only for their checks: no run starts while a combination of a later one is impossible.
         grid.settings(arm)
     return grid
+
+
+def _axis(recipe: Recipe, key: str, listed: Sequence[Any], stored: Axis | None) -> Axis:
+    """The axis of an option: its values, and those that the sweep that is continued has tried.
+
+    Raises:
+        UsageError: a value is invalid or given twice.
+    """
+    # As the recipe reads them: 1e-3 is text in YAML, and would be another run than 0.001.
+    values = tuple(_read(override(recipe, {key: value}), key) for value in listed)
+    texts = [as_text(value) for value in values]
+    repeated = next((text for text in texts if texts.count(text) > 1), None)
+    if repeated is not None:
+        raise UsageError(f"{key} has the value {repeated} twice: leave one of them out")
+    is_range, are_numbers = isinstance(listed, Range), all(map(is_number, values))
+    if is_range and not are_numbers:
+        raise UsageError(f"{key}={texts[0]}..{texts[1]}: a range needs two numbers")
+    if stored is not None and not is_range and not stored.is_range:
+        values = tuple(dict.fromkeys((*stored.values, *values)))
+    return Axis(key, tuple(sorted(values)) if are_numbers else values, is_range)
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -242,7 +252,7 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
         return [pattern]
     arm, _, option = option.partition(".")
     if "." not in pattern:
-        hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(pattern)
+        hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(Recipe, pattern)
         raise UsageError(f"{pattern} cannot be swept: {hint}")
     if section != "arms" or not option or option == "optimizer":
         raise UsageError(

@@ -6,29 +6,20 @@ inherited arms.
 """
 
 import dataclasses
-import difflib
-import functools
-import inspect
-import json
 import os
 import re
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from pydantic_core import ErrorDetails
-
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
+from coupled_adam.lab.checking import as_typed, checked
 from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
 from coupled_adam.lab.sections import LARGEST, Model, Seed, Training, require
 from coupled_adam.text.source import Data
 
-_SECTIONS: dict[str, type[Any]] = {"model": Model, "data": Data, "training": Training}
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
 
@@ -148,7 +139,7 @@ class Recipe:
         options = dict(self.arms[name])
         for key, value in options.items():
             if not isinstance(value, str | int | float | None):
-                raise UsageError(f"arms.{name}.{key}={_shown(value)} must be one value")
+                raise UsageError(f"arms.{name}.{key}={as_typed(value)} must be one value")
         kind = options.pop("optimizer", None)
         if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
             names = ", ".join(arm for arm in self.arms if arm != name)
@@ -160,8 +151,7 @@ class Recipe:
             raise UsageError(
                 f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}"
             )
-        arm: Arm = _checked(OPTIMIZERS[kind], options, f"arms.{name}")
-        return arm
+        return checked(OPTIMIZERS[kind], options, f"arms.{name}")
 
     def only(self, arm: str, seed: int) -> "Recipe":
         """The recipe of a single run, which does not depend on the other arms and seeds."""
@@ -235,51 +225,9 @@ def recipe_from(values: Any, source: str) -> Recipe:
     """
     values = _mapping(values, source)
     try:
-        recipe: Recipe = _checked(Recipe, values)
+        return checked(Recipe, values)
     except UsageError as error:
         raise UsageError(f"{source}: {one_line(error)}") from None
-    return recipe
-
-
-def explained(recipe: Recipe) -> str:
-    """The recipe as YAML, with the meaning of each key in a comment above it."""
-    lines: list[str] = []
-    values = recipe.to_dict()
-    for key, meaning in meanings(Recipe).items():
-        section = getattr(recipe, key)
-        if key not in values:
-            values[key] = section
-        if not dataclasses.is_dataclass(section):
-            lines += _commented({key: values[key]}, meaning)
-            continue
-        lines += [f"# {meaning}", f"{key}:"]
-        for name, text in meanings(type(section)).items():
-            lines += _commented({name: values[key][name]}, text, "  ")
-    for optimizer, arm in OPTIMIZERS.items():
-        lines.append(f"# The options of an arm with optimizer: {optimizer}")
-        for name, text in meanings(arm).items():
-            lines += textwrap.wrap(
-                f"{name}: {text}", 100, initial_indent="#   ", subsequent_indent="#       "
-            )
-    return "\n".join(lines) + "\n"
-
-
-def _commented(value: dict[str, Any], meaning: str, indent: str = "") -> Iterator[str]:
-    """The lines of a key with its value, below those of its meaning."""
-    mark = f"{indent}# "
-    yield from textwrap.wrap(meaning, 100, initial_indent=mark, subsequent_indent=mark)
-    dumped = yaml.safe_dump(value, sort_keys=False, width=1000)
-    yield from textwrap.indent(dumped, indent).splitlines()
-
-
-def meanings(section: type[Any]) -> dict[str, str]:
-    """What the docstring of a dataclass says about each of its fields, by name."""
-    # Entries begin with the names of one or several fields; their further lines are indented.
-    text = re.sub(r"``|:(?:class|func):", "", inspect.getdoc(section) or "")
-    entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)
-    texts = {name: text for names, text in entries for name in names.split(", ")}
-    fields = [field.name for field in dataclasses.fields(section)]
-    return {name: " ".join(texts.get(name, "").split()) for name in fields}
 
 
 def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
@@ -337,113 +285,3 @@ def _check_data(data: Data) -> None:
     )
     require(data.separator != "", "data.separator='' separates nothing: give some text, or null")
     require(0 < data.held_out < 0.5, f"data.held_out={data.held_out} must be between 0 and 0.5")
-
-
-@functools.cache
-def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
-    """The checker of a dataclass and of those in it, which refuse keys that they do not have."""
-    # Configured here, so that the classes of the arms need not know of pydantic.
-    checked: list[Any] = [Recipe, *_SECTIONS.values(), *OPTIMIZERS.values()]
-    for section in checked:
-        with_config(ConfigDict(extra="forbid"))(section)
-    return TypeAdapter(cls)
-
-
-def _checked(cls: type[Any], values: dict[str, Any], where: str = "") -> Any:
-    """An instance of a dataclass from plain values; ``where`` is its place in the recipe.
-
-    Raises:
-        UsageError: a key is unknown or missing, or a value has the wrong type or is out of range.
-    """
-    try:
-        return _adapter(cls).validate_python(values)  # type: ignore[arg-type]  # it is hashable
-    except ValidationError as error:
-        # An unknown key comes first, since it is often why another one is missing.
-        errors = error.errors(include_url=False)
-        first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
-        missing = [
-            e["loc"] for e in errors if e["type"] == "missing" and isinstance(e["loc"][-1], str)
-        ]
-        if first["loc"] in missing:
-            keys = ", ".join(_key(where, loc) for loc in missing)
-            raise UsageError(f"{keys} must be given") from None
-        raise UsageError(_explained(first, cls, values, where)) from None
-
-
-def _explained(error: ErrorDetails, cls: type[Any], values: Any, where: str) -> str:
-    """What pydantic finds wrong with a value, by its key, and what it should be."""
-    *sections, key = error["loc"] or ("",)
-    if error["type"] == "unexpected_keyword_argument":
-        place = _key(where, sections)
-        hint = suggestion(str(key), _SECTIONS.get(place, cls), place)
-        return f"{place} has no key {key!r}: {hint}".strip()
-    if error["type"] == "value_error":  # raised by the arms themselves
-        return f"{where}: {error['ctx']['error']}"
-    if key == "[key]":
-        return f"{_key(where, sections[:-1])}: {_shown(sections[-1])} must be text, in quotes"
-    # An element of a list is wrong as a part of the whole.
-    loc = [place for place in error["loc"] if isinstance(place, str)]
-    value = values
-    for name in loc:
-        value = value[name]
-    expected = _LISTS.get(loc[-1]) or _in_words(error)
-    several = isinstance(value, str) and "," in value and error["type"] != "string_type"
-    hint = "; coupled-adam sweep tries several values" if several else ""
-    return f"{_key(where, loc)}={_shown(value)} must be {expected}{hint}"
-
-
-_LISTS = {
-    "betas": "two numbers, each at least 0 and below 1, such as [0.9, 0.95]",
-    "seeds": "a list of different whole numbers, 0 to 4294967295, such as [1, 2]",
-}
-_KINDS = {
-    "int": "a whole number",
-    "float": "a number",
-    "finite": "a finite number",
-    "bool": "true or false",
-    "string": "text",
-    "dataclass": "keys and values",
-    "dict": "keys and values",
-}
-_BOUNDS = {"gt": "above {:g}", "ge": "{:g} or more", "lt": "below {:g}", "le": "at most {:g}"}
-
-
-def _in_words(error: ErrorDetails) -> str:
-    """What a value should be, in words."""
-    facts = error.get("ctx", {})
-    for name, words in _BOUNDS.items():
-        if name in facts:
-            return words.format(facts[name])
-    if "expected" in facts:
-        return str(facts["expected"]).replace("'", "")
-    kind = error["type"].partition("_")[0]
-    return _KINDS.get(kind, error["msg"].removeprefix("Input should be "))
-
-
-def _key(where: str, parts: Iterable[Any]) -> str:
-    """The dotted key of a place in the recipe."""
-    return ".".join(map(str, [where, *parts] if where else parts))
-
-
-def _shown(value: Any) -> str:
-    """A value as it is typed, not too long."""
-    try:
-        return one_line(value if isinstance(value, str) else json.dumps(value, default=str), 80)
-    except ValueError:  # Python does not write numbers of thousands of digits
-        return "..."
-
-
-def keys(name: str | None = None) -> list[str]:
-    """The keys of a recipe's sections, such as ``training.lr``; of that name or in that section."""
-    full = [(s, field.name) for s, cls in _SECTIONS.items() for field in dataclasses.fields(cls)]
-    return [f"{s}.{key}" for s, key in full if name in (None, s, key)]
-
-
-def suggestion(key: str, cls: type[Any] = Recipe, place: str = "") -> str:
-    """What an unknown key of a dataclass of the recipe may stand for, or which keys there are."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    near = difflib.get_close_matches(key, names, n=1)
-    if not near and cls in (Recipe, *_SECTIONS.values()):
-        near = keys(key.rpartition(".")[2])
-        near = near or difflib.get_close_matches(f"{place}.{key}", keys(), n=1, cutoff=0.8)
-    return f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(names)}"

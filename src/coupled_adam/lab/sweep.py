@@ -12,16 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from coupled_adam.errors import DivergedError, UsageError
 from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.comparison import (
-    check_new,
+    check_same,
+    check_unused,
     claim_and_prepare,
-    differences,
     evaluate_trained,
-    is_used,
     shared_settings,
 )
 from coupled_adam.lab.data.corpus import Corpus
@@ -59,15 +56,20 @@ class Sweep:
             "trials": self.trials,
         }
 
+    def settings_by_key(self) -> dict[str, Any]:
+        """The recipe's values, or the values to try, by dotted keys."""
+        values = {axis.key: axis.to_plain() for axis in self.grid.axes}
+        return {**flat(self.grid.recipe.to_dict()), **values, "--optuna": self.trials}
+
 
 def sweep(
-    plan: Sweep,
+    given: Sweep,
     out: Path,
     *,
     execution: Execution,
     cache: Path,
     resume: bool = False,
-    on_start: Callable[[], object] = lambda: None,
+    on_start: Callable[[Sweep], object] = lambda _: None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> SweepReport | None:
     """Train all runs of a sweep into ``out``, evaluate the best setting of each arm, and report.
@@ -77,10 +79,11 @@ def sweep(
     run diverges is not chosen, and the sweep goes on.
 
     Args:
+        given: what is tried, besides what a sweep that is continued has tried.
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same sweep, with the same values and seeds or
             more of them; with Optuna, with the same number of trials or more.
-        on_start: called when the folder and the corpus are there, before the first run starts.
+        on_start: called with all that the folder is to hold, before the first run starts.
         announce: called with a line about each setting before its runs are trained.
 
     Returns:
@@ -93,17 +96,16 @@ def sweep(
     """
     settings = {
         "command": "sweep",
-        **shared_settings(plan.grid.recipe, out, execution, resume),
-        **{key: plan.to_dict()[key] for key in ("values", "trials")},
+        **shared_settings(given.grid.recipe, out, execution, resume),
+        **{key: given.to_dict()[key] for key in ("values", "trials")},
     }
     with contextlib.ExitStack() as held:
         with process_group(execution.device, settings):
-            corpus = claim_and_prepare(
-                out / SWEEP, lambda: _content(plan, out, resume), plan.grid.recipe, cache, held
-            )
-            # The folder's file now has the values and seeds of earlier calls as well.
-            plan = on_rank_zero(lambda: stored_sweep(out)) or plan
-            on_start()
+            # With the values and seeds of earlier calls as well.
+            plan = on_rank_zero(lambda: _extended(given, out, resume))
+            recipe = plan.grid.recipe
+            corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, held)
+            on_start(plan)
             tried: list[Tried] = []
             number = plan.settings
 
@@ -131,7 +133,7 @@ def sweep(
                 for run in _runs(best.setting, out)
             }
             tried[tried.index(best)] = dataclasses.replace(best, test=test)
-        report = SweepReport(plan.grid.recipe, tried)
+        report = SweepReport(recipe, tried)
         write_atomically(out / "sweep.csv", report.csv())
         write_atomically(out / "sweep.html", report.page())
         return report
@@ -211,18 +213,6 @@ def _suggestion(trial: Any, axis: Axis) -> Any:
     return min(max(value, low), high)
 
 
-def _content(plan: Sweep, out: Path, resume: bool) -> str:
-    """The content of ``sweep.yaml``; raises UsageError if the folder holds something else."""
-    stored = stored_sweep(out) if resume else None
-    if stored is not None:
-        plan = extended(stored, plan, out)
-    elif resume and is_used(out):
-        raise UsageError(f"--out {out} holds no sweep to resume: choose another folder")
-    else:
-        check_new(out)
-    return yaml.safe_dump(plan.to_dict(), sort_keys=False)
-
-
 def stored_sweep(out: Path) -> Sweep | None:
     """The sweep of a folder; None if it holds none."""
     path = out / SWEEP
@@ -238,36 +228,30 @@ def stored_sweep(out: Path) -> Sweep | None:
         raise UsageError(f"{path} is damaged ({error!r}): choose another --out") from None
 
 
-def extended(stored: Sweep, plan: Sweep, out: Path) -> Sweep:
-    """The sweep of a folder, with further values and seeds, or trials, of another plan.
+def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
+    """The sweep with the values and seeds, or trials, of the one that is continued as well.
 
     With Optuna nothing but the number of trials may grow: its choice depends on everything else.
 
     Raises:
-        UsageError: anything else differs.
+        UsageError: the folder holds another sweep, or something else.
     """
-    stored_values, values = stored.to_dict()["values"], plan.to_dict()["values"]
-    # With a grid, an axis may get more values, but there may be no further axis.
+    stored = stored_sweep(out) if resume else None
+    if stored is None:
+        check_unused(out, "sweep", resume)
+        return plan
+    there, here = stored.settings_by_key(), plan.settings_by_key()
     grows = {"--optuna"}
     if stored.trials is None and plan.trials is None:
-        grows = {"seeds", *(stored_values.keys() & values.keys())}
+        # An axis may get more values, but there may be no further axis.
+        axes = stored.grid.axes, plan.grid.axes
+        grows = {"seeds", *({axis.key for axis in axes[0]} & {axis.key for axis in axes[1]})}
     elif stored.trials is None or plan.trials is None:
         grows = set()
-    different = [
-        text
-        for key, text in differences(
-            {**flat(stored.grid.recipe.to_dict()), **stored_values, "--optuna": stored.trials},
-            {**flat(plan.grid.recipe.to_dict()), **values, "--optuna": plan.trials},
-        ).items()
-        if key not in grows
-    ]
-    if different:
-        raise UsageError(
-            f"--out {out} holds another sweep ({', '.join(different)}): leave those options out "
-            "to continue it, or choose another folder"
-        )
+    check_same(out, "sweep", there, here, grows.__contains__)
     if stored.trials is not None and plan.trials is not None:
         return dataclasses.replace(stored, trials=max(stored.trials, plan.trials))
     seeds = sorted({*stored.grid.recipe.seeds, *plan.grid.recipe.seeds})
     recipe = dataclasses.replace(stored.grid.recipe, seeds=seeds)
+    values = {axis.key: axis.values for axis in plan.grid.axes}
     return Sweep(make_grid(recipe, values, stored_axes=stored.grid.axes))

@@ -1,12 +1,9 @@
 """Load models and tokenizers from folders, and find out what an evaluation needs to know."""
 
-import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,11 +12,8 @@ from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import CONFIG, MODEL, SWEEP, inner_runs
-from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
+from coupled_adam.text.hub import check_sizes, hub_error, is_hub_id, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
-
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""What configurations call the number of layers."""
 
 
 def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
@@ -79,7 +73,7 @@ def load_model(
     check_model(source)
     is_here = Path(source).exists()
     if is_here:
-        _check_layers(Path(source))
+        check_sizes(Path(source))
     else:
         reach_hub()
     model: PreTrainedModel
@@ -107,30 +101,6 @@ def load_model(
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"{source}: weights are missing and would be random: {missing}")
     return model
-
-
-def _check_layers(folder: Path) -> None:
-    """Raise UsageError if a model is to have more layers than its files have tensors.
-
-    They would be built before their weights are missed, and a million of them takes hours.
-    """
-    config: Any = {}
-    tensors = 0
-    # What cannot be read (a RuntimeError of safetensors) is said when the model is loaded.
-    with contextlib.suppress(OSError, ValueError, RecursionError, RuntimeError, SafetensorError):
-        config = json.loads(read_text(folder / "config.json"))
-        for path in filter(Path.is_file, folder.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                tensors += len(file.keys())
-    sections = [config, config.get("text_config")] if tensors and isinstance(config, dict) else []
-    for section in sections:
-        for name in _LAYERS:
-            layers = section.get(name) if isinstance(section, dict) else None
-            if isinstance(layers, int) and layers > tensors:
-                raise UsageError(
-                    f"{folder / 'config.json'}: {name} is {layers}, but there are weights of "
-                    f"{tensors} tensors: it is another model's, or damaged"
-                )
 
 
 def load_trained(run: Path, recipe: Recipe, device: str) -> tuple[PreTrainedModel, Variant]:
@@ -184,6 +154,15 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def block_length(model: PreTrainedModel) -> int:
-    """The length of a model's input blocks: as many tokens as it allows, but at most 1024."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or 1024, 1024)
+    """The length of a model's input blocks: as many tokens as it allows, but at most 1024.
+
+    Raises:
+        UsageError: it allows none.
+    """
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1024
+    if positions < 1:
+        raise UsageError(
+            f"{model.name_or_path}: its config.json allows {positions} positions, and a text needs "
+            "at least 1"
+        )
+    return min(positions, 1024)

@@ -194,7 +194,7 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
     assert 0 < (rounded - exact).abs().max() < bound
     parts = [geometry.LogPartition(largest), geometry.LogPartition(largest)]
     for part, exponents in zip(parts, (exact, rounded)):
-        part.add(exponents)
+        part.add(exponents, matrix.to(exponents.dtype).norm(dim=1))
     assert 0 < np.abs(parts[0].log_z() - parts[1].log_z()).max() < bound
     assert measures.isotropy(matrix) != alone
     assert measures.isotropy(matrix) == pytest.approx(alone, rel=2 * bound)
@@ -213,7 +213,8 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
     narrowed = measures.isotropy(long), measures.isotropy_unit(long), measures.analyze(long)
     monkeypatch.undo()
     assert narrowed[0] == pytest.approx(measures.isotropy(long), rel=1e-12)
-    assert narrowed[1] == pytest.approx(measures.isotropy_unit(long), rel=1e-12)
+    # At unit mean norm the same rows are short.
+    assert narrowed[1] == pytest.approx(measures.isotropy_unit(long), rel=2 * bound)
     for ours, theirs in zip(_variants(narrowed[2]), _variants(measures.analyze(long))):
         for name in ("isotropy", "isotropy_unit", "isotropy_published"):
             assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-12), name

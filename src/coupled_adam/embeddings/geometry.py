@@ -80,7 +80,7 @@ def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool
     moments = Moments(means, squares / len(norms) - means**2, longest + float(mean.norm()))
     views = [(unit, moments.can_be_extreme(unit, published))]
     directions = Directions(axes, longest, views, published=published)
-    sum_partitions(embeddings, [directions], longest)
+    sum_partitions(embeddings, [directions])
     return directions.log_z(0)
 
 
@@ -300,24 +300,37 @@ class LogPartition:
 
     def __init__(self, largest: float) -> None:
         self._largest = largest
-        self._log_z: Tensor | None = None
+        self._log_sums: Tensor | None = None
 
-    def add(self, projections: Tensor) -> None:
-        """Add a block of rows, given c . e_i, [rows, n], in float32 or float64."""
+    def add(self, projections: Tensor, norms: Tensor) -> None:
+        """Add a block of rows, given c . e_i, [rows, n], and ||e_i||, [rows]; float32 or 64."""
         if self._largest < (80 if projections.dtype == torch.float32 else 300):
             # One exponential serves both signs, without overflow.
             z = projections.exp()
-            sums = [z.sum(0, dtype=torch.float64), z.reciprocal_().sum(0, dtype=torch.float64)]
-            new = torch.stack(sums).log()
+            sums = [z.sum(0, dtype=torch.float64), norms @ z]
+            z.reciprocal_()
+            sums += [z.sum(0, dtype=torch.float64), norms @ z]
+            new = torch.stack([total.double() for total in sums]).log()
         else:
-            exponents = projections.double()
-            new = torch.stack([torch.logsumexp(exponents, 0), torch.logsumexp(-exponents, 0)])
-        self._log_z = new if self._log_z is None else torch.logaddexp(self._log_z, new)
+            exponents, log_norms = projections.double(), norms.double().log()[:, None]
+            new = torch.stack(
+                [
+                    torch.logsumexp(signed + weights, 0)
+                    for signed in (exponents, -exponents)
+                    for weights in (torch.zeros_like(log_norms), log_norms)
+                ]
+            )
+        self._log_sums = new if self._log_sums is None else torch.logaddexp(self._log_sums, new)
 
     def log_z(self) -> Array:
         """Log Z(c) and log Z(-c), [2, n]."""
-        assert self._log_z is not None
-        return as_array(self._log_z)
+        assert self._log_sums is not None
+        return as_array(self._log_sums[::2])
+
+    def mean_norms(self) -> Array:
+        """The mean norms of the rows, weighted by exp(c . e_i) and exp(-c . e_i), [2, n]."""
+        assert self._log_sums is not None
+        return as_array((self._log_sums[1::2] - self._log_sums[::2]).exp())
 
 
 class Directions:
@@ -360,23 +373,43 @@ class Directions:
 
     def add(self, rows: Tensor) -> None:
         """Add a block of rows, [rows, H]."""
-        projections = project(rows - self._center, self._axes)
+        rows = rows - self._center
+        projections, norms = project(rows, self._axes), rows.norm(dim=1)
         for unit, partition in self._partitions.items():
-            partition.add(projections / unit)
+            partition.add(projections / unit, norms / unit)
 
     def log_z(self, view: int) -> Array:
         """Log Z(c) and log Z(-c) of a view, by its number, for each chosen c among its first m."""
         unit, extreme = self.views[view]
         return self._partitions[unit].log_z()[:, : int(self.chosen[: len(extreme)].sum())]
 
-    def narrow(self, error: float) -> None:
-        """Choose fewer eigenvectors, if log Z at unit 1 is known up to an error so far."""
+    def errors(self, view: int) -> Array:
+        r"""A bound on the errors of log Z of a view in float32, [2, m'].
+
+        With a unit vector c and u = 2^-24, the rounding error of c . e_i in float32 is at most
+        (8 sqrt(H) + 5) u ||e_i||: 8 sqrt(H) u bounds that of H products and sums, except with
+        probability 2 exp(-8^2 / 2) = 3e-14 (Higham & Mary 2019, A New Approach to Probabilistic
+        Rounding Error Analysis, Theorem 3.1), and 5 u that of the two operands, of the mean and its
+        subtraction, and of a division by the mean norm; for the mean, its norm is added to the
+        row's. The error of log Z is the mean of these, weighted by exp(c . e_i), and 4 u more for
+        the exponential.
+        """
+        unit, extreme = self.views[view]
+        norms = self._partitions[unit].mean_norms()[:, : int(self.chosen[: len(extreme)].sum())]
+        norms = norms + float(torch.as_tensor(self.center).norm()) / unit
+        errors: Array = ((8 * math.sqrt(len(self.axes)) + 5) * norms + 4) * 2**-24
+        return errors
+
+    def narrow(self) -> None:
+        """Choose only the eigenvectors that can be extreme, if log Z is that of float32."""
         views = []
         for number, (unit, extreme) in enumerate(self.views):
-            log_z = torch.from_numpy(self.log_z(number)).to(extreme.device)
-            lower, upper = log_z - error / unit, log_z + error / unit
+            log_z, errors = self.log_z(number), self.errors(number)
+            lower, upper = (torch.from_numpy(log_z + side * errors) for side in (-1, 1))
             narrowed = torch.zeros_like(extreme)
-            narrowed[self.chosen[: len(extreme)]] = _can_be_extreme(lower, upper, self.published)
+            narrowed[self.chosen[: len(extreme)]] = _can_be_extreme(
+                lower, upper, self.published
+            ).to(extreme.device)
             views.append((unit, narrowed))
         self.views = views
 
@@ -384,44 +417,39 @@ class Directions:
 def sum_partitions(
     embeddings: Embeddings,
     clouds: Sequence[Directions],
-    longest: float,
     keep: NDArray[np.bool_] | None = None,
     on_rows: Callable[[int], object] | None = None,
 ) -> None:
-    r"""Compute log Z for all clouds in a pass over the rows, or in two if the matrix is large.
+    """Compute log Z for all clouds in a pass over the rows, or in two if the matrix is large.
 
-    In a large matrix the exponents c . e_i are computed in float32 first. With unit vectors c, and
-    rows of which the largest has the norm R, the rounding error of such a dot product is at most
-    (8 sqrt(H) + 9) u R, where u = 2^-24: 8 sqrt(H) u bounds that of H products and sums, except
-    with probability 2 exp(-8^2 / 2) = 3e-14 (Higham & Mary 2019, A New Approach to Probabilistic
-    Rounding Error Analysis, Theorem 3.1), and 9 u that of the two operands, of the mean and its
-    subtraction, of a division by the mean norm and, if R is at least 1, of the exponential. Log Z
-    has at most the same error, as it is 1-Lipschitz in the largest difference of the exponents, and
-    the isotropy, a ratio of two, has at most twice this relative error. If that is below 1e-4, the
-    fourth digit is right. Otherwise the directions that can still be extreme, which are few unless
-    the embeddings are perfectly isotropic, are computed once more in float64.
+    In a large matrix the exponents c . e_i are computed in float32 first. As the isotropy is a
+    ratio of two Z, its relative error is at most twice that of :meth:`Directions.errors`. If that
+    is below 1e-4, the fourth digit is right. Otherwise the directions that can still be extreme are
+    computed once more in float64.
 
     Args:
         embeddings: [V, H].
-        clouds: what is to be computed; all of the same rows.
-        longest: R, or a bound on it.
+        clouds: what is to be computed, of the same rows.
         keep, on_rows: as for :func:`blocks`; ``on_rows`` is called for the first pass.
     """
-    rows, columns = embeddings.shape
-    error = (8 * math.sqrt(columns) + 9) * 2**-24 * max(longest, 1.0)
-    dtypes = [torch.float64]
-    if rows * columns * sum(int(cloud.chosen.sum()) for cloud in clouds) >= _LARGE:
-        smallest = min(unit for cloud in clouds for unit, _ in cloud.views)
-        is_precise = 2 * error / min(smallest, 1.0) <= 1e-4
-        dtypes = [torch.float32] if is_precise else [torch.float32, torch.float64]
-    for number, dtype in enumerate(dtypes):
+
+    def add_all(dtype: torch.dtype, on_rows: Callable[[int], object] | None) -> None:
         for cloud in clouds:
-            if number:
-                cloud.narrow(error)
             cloud.begin(dtype)
-        for block in blocks(embeddings, keep, None if number else on_rows, dtype):
+        for block in blocks(embeddings, keep, on_rows, dtype):
             for cloud in clouds:
                 cloud.add(block)
+
+    rows, columns = embeddings.shape
+    if rows * columns * sum(int(cloud.chosen.sum()) for cloud in clouds) < _LARGE:
+        add_all(torch.float64, on_rows)
+        return
+    add_all(torch.float32, on_rows)
+    errors = [cloud.errors(view) for cloud in clouds for view in range(len(cloud.views))]
+    if 2 * max(error.max(initial=0) for error in errors) > 1e-4:
+        for cloud in clouds:
+            cloud.narrow()
+        add_all(torch.float64, None)
 
 
 class Angles:

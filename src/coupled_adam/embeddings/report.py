@@ -158,7 +158,7 @@ def analyze(
     The measures are exact. They take four passes over the rows and two eigendecompositions of
     H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V. All are
     computed in float64, except for the exponents of the isotropy of a large matrix, if the relative
-    error of the isotropy is then at most 1e-4 (see :func:`geometry.exponent_dtype`).
+    error of the isotropy is then at most 1e-4 (see :func:`geometry.sum_partitions`).
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
@@ -239,13 +239,7 @@ def analyze(
     centred_directions = geometry.Directions(
         centred_basis, centred.longest, centred_views + topless_views, mean
     )
-    geometry.sum_partitions(
-        embeddings,
-        [raw_directions, centred_directions],
-        max(raw.longest, centred.longest),
-        measured,
-        on_rows,
-    )
+    geometry.sum_partitions(embeddings, [raw_directions, centred_directions], measured, on_rows)
     topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 

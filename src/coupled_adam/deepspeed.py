@@ -56,13 +56,13 @@ def couple(engine: Any) -> None:
             f"max_grad_norm={inner.max_grad_norm} would clip each param group by itself, as "
             "DeepSpeed steps them one after the other: use its gradient_clipping"
         )
-    found = [
+    flat_shards = [
         _shards(outer.bit16_groups[i], partitions[i], outer.real_dp_process_group[i])
         if group["coupled"]
         else None
         for i, group in enumerate(inner.param_groups)
     ]
-    for group, shards in zip(inner.param_groups, found):
+    for group, shards in zip(inner.param_groups, flat_shards):
         if shards is not None:
             group["flat_shards"] = [shards]
 

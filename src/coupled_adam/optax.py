@@ -233,10 +233,10 @@ def coupled_adamw(
     )
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        found = {str(leaf) for leaf in jax.tree.leaves(label(params))}
-        if unknown := found - transforms.keys():
+        used = {str(leaf) for leaf in jax.tree.leaves(label(params))}
+        if unknown := used - transforms.keys():
             raise ValueError(f"Invalid labels: {sorted(unknown)} (must be of {list(transforms)})")
-        if found == {"adamw"}:
+        if used == {"adamw"}:
             warnings.warn(
                 "labels couple no parameter, so this coupled_adamw does the same as optax.adamw. "
                 "Label the embedding matrices 'coupled' ([V, H]) or 'coupled_columns' ([H, V])",

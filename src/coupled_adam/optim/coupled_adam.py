@@ -158,8 +158,8 @@ class CoupledAdam(torch.optim.Adam):
             )
         if vocab_size is not None and not isinstance(params, Tensor):
             params = list(params)  # type: ignore[assignment]
-            given = [group for group in params if isinstance(group, dict)]
-            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*g} for g in given):
+            dicts = [group for group in params if isinstance(group, dict)]
+            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*group} for group in dicts):
                 raise ValueError(
                     f"vocab_size={vocab_size} decides which matrices are coupled, and by which "
                     "dimension: leave out coupled and vocab_dim here and in the param groups, or "
@@ -470,19 +470,19 @@ class CoupledAdam(torch.optim.Adam):
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
 
         def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            adapted, found = coupled_state.from_adam(self.param_groups, loaded)
-            moments.update(found)
+            adapted, second_moments = coupled_state.from_adam(self.param_groups, loaded)
+            moments.update(second_moments)
             return adapted
 
         def restore(_: torch.optim.Optimizer) -> None:
             for group, shards in zip(self.param_groups, flat_shards):
                 if shards is not None:
                     group["flat_shards"] = shards  # these are not saved
-            for p, found in moments.items():
+            for p, second_moments in moments.items():
                 # torch has cast every state to its parameter's dtype, which would reduce the
                 # moments [H] of a bf16 parameter to bf16, and it has kept the strides that exp_avg
                 # was saved with. Put back the former, and give exp_avg the parameter's strides.
-                self.state[p].update(found)
+                self.state[p].update(second_moments)
                 exp_avg = self.state[p].get("exp_avg")
                 if exp_avg is not None and exp_avg.stride() != p.stride():
                     self.state[p]["exp_avg"] = torch.empty_like(p).copy_(exp_avg)

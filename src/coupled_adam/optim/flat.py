@@ -99,7 +99,7 @@ def segments(shard: FlatShard, numel: int) -> Iterator[Segment]:
 
 
 @dataclass(eq=False)
-class Part:
+class Submatrix:
     """A segment as a matrix of its own, its sums, and the tokens and features that it holds."""
 
     matrix: Matrix
@@ -165,7 +165,7 @@ def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
             param, grad = param.T, grad.T
             exp_avg = None if exp_avg is None else exp_avg.T
         maximum, rows = matrix.max_exp_avg_sq, matrix.exp_avg_sq_row
-        part = replace(
+        submatrix = replace(
             matrix,
             param=param,
             grad=grad,
@@ -174,8 +174,8 @@ def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
             max_exp_avg_sq=None if maximum is None else maximum[features].clone(),
             exp_avg_sq_row=None if rows is None else rows[tokens].clone(),
         )
-        part.kernel = choose(part)
-        yield part, tokens, features
+        submatrix.kernel = choose(submatrix)
+        yield submatrix, tokens, features
 
 
 def measure(matrix: Matrix, as_is: bool) -> Sums:
@@ -188,43 +188,43 @@ def measure(matrix: Matrix, as_is: bool) -> Sums:
     sums.present = sums.squares.new_full((1,), 0.0 if matrix.absent else 1.0)
     if matrix.exp_avg_sq_row is not None:
         sums.row_squares = torch.zeros_like(matrix.exp_avg_sq_row, dtype=wide)
-    for segment, tokens, features in split(matrix):
-        part = segment.kernel.measure(segment, as_is and not matrix.group["zero_sum"])
-        # A kernel may leave partial sums.
-        sums.squares[features] += part.squares if part.squares.dim() == 1 else part.squares.sum(0)
+    for submatrix, tokens, features in split(matrix):
+        measured = submatrix.kernel.measure(submatrix, as_is and not matrix.group["zero_sum"])
+        squares = measured.squares
+        sums.squares[features] += squares if squares.dim() == 1 else squares.sum(0)  # over parts
         if sums.row_squares is not None:
-            assert part.row_squares is not None
-            sums.row_squares[tokens] += part.row_squares
-        sums.memo.append(Part(segment, tokens, features, part))
+            assert measured.row_squares is not None
+            sums.row_squares[tokens] += measured.row_squares
+        sums.memo.append(Submatrix(submatrix, tokens, features, measured))
     return sums
 
 
 def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update ``exp_avg``, and add up the sums of the segments' rows."""
     sums.updates = torch.zeros_like(sums.squares)
-    for part in sums.memo:
-        segment = _hand_down(sums, part, scalars)
-        part.sums.updates = None
-        part.matrix.kernel.center(part.matrix, part.sums, segment)
-        sums.updates[part.features] += part.sums.updates
+    for sub in sums.memo:
+        scalars_of_segment = _hand_down(sums, sub, scalars)
+        sub.sums.updates = None
+        sub.matrix.kernel.center(sub.matrix, sub.sums, scalars_of_segment)
+        sums.updates[sub.features] += sub.sums.updates
 
 
 def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Update the segments, and then nu, of which each segment has updated its copy."""
-    for part in sums.memo:
-        part.matrix.kernel.apply(part.matrix, part.sums, _hand_down(sums, part, scalars))
+    for sub in sums.memo:
+        sub.matrix.kernel.apply(sub.matrix, sub.sums, _hand_down(sums, sub, scalars))
     reference.step_size(matrix, sums, scalars)
 
 
-def _hand_down(sums: Sums, part: Part, scalars: Scalars) -> Scalars:
+def _hand_down(sums: Sums, sub: Submatrix, scalars: Scalars) -> Scalars:
     """Tell a segment what is known of the whole matrix now; return its scalars."""
-    part.sums.squares = sums.squares[part.features]
-    part.sums.rows = sums.rows
-    part.sums.weights = None if sums.weights is None else sums.weights[part.tokens]
-    part.sums.updates = None if sums.updates is None else sums.updates[part.features]
+    sub.sums.squares = sums.squares[sub.features]
+    sub.sums.rows = sums.rows
+    sub.sums.weights = None if sums.weights is None else sums.weights[sub.tokens]
+    sub.sums.updates = None if sums.updates is None else sums.updates[sub.features]
     if scalars.noise is None:
         return scalars
-    noise = scalars.noise._replace(row=part.tokens.start, column=part.features.start)
+    noise = scalars.noise._replace(row=sub.tokens.start, column=sub.features.start)
     return scalars._replace(noise=noise)
 
 
@@ -241,8 +241,8 @@ def spread(moment: Tensor, shards: Sequence[FlatShard], dim: int, like: Tensor) 
     for shard, values in zip(shards, moment.split([shard.shape[1 - dim] for shard in shards])):
         piece = shard.of(result)
         for segment in segments(shard, piece.numel()):
-            part = values[segment.columns] if dim == 0 else values[segment.rows, None]
-            segment.of(piece).copy_(part)
+            segment_values = values[segment.columns] if dim == 0 else values[segment.rows, None]
+            segment.of(piece).copy_(segment_values)
     return result
 
 
@@ -315,14 +315,14 @@ def of_fsdp1(model: nn.Module) -> dict[Tensor, FlatShard]:
     These are parameters of :class:`torch.distributed.fsdp.FullyShardedDataParallel` with
     ``use_orig_params=True`` and any strategy that shards.
     """
-    found: dict[Tensor, FlatShard] = {}
+    shards: dict[Tensor, FlatShard] = {}
     for module in model.modules():
         handle: Any = getattr(module, "_handle", None)
         flat: Any = getattr(handle, "flat_param", None)
         if getattr(flat, "_params", None) is None or not handle.uses_sharded_strategy:
             continue
         for p, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos):
-            found[p] = FlatShard(
+            shards[p] = FlatShard(
                 tuple(shape), info.intra_param_start_idx or 0, handle.process_group
             )
-    return found
+    return shards

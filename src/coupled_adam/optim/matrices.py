@@ -109,13 +109,13 @@ class Matrix:
     @functools.cached_property
     def words(self) -> set[str]:
         """What its name, or the class of a hand-written module that holds it, says it is for."""
-        said = {
+        module_words = {
             word for m in self.modules if _kind(m) != "layer" for word in _words(type(m).__name__)
         }
         for component in reversed(self.name.split(".")):
             if words := {word for word in _words(component) if not _SILENT.fullmatch(word)}:
-                return said | words
-        return said
+                return module_words | words
+        return module_words
 
     def is_named(self, words: re.Pattern[str]) -> bool:
         """Whether its name has one of these words."""
@@ -146,8 +146,8 @@ def matrices_of(model: nn.Module) -> list[Matrix]:
     """
     shards = of_fsdp1(model)
     _check_not_flattened(model, shards)
-    found = (Matrix(name, p, shard=shards.get(p)) for name, p in model.named_parameters())
-    matrices = {m.parameter: m for m in found if len(m.shape) == 2}
+    all_parameters = (Matrix(name, p, shard=shards.get(p)) for name, p in model.named_parameters())
+    matrices = {m.parameter: m for m in all_parameters if len(m.shape) == 2}
     for module in model.modules():
         for p in own_parameters(module):
             if p in matrices:
@@ -182,8 +182,8 @@ def mark_blocks(matrices: list[Matrix], classes: Mapping[str, type]) -> None:
                 features.add(classes.get(".".join(path[: at + 1]), object()))
                 inside[container, number].append(m)
     for (container, number), within in inside.items():
-        others = [of for key, of in lists[container].items() if key != number]
-        if not others or any(lists[container][number] & of for of in others):
+        other_elements = [of for key, of in lists[container].items() if key != number]
+        if not other_elements or any(lists[container][number] & of for of in other_elements):
             for m in within:
                 m.in_block = True
 
@@ -191,7 +191,7 @@ def mark_blocks(matrices: list[Matrix], classes: Mapping[str, type]) -> None:
 def _without_wrappers(name: str) -> str:
     """The name of a module or parameter as it was before FSDP, PEFT or a parametrization."""
     name = re.sub(r"\.parametrizations\.\w+\.original\d?$", ".weight", name)
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
 
 
 def own_parameters(module: nn.Module) -> Iterator[Tensor]:
@@ -270,19 +270,19 @@ def matching(model: nn.Module, entry: nn.Module | Tensor | str, argument: str) -
     """All parameters of a model that an entry of an argument refers to, by their names."""
     parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     if not isinstance(entry, str):
-        own = {entry} if isinstance(entry, Tensor) else set(entry.parameters())
-        return {n: p for n, p in parameters.items() if p in own}
-    found = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
-    if not found:
+        wanted = {entry} if isinstance(entry, Tensor) else set(entry.parameters())
+        return {n: p for n, p in parameters.items() if p in wanted}
+    matches = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
+    if not matches:
         near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
         hint = f"did you mean {near}?" if near else "see model.named_parameters()"
         raise ValueError(f"{argument}={entry!r} matches no parameter of the model: {hint}")
-    return found
+    return matches
 
 
-def not_of_the_model(entry: object, argument: str, what: str) -> ValueError:
+def not_of_the_model(entry: object, argument: str, kind: str) -> ValueError:
     """The error for an entry of an argument that has no such thing of the model."""
     return ValueError(
-        f"{argument} contains a {type(entry).__name__} that holds no {what} of this model: pass "
+        f"{argument} contains a {type(entry).__name__} that holds no {kind} of this model: pass "
         "the module itself, or a parameter's name"
     )

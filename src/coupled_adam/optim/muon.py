@@ -91,15 +91,16 @@ class MuonWithCoupledAdam(Optimizer):
                 f"FSDP1 has flattened {flat[0]!r}, but Muon needs whole matrices or DTensors: use "
                 "FSDP2, torch.distributed.fsdp.fully_shard"
             )
-        kept = resolve(model, adamw, "adamw")
+        for_adamw = resolve(model, adamw, "adamw")
         hidden = []
         for group in by_adam:
             if "weight_decay" in group:  # embeddings, biases and norms
                 continue
             named = [*zip(group["param_names"], group["params"])]
-            hidden += [(name, p) for name, p in named if p.dim() == 2 and p not in kept]
-            rest = [(name, p) for name, p in named if p.dim() != 2 or p in kept]
-            group["param_names"], group["params"] = map(list, zip(*rest)) if rest else ([], [])
+            hidden += [(name, p) for name, p in named if p.dim() == 2 and p not in for_adamw]
+            without_muon = [(name, p) for name, p in named if p.dim() != 2 or p in for_adamw]
+            group["param_names"] = [name for name, _ in without_muon]
+            group["params"] = [p for _, p in without_muon]
         if not hidden:
             raise ValueError(
                 "the model has no trainable hidden matrix that Muon could update: use CoupledAdamW"
@@ -188,19 +189,19 @@ class MuonWithCoupledAdam(Optimizer):
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         count = len(self._muon.param_groups)
-        parts = []
+        state_dicts = []  # Muon's and AdamW's
         for groups in (state_dict["param_groups"][:count], state_dict["param_groups"][count:]):
             keys = {key for group in groups for key in group["params"]}
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            parts.append({"state": state, "param_groups": groups})
-        if not all("momentum" in group for group in parts[0]["param_groups"]):
+            state_dicts.append({"state": state, "param_groups": groups})
+        if not all("momentum" in group for group in state_dicts[0]["param_groups"]):
             raise ValueError(
                 f"the first {count} groups of the checkpoint are not Muon's: was it saved by a "
                 "MuonWithCoupledAdam of the same model?"
             )
         try:
-            self._adam.load_state_dict(parts[1])
-            self._muon.load_state_dict(parts[0])
+            self._adam.load_state_dict(state_dicts[1])
+            self._muon.load_state_dict(state_dicts[0])
         except Exception:
             self._share()
             raise

@@ -166,9 +166,11 @@ def param_groups(
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
-    found = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
-    if embeddings is None and not found[0]:
-        frozen = [m for m in found[1] if m.sides and not m.parameter.requires_grad]
+    coupled, all_embeddings = coupled_matrices(
+        model, couple=couple, embeddings=embeddings, vocab_size=vocab_size
+    )
+    if embeddings is None and not coupled:
+        frozen = [m for m in all_embeddings if m.sides and not m.parameter.requires_grad]
         warnings.warn(
             "no param group is coupled, as the token embeddings are frozen: " + listed(frozen)
             if frozen
@@ -187,7 +189,7 @@ def param_groups(
         "zero_sum": zero_sum,
     }
     return _grouped(
-        [m for m in classify(model, *found) if m.parameter not in left_out],
+        [m for m in classify(model, coupled, all_embeddings) if m.parameter not in left_out],
         {name: value for name, value in options.items() if value is not None},
         head_lr,
         weight_decay,
@@ -227,7 +229,7 @@ def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matri
         model: the model.
         coupled, all_embeddings: as :func:`coupled_matrices` returns them.
     """
-    found = {m.parameter: m for m in (*coupled, *all_embeddings)}
+    by_parameter = {m.parameter: m for m in (*coupled, *all_embeddings)}
     norms = {  # their weights may be matrices
         p
         for module in model.modules()
@@ -239,7 +241,7 @@ def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matri
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        if m := found.get(p):
+        if m := by_parameter.get(p):
             member = Member(name, p, "head" if m.is_head else "embedding", m.is_tied)
             member.coupled, member.vocab_dim = m in coupled, m.vocab_dim
         elif (
@@ -374,12 +376,12 @@ def couple_by_size(
     split = []
     for group, named in zip(groups, members):
         for dim in (0, 1, None):
-            part = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
-            if not part:
+            moved = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
+            if not moved:
                 continue
-            new = {**group, "params": [p for _, p in part]}
+            new = {**group, "params": [p for _, p in moved]}
             if "param_names" in group:
-                new["param_names"] = [name for name, _ in part]
+                new["param_names"] = [name for name, _ in moved]
             if dim is not None:
                 rate = new.pop("lr")
                 new |= {**options, "coupled": True, "vocab_dim": dim}

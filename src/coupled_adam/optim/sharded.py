@@ -33,8 +33,8 @@ def full_tensor(x: Tensor) -> Tensor:
 
 def to_local(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, sharing its memory; a plain tensor is returned as it is."""
-    part: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
-    return part
+    local: Tensor = x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
+    return local
 
 
 def global_offset(matrix: Tensor) -> tuple[int, int]:
@@ -139,12 +139,13 @@ def add_up(total: Tensor, ranks: Ranks) -> Tensor:
     from torch.distributed import _functional_collectives as collectives
 
     device = total.device
-    for each in ranks:  # FSDP can keep parameters on the host, whose vectors may have to move
-        if isinstance(each, tuple):
-            total = total.to(each[0].device_type)
-        elif total.device.type not in [served.type for served in each._device_types]:
-            total = total.to(each._device_types[0].type)
-        total = collectives.all_reduce(total, "sum", each)
+    for group_or_mesh in ranks:
+        # FSDP can keep parameters on the host, whose vectors may have to move.
+        if isinstance(group_or_mesh, tuple):
+            total = total.to(group_or_mesh[0].device_type)
+        elif total.device.type not in [served.type for served in group_or_mesh._device_types]:
+            total = total.to(group_or_mesh._device_types[0].type)
+        total = collectives.all_reduce(total, "sum", group_or_mesh)
     added: Tensor = collectives.wait_tensor(total).to(device)
     return added
 
@@ -168,14 +169,14 @@ def mean_over(values: Tensor, dim: int) -> Tensor:
 def zero_moment(p: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Zeros for a mean of ``p`` over a dimension, with the layout of :func:`moment_placements`."""
     columns = to_local(p).shape[1 - dim]
-    part = torch.zeros(columns, dtype=dtype, device=p.device)
+    local = torch.zeros(columns, dtype=dtype, device=p.device)
     if not is_dtensor(p):
-        return part
+        return local
     from torch.distributed.tensor import DTensor
 
     assert isinstance(p, DTensor)
     whole: Tensor = DTensor.from_local(
-        part,
+        local,
         p.device_mesh,
         moment_placements(p, dim),
         shape=p.shape[1 - dim : 2 - dim],

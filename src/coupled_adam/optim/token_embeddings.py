@@ -102,8 +102,10 @@ def embedding_parameters(
         UserWarning: if matrices that are not coupled look like token embeddings, or if the size of
             the vocabulary is only a guess.
     """
-    found, _ = coupled_matrices(model, couple=couple, embeddings=embeddings, vocab_size=vocab_size)
-    return {m.name: m.parameter for m in found}
+    coupled, _ = coupled_matrices(
+        model, couple=couple, embeddings=embeddings, vocab_size=vocab_size
+    )
+    return {m.name: m.parameter for m in coupled}
 
 
 def coupled_matrices(
@@ -123,17 +125,19 @@ def coupled_matrices(
             f"couple={couple!r} cannot be combined with embeddings=, which already names the "
             "matrices to couple: leave one of the two out"
         )
-    given = _given_sizes(vocab_size)
+    given_sizes = _given_sizes(vocab_size)
     matrices = matrices_of(model)
     if embeddings is not None:
-        coupled = _named_outright(model, matrices, embeddings, given or _configured_sizes(model))
+        coupled = _named_outright(
+            model, matrices, embeddings, given_sizes or _configured_sizes(model)
+        )
     else:
-        for warning in _find(model, matrices, given):
+        for warning in _find(model, matrices, given_sizes):
             warnings.warn(warning, stacklevel=3)
         coupled = [m for m in matrices if m.sides and (couple == "both" or couple in m.sides)]
-        if couple != "both" and (both := [m for m in coupled if len(m.sides) > 1]):
+        if couple != "both" and (tied := [m for m in coupled if len(m.sides) > 1]):
             raise ValueError(
-                f"couple={couple!r}, but {both[0]} is input and output embedding at once: leave "
+                f"couple={couple!r}, but {tied[0]} is input and output embedding at once: leave "
                 "couple out, or untie the two"
             )
     coupled = [m for m in coupled if m.parameter.requires_grad]
@@ -186,37 +190,38 @@ def matrices_of_size(
     return {m.parameter: m.vocab_dim for m in matrices if m.sides}
 
 
-def check_not_tensor_parallel(p: Tensor, vocab_dim: int, what: str) -> None:
+def check_not_tensor_parallel(p: Tensor, vocab_dim: int, name: str) -> None:
     """Raise ValueError if Megatron's tensor parallelism has split a parameter by its rows."""
     if not getattr(p, "tensor_model_parallel", False):
         return
     if getattr(p, "partition_dim", None) != 1 - vocab_dim:
         raise ValueError(
-            f"cannot couple {what}: according to its tensor_model_parallel=True, this rank holds "
+            f"cannot couple {name}: according to its tensor_model_parallel=True, this rank holds "
             "only a part of the vocabulary, but coupling averages over all of it. Make it a "
             "DTensor (torch.distributed.tensor.parallel.parallelize_module); or, if this rank does "
             "hold all of it, set tensor_model_parallel=False on the parameter"
         )
 
 
-def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str]:
+def _find(model: nn.Module, matrices: list[Matrix], given_sizes: set[int]) -> list[str]:
     """Set ``sides`` and ``vocab_dim`` of the token embeddings; return the warnings to issue."""
-    told = given or _configured_sizes(model)
-    sizes = {n for n in told if any(m.fits(n) for m in matrices)}
-    if given - sizes:
+    stated_sizes = given_sizes or _configured_sizes(model)
+    sizes = {n for n in stated_sizes if any(m.fits(n) for m in matrices)}
+    if given_sizes - sizes:
         tables = [m for m in matrices if "embedding" in m.kinds]
         raise ValueError(
-            f"vocab_size={_spelled(given - sizes)}: no embedding or linear layer of the model has "
-            f"this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
+            f"vocab_size={_spelled(given_sizes - sizes)}: no embedding or linear layer of the "
+            f"model has this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
         )
-    has_getters = _ask_getters(model, matrices, told)
+    has_getters = _ask_getters(model, matrices, stated_sizes)
     for m in matrices:
-        if m.is_tied and ("embedding" in m.kinds or told & {*m.shape}):
+        if m.is_tied and ("embedding" in m.kinds or stated_sizes & {*m.shape}):
             m.sides = {"input", "output"}
-        if m.sides and given and m.tokens not in given:  # it belongs to another vocabulary
+        # It belongs to another vocabulary.
+        if m.sides and given_sizes and m.tokens not in given_sizes:
             m.sides.clear()
     warned: list[str] = []
-    if not given:
+    if not given_sizes:
         sizes |= {m.tokens for m in matrices if m.sides}
     if not sizes and not has_getters:
         sizes, warned = _sizes_by_name(matrices), []
@@ -225,7 +230,7 @@ def _find(model: nn.Module, matrices: list[Matrix], given: set[int]) -> list[str
     for n in sorted(sizes):
         _search(matrices, n, has_getters)
     if alike := [
-        m for m in matrices if m.parameter.requires_grad and _looks_alike(m, matrices, told)
+        m for m in matrices if m.parameter.requires_grad and _looks_alike(m, matrices, stated_sizes)
     ]:
         warned.append(
             f"not coupled, although they may be token embeddings by their sizes: {listed(alike)}. "
@@ -313,8 +318,8 @@ def _call(getter: Any, may_fail: bool) -> Any:
 def _weights(embedding: Any) -> Iterator[Tensor]:
     """The weights of what a getter returns: one embedding module, or a list of several."""
     if isinstance(embedding, nn.ModuleList | list | tuple):
-        for one in embedding:
-            yield from _weights(one)
+        for module in embedding:
+            yield from _weights(module)
     elif isinstance(embedding, nn.Module) and parametrize.is_parametrized(embedding):
         yield from own_parameters(embedding)
     elif isinstance(weight := getattr(embedding, "weight", None), Tensor):
@@ -350,9 +355,9 @@ def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
     """
     unclear = [m for m in matrices if not m.in_block and not m.is_named(OF_ANYTHING_ELSE)]
     tables = [m for m in unclear if "embedding" in m.kinds]
-    rest = [m for m in unclear if "embedding" not in m.kinds]
+    layers = [m for m in unclear if "embedding" not in m.kinds]
     rows = sorted({m.shape[0] for m in tables}, reverse=True)
-    with_head = [n for n in rows if _is_head_size(rest, n)]
+    with_head = [n for n in rows if _is_head_size(layers, n)]
     sizes = set(rows[:1])
     # An embedding with at least half as many rows may be a second vocabulary.
     close = [n for n in rows[1:] if 2 * n >= rows[0]]
@@ -385,8 +390,8 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     Raises:
         ValueError: if token embeddings cannot be told apart from other matrices.
     """
-    known = [m for m in matrices if m.sides and _near(m.tokens, n)]
-    if _sides(known) == {"input", "output"}:
+    marked = [m for m in matrices if m.sides and _near(m.tokens, n)]
+    if _sides(marked) == {"input", "output"}:
         return
     fitting = [
         m
@@ -398,19 +403,19 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     if len(tables) > 1:
         tables = [m for m in tables if m.is_named(OF_TOKENS)] or tables
     one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
-    nothing_else = not known and not tables
+    nothing_else = not marked and not tables
     if _is_width(layers, n) and not (one_each_way and nothing_else):
         layers = [m for m in layers if m.is_named(OF_HEADS)] or layers
     unclear = []
 
-    if "input" in _sides(known) or len({m.modules[0] for m in tables}) > 1:
+    if "input" in _sides(marked) or len({m.modules[0] for m in tables}) > 1:
         unclear += tables
     else:
         for m in tables:
             m.take(n, {"input"})
 
     widths = {length for m in matrices if m.in_block and m.modules for length in m.shape}
-    if n in widths.union(*(m.shape[1:] for m in known + tables)):
+    if n in widths.union(*(m.shape[1:] for m in marked + tables)):
         # Hidden layers have this size, too: only a name can tell.
         # Models with getters call projections of images and sounds heads, too.
         named = [m for m in layers if m.is_named_head]
@@ -419,7 +424,7 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
         layers = named
     alone = len(layers) == 1 and layers[0].is_named_head  # and maybe square
     if alone or not _is_width(layers, n):
-        unclear += _take_layers(layers, n, _sides(known + tables))
+        unclear += _take_layers(layers, n, _sides(marked + tables))
     elif one_each_way and nothing_else:
         # Hand-written matrices [V, H] and [H, V], or a projection of one-hot tokens and a head.
         for m in layers:
@@ -428,8 +433,8 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     else:
         unclear += layers
 
-    known += [m for m in tables if m.sides and m.is_named(OF_TOKENS)]
-    if unclear and not known and not has_getters:
+    marked += [m for m in tables if m.sides and m.is_named(OF_TOKENS)]
+    if unclear and not marked and not has_getters:
         raise ValueError(
             f"cannot tell which of these matrices embed tokens, as all have the vocabulary's size "
             f"{n}: {listed(unclear)}. "
@@ -445,20 +450,20 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
 def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
     """Mark linear layers, and a lone hand-written matrix if a side is missing; return the rest."""
     linear = [m for m in layers if "linear" in m.kinds]
-    own = [m for m in layers if "linear" not in m.kinds]
+    handwritten = [m for m in layers if "linear" not in m.kinds]
     for m in linear:
         if m.shape[0] == n or not m.modules:
             m.take(n, {"output"})
         elif "input" not in sides:  # of one-hot tokens
             m.take(n, {"input"})
     missing = {"input", "output"} - sides - _sides(linear)
-    if missing and len(own) == 1:
-        own[0].take(n, missing)
+    if missing and len(handwritten) == 1:
+        handwritten[0].take(n, missing)
         return []
-    return own
+    return handwritten
 
 
-def _looks_alike(m: Matrix, matrices: list[Matrix], told: set[int]) -> bool:
+def _looks_alike(m: Matrix, matrices: list[Matrix], stated_sizes: set[int]) -> bool:
     """Whether a matrix that is not coupled looks like a token embedding nevertheless."""
     if m.sides or m.is_named(OF_ANYTHING_ELSE) or m.kinds == {"layer"}:
         return False
@@ -479,8 +484,11 @@ def _looks_alike(m: Matrix, matrices: list[Matrix], told: set[int]) -> bool:
     ):
         return True
     if is_table:  # if nothing has told the sizes, there may be one vocabulary more
-        more = any(16 * rows >= n for n in sizes) if not told else m.is_named(OF_TOKENS)
-        return is_near or more or any(rows % n == 0 for n in sizes | told)  # several in one
+        second_vocabulary = (
+            any(16 * rows >= n for n in sizes) if not stated_sizes else m.is_named(OF_TOKENS)
+        )
+        several_in_one = any(rows % n == 0 for n in sizes | stated_sizes)
+        return is_near or second_vocabulary or several_in_one
     return is_near and (("linear" in m.kinds and not m.has_bias) or m.is_named(OF_HEADS))
 
 
@@ -540,16 +548,16 @@ def _resolve(
     model: nn.Module, entry: nn.Module | Tensor | str, matrices: Container[Tensor]
 ) -> list[Tensor]:
     """The matrices that one entry of ``embeddings`` refers to."""
-    found = matching(model, entry, "embeddings")
+    matches = matching(model, entry, "embeddings")
     if isinstance(entry, nn.Module):
-        own = set(own_parameters(entry))  # without a head's bias
-        found = {n: p for n, p in found.items() if p in own and p in matrices}
-    if not found:
+        of_module = set(own_parameters(entry))  # without a head's bias
+        matches = {n: p for n, p in matches.items() if p in of_module and p in matrices}
+    if not matches:
         raise not_of_the_model(entry, "embeddings", "matrix")
-    for name, p in found.items():
+    for name, p in matches.items():
         if p not in matrices:
             raise ValueError(
                 f"embeddings={entry!r} matches {name!r} of shape {list(p.shape)}, "
                 "which is not a matrix [V, H]: use a more specific name"
             )
-    return list(found.values())
+    return list(matches.values())

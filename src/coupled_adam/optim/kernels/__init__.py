@@ -33,16 +33,16 @@ def kernels() -> dict[str, str]:
         >>> coupled_adam.kernels()
         {'C': 'available', 'Triton': 'not used (there is no GPU)'}
     """
-    found = {"C": "available", "Triton": "available"}
+    status = {"C": "available", "Triton": "available"}
     if native.library() is None:
         built = native.PATH.exists()
-        why = "its library cannot be used here" if built else "this package was built without it"
-        found["C"] = f"not available ({why})"
+        reason = "its library cannot be used here" if built else "this package was built without it"
+        status["C"] = f"not available ({reason})"
     if importlib.util.find_spec("triton") is None:
-        found["Triton"] = "not used (triton is not installed)"
+        status["Triton"] = "not used (triton is not installed)"
     elif not (torch.cuda.is_available() or torch.xpu.is_available()):
-        found["Triton"] = "not used (there is no GPU)"
-    return found
+        status["Triton"] = "not used (there is no GPU)"
+    return status
 
 
 def choose(matrix: Matrix) -> Kernel:

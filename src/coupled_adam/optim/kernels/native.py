@@ -189,15 +189,15 @@ def _call(function: str, record: _Record) -> None:
 def library() -> ctypes.CDLL | None:
     """The compiled library, or None if it was not built for this machine."""
     try:
-        found = ctypes.CDLL(str(PATH))
-        if found.coupled_adam_update_size() != ctypes.sizeof(_Record):
+        compiled = ctypes.CDLL(str(PATH))
+        if compiled.coupled_adam_update_size() != ctypes.sizeof(_Record):
             return None  # built from another version of native.c
     except (OSError, AttributeError):  # not built, or built for another machine or version
         return None
     for function in (
-        found.coupled_adam_measure,
-        found.coupled_adam_center,
-        found.coupled_adam_apply,
+        compiled.coupled_adam_measure,
+        compiled.coupled_adam_center,
+        compiled.coupled_adam_apply,
     ):
         function.argtypes = (ctypes.POINTER(_Record),)
-    return found
+    return compiled

@@ -21,9 +21,7 @@ skips = False
 weigh_rows = reference.weigh_rows
 
 _BLOCK_BYTES = 2**21  # per tensor and thread, in single precision: three share a core's cache
-_DEVICE_BLOCK_BYTES = (
-    2**26
-)  # on other devices, in single precision: large, so that launches are few
+_DEVICE_BLOCK_BYTES = 2**26  # in single precision: large, so that launches are few
 _SUM_ROWS = 4096  # summed sequentially in float32, with a relative rounding error of about 5e-7
 
 

@@ -26,12 +26,11 @@ from coupled_adam.files import (
 )
 from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
-from coupled_adam.lab.recipe import Recipe, parse_recipe
+from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import (
     all_gather,
-    flat,
     on_every_rank,
     on_rank_zero,
     process_group,
@@ -253,11 +252,10 @@ def check_same(
         stored, current: the settings of the one in the folder, and of the one that is asked for.
         may_differ: whether a setting, by its dotted key, may have another value.
     """
-    there, here = flat(stored), flat(current)
     different = [
-        f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key) and not may_differ(key)
+        f"{key}={there!r} there, {here!r} here"
+        for key, (there, here) in differences(stored, current).items()
+        if not may_differ(key)
     ]
     if different:
         raise UsageError(

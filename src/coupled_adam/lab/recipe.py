@@ -212,6 +212,25 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with names such as ``training.lr``."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        result.update(nested if nested is not None else {f"{prefix}{key}": value})
+    return result
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Both values of each dotted key that differs between nested dicts; None if it lacks it."""
+    first, second = flat(first), flat(second)
+    return {
+        key: (first.get(key), second.get(key))
+        for key in {**first, **second}
+        if first.get(key) != second.get(key)
+    }
+
+
 def parse_recipe(text: str, source: str) -> Recipe:
     """Read a complete recipe from YAML text; ``source`` is its name in errors."""
     return recipe_from(read_yaml(text, source), source)

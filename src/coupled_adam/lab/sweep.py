@@ -25,11 +25,11 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import held_out_loss
 from coupled_adam.lab.evaluation.loading import load_trained
 from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
-from coupled_adam.lab.recipe import recipe_from
+from coupled_adam.lab.recipe import flat, recipe_from
 from coupled_adam.lab.reporting.sweep_report import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
+from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank
 from coupled_adam.lab.training.run import train
 from coupled_adam.runs import DIVERGED, METRICS, SWEEP, logged_lines, run_name
 

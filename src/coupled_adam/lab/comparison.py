@@ -285,8 +285,8 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
 
     def may_differ(key: str) -> bool:
         """Whether it is the seeds, or an arm that only one of the two has."""
-        section, _, rest = key.partition(".")
-        return key == "seeds" or (section == "arms" and rest.partition(".")[0] not in shared)
+        section, _, option = key.partition(".")
+        return key == "seeds" or (section == "arms" and option.partition(".")[0] not in shared)
 
     check_same(out, "comparison", stored.to_dict(), recipe.to_dict(), may_differ)
     return dataclasses.replace(

@@ -99,10 +99,10 @@ def compare(
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
     settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with process_group(execution.device, settings):
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
-            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, held)
+            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, locks)
             runs = [
                 TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -146,7 +146,7 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
 
 def claim_and_prepare(
-    file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, held: contextlib.ExitStack
+    file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
 ) -> Corpus:
     """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
 
@@ -155,13 +155,13 @@ def claim_and_prepare(
             cannot be prepared, new folders are removed again, unless others have put anything
             there.
         content: the content of that file.
-        held: the folder is locked until it closes.
+        locks: the folder is locked until it closes.
 
     Raises:
         UsageError: if the folder is in use or not writable, or the text cannot be used.
     """
     out = file.parent
-    new_folders = on_rank_zero(lambda: _claim(out, held))
+    new_folders = on_rank_zero(lambda: _claim(out, locks))
     try:
         corpus = _same_corpus(recipe, cache)
     except UsageError:
@@ -174,11 +174,11 @@ def claim_and_prepare(
     return corpus
 
 
-def _claim(out: Path, held: contextlib.ExitStack) -> list[Path]:
+def _claim(out: Path, locks: contextlib.ExitStack) -> list[Path]:
     """Hold a folder as its only writer; return those that were created, the innermost first."""
     try:
         new_folders = make_folder(out)
-        held.enter_context(sole_writer(out))
+        locks.enter_context(sole_writer(out))
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise UsageError(
@@ -289,8 +289,4 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
         return key == "seeds" or (section == "arms" and option.partition(".")[0] not in shared)
 
     check_same(out, "comparison", stored.to_dict(), recipe.to_dict(), may_differ)
-    return dataclasses.replace(
-        recipe,
-        arms={**stored.arms, **recipe.arms},
-        seeds=sorted({*stored.seeds, *recipe.seeds}),
-    )
+    return recipe.joined(stored)

@@ -157,6 +157,11 @@ class Recipe:
         """The recipe of a single run, which does not depend on the other arms and seeds."""
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
+    def joined(self, other: "Recipe") -> "Recipe":
+        """This comparison with the arms and the seeds of another one as well."""
+        arms = {**other.arms, **self.arms}
+        return dataclasses.replace(self, arms=arms, seeds=sorted({*other.seeds, *self.seeds}))
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain lists, dicts and numbers, as in the YAML file."""
         data = dataclasses.asdict(self)

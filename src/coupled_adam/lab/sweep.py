@@ -99,12 +99,12 @@ def sweep(
         **shared_settings(given.grid.recipe, out, execution, resume),
         **{key: given.to_dict()[key] for key in ("values", "trials")},
     }
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with process_group(execution.device, settings):
             # With the values and seeds of earlier calls as well.
             plan = on_rank_zero(lambda: _extended(given, out, resume))
             recipe = plan.grid.recipe
-            corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, held)
+            corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, locks)
             on_start(plan)
             tried: list[Tried] = []
             number = plan.settings
@@ -251,7 +251,6 @@ def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
     check_same(out, "sweep", there, here, grows.__contains__)
     if stored.trials is not None and plan.trials is not None:
         return dataclasses.replace(stored, trials=max(stored.trials, plan.trials))
-    seeds = sorted({*stored.grid.recipe.seeds, *plan.grid.recipe.seeds})
-    recipe = dataclasses.replace(stored.grid.recipe, seeds=seeds)
+    recipe = stored.grid.recipe.joined(plan.grid.recipe)
     values = {axis.key: axis.values for axis in plan.grid.axes}
     return Sweep(make_grid(recipe, values, stored_axes=stored.grid.axes))

@@ -30,7 +30,8 @@ from torch.nn import functional
 
 from coupled_adam import LEAN, CoupledAdamW, param_groups
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.data.corpus import Corpus, default_cache, held_out_split, prepare_corpus
+from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
+from coupled_adam.lab.data.tokenization import held_out_split
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training.environment import environment

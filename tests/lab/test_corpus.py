@@ -26,13 +26,8 @@ from coupled_adam import files
 from coupled_adam.errors import UsageError
 from coupled_adam.files import lock, new_folder, temporary_path
 from coupled_adam.lab.data import corpus as corpus_module
-from coupled_adam.lab.data.corpus import (
-    content_hash,
-    corpus_tokenizer,
-    default_cache,
-    held_out_split,
-    prepare_corpus,
-)
+from coupled_adam.lab.data.corpus import content_hash, default_cache, prepare_corpus
+from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
 from processes import Process
@@ -162,7 +157,7 @@ def test_formats_agree(recipe, text_file, tmp_path):
 
 def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
     """A data set's own held-out splits; reading stops where there is enough."""
-    monkeypatch.setattr("coupled_adam.lab.data.corpus._BATCH", 1000)
+    monkeypatch.setattr("coupled_adam.lab.data.tokenization._BATCH", 1000)
     folder = tmp_path / "dataset"
     folder.mkdir()
     for split in ("train", "validation"):
@@ -287,7 +282,7 @@ def test_a_text_that_changes_while_it_is_read(recipe, tmp_path, monkeypatch, cha
 
     write(texts)
     recipe = override(recipe, {"data.separator": "\n\n"})
-    place = "_train_tokenizer" if "trained" in changes else "_write_tokens"
+    place = "train_tokenizer" if "trained" in changes else "write_tokens"
     function = getattr(corpus_module, place)
 
     def changed(*arguments):
@@ -310,13 +305,13 @@ def test_the_part_that_is_not_needed_may_not_change_either(recipe, tmp_path, mon
     """A text is read up to max_tokens only, and checked as a whole."""
     path = json_lines(tmp_path / "a.jsonl", [f"{i} " + "words " * 50 for i in range(9000)])
     recipe = override(with_text(recipe, path), {"data.max_tokens": 2000})
-    function = corpus_module._write_tokens
+    function = corpus_module.write_tokens
 
     def changed(*arguments):
         path.write_bytes(path.read_bytes()[:-1] + b" ")
         return function(*arguments)
 
-    monkeypatch.setattr(corpus_module, "_write_tokens", changed)
+    monkeypatch.setattr(corpus_module, "write_tokens", changed)
     with pytest.raises(UsageError, match="changed while it was read"):
         prepare_corpus(recipe, tmp_path / "cache")
 

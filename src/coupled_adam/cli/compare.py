@@ -45,11 +45,7 @@ def run(options: Options) -> None:
     recipe = overridden(named or stored or load_recipe(DEFAULT_RECIPE), options)
     # A comparison that was extended has more arms and seeds than the recipe that is named.
     if named and stored:
-        recipe = dataclasses.replace(
-            recipe,
-            arms={**stored.arms, **recipe.arms},
-            seeds=sorted({*stored.seeds, *recipe.seeds}),
-        )
+        recipe = recipe.joined(stored)
     recipe = selected(recipe, options.arms, options.seeds)
     how = execution(options, recipe)
     console().print(

@@ -26,12 +26,11 @@ from coupled_adam.files import (
 )
 from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
-from coupled_adam.lab.recipe import Recipe, parse_recipe
+from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import (
     all_gather,
-    flat,
     on_every_rank,
     on_rank_zero,
     process_group,
@@ -100,10 +99,10 @@ def compare(
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
     settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with process_group(execution.device, settings):
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
-            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, held)
+            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, locks)
             runs = [
                 TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -147,7 +146,7 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
 
 def claim_and_prepare(
-    file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, held: contextlib.ExitStack
+    file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
 ) -> Corpus:
     """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
 
@@ -156,13 +155,13 @@ def claim_and_prepare(
             cannot be prepared, new folders are removed again, unless others have put anything
             there.
         content: the content of that file.
-        held: the folder is locked until it closes.
+        locks: the folder is locked until it closes.
 
     Raises:
         UsageError: if the folder is in use or not writable, or the text cannot be used.
     """
     out = file.parent
-    new_folders = on_rank_zero(lambda: _claim(out, held))
+    new_folders = on_rank_zero(lambda: _claim(out, locks))
     try:
         corpus = _same_corpus(recipe, cache)
     except UsageError:
@@ -175,11 +174,11 @@ def claim_and_prepare(
     return corpus
 
 
-def _claim(out: Path, held: contextlib.ExitStack) -> list[Path]:
+def _claim(out: Path, locks: contextlib.ExitStack) -> list[Path]:
     """Hold a folder as its only writer; return those that were created, the innermost first."""
     try:
         new_folders = make_folder(out)
-        held.enter_context(sole_writer(out))
+        locks.enter_context(sole_writer(out))
     except OSError as error:
         reason = os.strerror(error.errno or 0)
         raise UsageError(
@@ -253,11 +252,10 @@ def check_same(
         stored, current: the settings of the one in the folder, and of the one that is asked for.
         may_differ: whether a setting, by its dotted key, may have another value.
     """
-    there, here = flat(stored), flat(current)
     different = [
-        f"{key}={there.get(key)!r} there, {here.get(key)!r} here"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key) and not may_differ(key)
+        f"{key}={there!r} there, {here!r} here"
+        for key, (there, here) in differences(stored, current).items()
+        if not may_differ(key)
     ]
     if different:
         raise UsageError(
@@ -287,12 +285,8 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
 
     def may_differ(key: str) -> bool:
         """Whether it is the seeds, or an arm that only one of the two has."""
-        section, _, rest = key.partition(".")
-        return key == "seeds" or (section == "arms" and rest.partition(".")[0] not in shared)
+        section, _, option = key.partition(".")
+        return key == "seeds" or (section == "arms" and option.partition(".")[0] not in shared)
 
     check_same(out, "comparison", stored.to_dict(), recipe.to_dict(), may_differ)
-    return dataclasses.replace(
-        recipe,
-        arms={**stored.arms, **recipe.arms},
-        seeds=sorted({*stored.seeds, *recipe.seeds}),
-    )
+    return recipe.joined(stored)

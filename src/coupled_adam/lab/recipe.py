@@ -157,6 +157,11 @@ class Recipe:
         """The recipe of a single run, which does not depend on the other arms and seeds."""
         return dataclasses.replace(self, arms={arm: self.arms[arm]}, seeds=[seed])
 
+    def joined(self, other: "Recipe") -> "Recipe":
+        """This comparison with the arms and the seeds of another one as well."""
+        arms = {**other.arms, **self.arms}
+        return dataclasses.replace(self, arms=arms, seeds=sorted({*other.seeds, *self.seeds}))
+
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain lists, dicts and numbers, as in the YAML file."""
         data = dataclasses.asdict(self)
@@ -210,6 +215,25 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"{key} is given twice: give it once")
         values[key] = read_yaml(value, repr(argument))
     return values
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, with names such as ``training.lr``."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
+        result.update(nested if nested is not None else {f"{prefix}{key}": value})
+    return result
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Both values of each dotted key that differs between nested dicts; None if it lacks it."""
+    first, second = flat(first), flat(second)
+    return {
+        key: (first.get(key), second.get(key))
+        for key in {**first, **second}
+        if first.get(key) != second.get(key)
+    }
 
 
 def parse_recipe(text: str, source: str) -> Recipe:

@@ -25,11 +25,11 @@ from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import held_out_loss
 from coupled_adam.lab.evaluation.loading import load_trained
 from coupled_adam.lab.grid import Axis, Grid, Setting, make_grid, parse_range
-from coupled_adam.lab.recipe import recipe_from
+from coupled_adam.lab.recipe import flat, recipe_from
 from coupled_adam.lab.reporting.sweep_report import SweepReport, Tried, best_of_arms
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import Execution, TrainingRun
-from coupled_adam.lab.training.distributed import flat, on_rank_zero, process_group, rank
+from coupled_adam.lab.training.distributed import on_rank_zero, process_group, rank
 from coupled_adam.lab.training.run import train
 from coupled_adam.runs import DIVERGED, METRICS, SWEEP, logged_lines, run_name
 
@@ -99,12 +99,12 @@ def sweep(
         **shared_settings(given.grid.recipe, out, execution, resume),
         **{key: given.to_dict()[key] for key in ("values", "trials")},
     }
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         with process_group(execution.device, settings):
             # With the values and seeds of earlier calls as well.
             plan = on_rank_zero(lambda: _extended(given, out, resume))
             recipe = plan.grid.recipe
-            corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, held)
+            corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, locks)
             on_start(plan)
             tried: list[Tried] = []
             number = plan.settings
@@ -251,7 +251,6 @@ def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
     check_same(out, "sweep", there, here, grows.__contains__)
     if stored.trials is not None and plan.trials is not None:
         return dataclasses.replace(stored, trials=max(stored.trials, plan.trials))
-    seeds = sorted({*stored.grid.recipe.seeds, *plan.grid.recipe.seeds})
-    recipe = dataclasses.replace(stored.grid.recipe, seeds=seeds)
+    recipe = stored.grid.recipe.joined(plan.grid.recipe)
     values = {axis.key: axis.values for axis in plan.grid.axes}
     return Sweep(make_grid(recipe, values, stored_axes=stored.grid.axes))

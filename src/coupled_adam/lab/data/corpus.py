@@ -1,23 +1,20 @@
-"""From documents to a tokenizer and token files on disk, which are cached by content."""
+"""Prepared corpora: a tokenizer and files of token ids on disk, cached by content."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import platformdirs
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
@@ -30,20 +27,24 @@ from coupled_adam.files import (
     new_folder,
     read_text,
 )
+from coupled_adam.lab.data.tokenization import (
+    SPLITS,
+    corpus_tokenizer,
+    end_of_text_id,
+    save_tokenizer,
+    tokenizer_digest,
+    train_tokenizer,
+    write_tokens,
+)
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.runs import COUNTS
-from coupled_adam.text.documents import Documents, content_digest, open_documents
+from coupled_adam.text.documents import Documents, open_documents
 from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files
-from coupled_adam.text.tokenizers import batched, load_tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
-SPLITS = ("train", "valid", "test")
 BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
 """The settings of a recipe's data that count by what is found there, not by their values."""
 _LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
-_BATCH = 2_000_000  # characters per call of the tokenizer, which has its own threads
-_BPE_CHARACTERS = 10**9  # the most that a BPE is trained on
 _PATIENCE = 24 * 3600.0  # seconds to wait for another process that prepares the same corpus
 
 
@@ -123,7 +124,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     made_from = {
         "layout": _LAYOUT,
         "source": source.fingerprint,
-        "tokenizer": None if tokenizer is None else _tokenizer_digest(tokenizer),
+        "tokenizer": None if tokenizer is None else tokenizer_digest(tokenizer),
         "vocab_size": vocab_size,
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
     }
@@ -186,42 +187,6 @@ class TokenFiles:
 def content_hash(content: Any) -> str:
     """The SHA-256 digest of a value of JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, whose ids are below ``vocab_size``, from the hub or a folder.
-
-    Raises:
-        UsageError: there is no such tokenizer, it has too many tokens, or it has no end-of-text
-            token.
-    """
-    try:
-        tokenizer = load_tokenizer(name)
-    except UsageError as error:
-        raise UsageError(
-            f"data.tokenizer={error}: give a tokenizer's folder or its id on the Hugging Face hub"
-        ) from None
-    # Ids may have gaps, so that the largest counts and not only the number of tokens.
-    size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
-    if size > vocab_size:
-        raise UsageError(
-            f"data.tokenizer={name} has {size} tokens: set model.vocab_size={vocab_size} to as "
-            "many or, better, to the next multiple of 64"
-        )
-    if _end_of_text(tokenizer) is None:
-        raise UsageError(
-            f"data.tokenizer={name} has neither eos_token nor bos_token, which is needed between "
-            "documents: set one in its tokenizer_config.json"
-        )
-    return tokenizer
-
-
-def held_out_split(document: str, share: float) -> str:
-    """The split of a document, as a function of its text; valid and test get ``share`` each."""
-    # Not drawn at random: a document keeps its split when others are added, or come in other order.
-    start = hashlib.sha256(document.encode()).digest()[:8]
-    place = int.from_bytes(start, "big") / 2**64
-    return "valid" if place < share else "test" if place < 2 * share else "train"
 
 
 def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
@@ -294,10 +259,8 @@ def _make(
         facts: dict[str, Any] = {"vocab_size": vocab_size, "fingerprint": source.fingerprint}
         if isinstance(source, Documents):
             if tokenizer is None:
-                tokenizer = _train_tokenizer(source, data, vocab_size)
-            files, facts["documents"] = _write_tokens(
-                source, data, tokenizer, vocab_size, temporary
-            )
+                tokenizer = train_tokenizer(source, data, vocab_size)
+            files, facts["documents"] = write_tokens(source, data, tokenizer, vocab_size, temporary)
             source.check()
         else:
             files = source.files
@@ -306,8 +269,8 @@ def _make(
         facts["end_of_text"] = None
         if tokenizer is not None:
             facts["tokenizer"] = data.tokenizer or f"BPE of {len(tokenizer)} tokens"
-            facts["end_of_text"] = _end_of_text(tokenizer)
-            _save_tokenizer(tokenizer, temporary / "tokenizer")
+            facts["end_of_text"] = end_of_text_id(tokenizer)
+            save_tokenizer(tokenizer, temporary / "tokenizer")
         facts["dtype"] = files["train"][0].dtype
         facts["tokens"] = {s: sum(file.length for file in parts) for s, parts in files.items()}
         facts["files"] = _described(files)
@@ -321,116 +284,6 @@ def _make(
         content = {**facts, "digest": content_hash(facts)}
         (temporary / "corpus.json").write_text(json.dumps(content, indent=2))
     return _loaded(folder, facts, source)
-
-
-def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (split, document) of a reader's documents."""
-    for document in documents.readers[reader]():
-        split = held_out_split(document, data.held_out) if reader == "train" else reader
-        yield reader if split in documents.readers else split, document
-
-
-def _train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE on the training documents only."""
-
-    def texts() -> Iterator[str]:
-        left = _BPE_CHARACTERS
-        if data.max_tokens is not None:
-            left = min(left, 4 * data.max_tokens)  # about four characters a token
-        for split, text in _assigned(documents, "train", data):
-            if split == "train":
-                yield text
-                left -= len(text)
-                if left <= 0:
-                    break
-        bar.set_description("learning the BPE's merges")
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bar = tqdm(texts(), desc="text for the BPE", unit=" documents", disable=None)
-    tokenizer.train_from_iterator(bar, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, eos_token=END_OF_TEXT
-    )
-
-
-def _write_tokens(
-    documents: Documents,
-    data: Data,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    folder: Path,
-) -> tuple[dict[str, list[TokenFile]], dict[str, int]]:
-    """Write the token ids of each split, with an end-of-text token before each document.
-
-    Returns:
-        The files and the number of documents of each split.
-    """
-    end_of_text, encode = _end_of_text(tokenizer), _encoder(tokenizer)
-    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
-    limits = dict.fromkeys(SPLITS, data.max_held_out_tokens or sys.maxsize)
-    limits["train"] = data.max_tokens or sys.maxsize
-    tokens, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
-    with contextlib.ExitStack() as stack:
-        files = {s: stack.enter_context((folder / f"{s}.bin").open("wb")) for s in SPLITS}
-        bar = stack.enter_context(
-            tqdm(desc="tokens", unit="", unit_scale=True, total=data.max_tokens, disable=None)
-        )
-        for reader in documents.readers:
-            assigned = _assigned(documents, reader, data)
-            for batch in batched(assigned, _BATCH, lambda pair: len(pair[1])):
-                # The documents of a split that is full are not even tokenized.
-                needed = [(split, text) for split, text in batch if tokens[split] < limits[split]]
-                for (split, _), encoded in zip(needed, encode([text for _, text in needed])):
-                    ids = np.array([end_of_text, *encoded], dtype)[: limits[split] - tokens[split]]
-                    files[split].write(ids.tobytes())
-                    tokens[split] += len(ids)
-                    counts[split] += len(ids) > 0
-                    bar.update(len(ids))
-                if tokens[reader] >= limits[reader]:
-                    break
-    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
-
-
-def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
-    """A function from texts to ids that treats special tokens within a text as plain text."""
-    if tokenizer.is_fast:
-        rust = tokenizer.backend_tokenizer  # twice as fast as calling it through transformers
-        rust.encode_special_tokens = True
-        return lambda texts: (
-            encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
-        )
-    return lambda texts: (
-        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-            "input_ids"
-        ]
-        for text in texts
-    )
-
-
-def _end_of_text(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    end_of_text: int | None = tokenizer.eos_token_id
-    return tokenizer.bos_token_id if end_of_text is None else end_of_text
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers raises a bare Exception if the disk is full
-        raise OSError(str(error)) from error
-
-
-def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        _save_tokenizer(tokenizer, Path(folder))
-        return content_digest(sorted(path for path in Path(folder).rglob("*") if path.is_file()))
 
 
 def _count(

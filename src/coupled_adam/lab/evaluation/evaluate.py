@@ -1,8 +1,9 @@
 """Test loss, embedding measures, word similarity and accuracy of a run or a language model."""
 
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from coupled_adam.text.tokenizers import text_tokens
 
 _TOKENS = 8192  # tokens per forward pass, so that the logits [tokens, V] fit into memory
 _TEXT_BATCH = 8  # sequences in a batch of a text
+
+_NOT_ASKED_FOR = {"word_similarity": None, "lm_eval": None}
 
 Sets = Mapping[str, WordSimilaritySet]
 
@@ -115,10 +118,8 @@ def evaluate_run(
         except ValueError as error:
             raise UsageError(str(error)) from None
         _merge(path, {"parameters": parameters, **measures(model, counts)})
-    if sets is not None:
-        _merge(path, _word_similarity(model, load_model_tokenizer(run / MODEL), sets))
-    if downstream is not None:
-        _merge(path, _lm_eval(model, load_model_tokenizer(run / MODEL), downstream))
+    for scores in _scores(model, lambda: load_model_tokenizer(run / MODEL), sets, downstream):
+        _merge(path, scores)
     return _read(path)
 
 
@@ -153,19 +154,20 @@ def evaluate_model(
     check_model(source)
     if batches is not None and text is None:
         raise UsageError("--batches is for the test loss: name a text for it with --text")
+    tokenizer = functools.cache(lambda: load_model_tokenizer(source, revision))
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
-    needs_tokenizer = text is not None or sets is not None or downstream is not None
-    tokenizer = load_model_tokenizer(source, revision) if needs_tokenizer else None
+    if text is not None or sets is not None or downstream is not None:
+        tokenizer()  # before the model, whose weights take longer
     model = load_model(source, device, revision)
     require_causal(model, source)
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
-        **_nothing_yet(),
+        **_NOT_ASKED_FOR,
     }
     counts = None
-    if text is not None and tokenizer is not None:
-        tokens, length = _text_and_length(text, tokenizer, model)
+    if text is not None:
+        tokens, length = _text_and_length(text, tokenizer(), model)
         try:
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         except ValueError as error:
@@ -173,10 +175,8 @@ def evaluate_model(
         sequences = None if batches is None else batches * _TEXT_BATCH
         result |= {**held_out_loss(model, tokens, length, sequences), "test_batches": batches}
     result |= measures(model, counts)
-    if sets is not None and tokenizer is not None:
-        result |= _word_similarity(model, tokenizer, sets)
-    if downstream is not None and tokenizer is not None:
-        result |= _lm_eval(model, tokenizer, downstream)
+    for scores in _scores(model, tokenizer, sets, downstream):
+        result |= scores
     return result
 
 
@@ -219,20 +219,6 @@ def held_out_loss(
     Raises:
         UsageError: the loss is not finite.
     """
-    total, predicted = _summed_loss(model, tokens, length, sequences, losses)
-    if not math.isfinite(total):
-        raise UsageError(f"{model.name_or_path}: the test loss is not finite")
-    return {"test_loss": total / predicted, "test_tokens": predicted}
-
-
-def _summed_loss(
-    model: PreTrainedModel,
-    tokens: Tokens | NDArray[Any],
-    length: int,
-    sequences: int | None,
-    losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses,
-) -> tuple[float, int]:
-    """The sum of the cross-entropy over all predicted tokens, and their number."""
     if sequences is not None:
         tokens = tokens[: sequences * length + 1]
     total, predicted = 0.0, 0
@@ -246,7 +232,9 @@ def _summed_loss(
             bar.update(size)
             total += losses(model, blocks.to(model.device)).mean().item() * size
             predicted += size
-    return total, predicted
+    if not math.isfinite(total):
+        raise UsageError(f"{model.name_or_path}: the test loss is not finite")
+    return {"test_loss": total / predicted, "test_tokens": predicted}
 
 
 def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> float | None:
@@ -261,8 +249,11 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
     model = load_model(folder, device)
     tokens, length = _text_and_length(text, load_model_tokenizer(folder), model)
     sequences = None if batches is None else batches * _TEXT_BATCH
-    total, predicted = _summed_loss(model, tokens, length, sequences)
-    return total / predicted if math.isfinite(total) else None
+    try:
+        loss: float = held_out_loss(model, tokens, length, sequences)["test_loss"]
+    except UsageError:  # it is not finite
+        return None
+    return loss
 
 
 def _text_and_length(
@@ -277,25 +268,22 @@ def _text_and_length(
     return tokens, length
 
 
-def _word_similarity(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sets: Sets
-) -> dict[str, Any]:
-    try:
-        report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer))
-    except ValueError as error:
-        raise UsageError(f"{model.name_or_path}: {error}") from None
-    return {"word_similarity": report.to_dict()}
-
-
-def _lm_eval(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, downstream: Downstream
-) -> dict[str, Any]:
-    batch_size = max(1, _TOKENS // block_length(model))
-    return {"lm_eval": downstream.evaluate(model, tokenizer, batch_size)}
-
-
-def _nothing_yet() -> dict[str, Any]:
-    return {"word_similarity": None, "lm_eval": None}
+def _scores(
+    model: PreTrainedModel,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    sets: Sets | None,
+    downstream: Downstream | None,
+) -> Iterator[dict[str, Any]]:
+    """Word similarity and accuracy, each if it is asked for; only they need the tokenizer."""
+    if sets is not None:
+        try:
+            report = word_similarity(output_embeddings(model), sets, single_tokens(tokenizer()))
+        except ValueError as error:
+            raise UsageError(f"{model.name_or_path}: {error}") from None
+        yield {"word_similarity": report.to_dict()}
+    if downstream is not None:
+        batch_size = max(1, _TOKENS // block_length(model))
+        yield {"lm_eval": downstream.evaluate(model, tokenizer(), batch_size)}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -322,5 +310,5 @@ def _number(text: str) -> float:
 
 
 def _merge(path: Path, new: dict[str, Any]) -> None:
-    merged = {**_nothing_yet(), **_read(path), **new}
+    merged = {**_NOT_ASKED_FOR, **_read(path), **new}
     write_atomically(path, json.dumps(merged, indent=2, allow_nan=False))

@@ -79,15 +79,15 @@ def _is_finite(run: Run) -> bool:
 def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
     """The results of each arm, the baseline first, and the command for more seeds."""
     runs = [arm[0] for arm in arms if _is_finite(arm[0])]
-    shown = {phrase: [show(run) for run in runs] for phrase, show in _FACTS.items()}
+    facts = {phrase: [fact(run) for run in runs] for phrase, fact in _FACTS.items()}
     # A fact that one of the runs lacks cannot be compared, and is left out for all of them.
-    shown = {phrase: texts for phrase, texts in shown.items() if None not in texts}
-    if len(runs) < 2 or not shown:
+    facts = {phrase: texts for phrase, texts in facts.items() if None not in texts}
+    if len(runs) < 2 or not facts:
         return []
     names = [run.label.replace(", ", " (", 1) + ")" * (", " in run.label) for run in runs]
-    first = ", ".join(phrase.format(texts[0]) for phrase, texts in shown.items())
+    first = ", ".join(phrase.format(texts[0]) for phrase, texts in facts.items())
     comparisons = [
-        f"{name}: {', '.join(str(texts[place]) for texts in shown.values())}"
+        f"{name}: {', '.join(str(texts[place]) for texts in facts.values())}"
         for place, name in enumerate(names[1:], 1)
     ]
     folder, command = runs[0].folder.parent, " --seeds 3 --resume"
@@ -172,7 +172,7 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
 
 def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
     """A sentence with the most important measures of the embeddings, if they were measured."""
-    parts = []
+    clauses = []
     for name, measure in _GEOMETRY.items():
         values, baseline_values = _pairs(baseline, arm, measure)
         if values:
@@ -180,8 +180,8 @@ def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
             test = paired_t_test(values, baseline_values)
             if test is not None:
                 clause += f" ({shown_p(test.p)})"
-            parts.append(clause)
-    return [f"With {arm[0].label}, {' and '.join(parts)}."] if parts else []
+            clauses.append(clause)
+    return [f"With {arm[0].label}, {' and '.join(clauses)}."] if clauses else []
 
 
 def _mean(values: _BySeed) -> float:

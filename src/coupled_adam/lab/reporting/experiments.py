@@ -82,7 +82,7 @@ def with_experiments(runs: Sequence[Run]) -> list[Run]:
 
     def tells(key: str, setting: str) -> bool:
         """Whether a setting differs between an experiment and any of its namesakes."""
-        namesakes = [settings[other] for other in groups if names[other] == names[key]]
+        namesakes = [settings[k] for k in groups if names[k] == names[key]]
         return any(namesake[setting] != settings[key][setting] for namesake in namesakes)
 
     # The same for all experiments, so that a table has one column for each.
@@ -98,7 +98,7 @@ def with_experiments(runs: Sequence[Run]) -> list[Run]:
             size = (run.parameters, run.recipe.tokens)
             names_of_size.setdefault(size, set()).add(names[key])
     has_names = any(len(sharing) > 1 for sharing in names_of_size.values())
-    named = []
+    runs_with_names = []
     for key, members in groups.items():
         values = {setting: settings[key][setting] for setting in keys}
         listed = ", ".join(
@@ -108,24 +108,24 @@ def with_experiments(runs: Sequence[Run]) -> list[Run]:
         )
         title = f"{names[key]} ({listed})" if listed else names[key]
         columns = {"recipe": names[key]} if has_names else {}
-        named += [
+        runs_with_names += [
             dataclasses.replace(run, experiment=title, settings=columns | values) for run in members
         ]
-    return named
+    return runs_with_names
 
 
 def with_other_tokens(runs: Sequence[Run]) -> list[Run]:
     """Mark the runs whose test loss is over other data than that of most of their experiment."""
-    marked = []
+    compared = []
     for experiment in experiments(runs):
         numbers = collections.Counter(run.evaluation.get("test_tokens") for run in experiment.runs)
         # Of two numbers that occur equally often, the larger: more tokens measure better.
         usual = max(numbers, key=lambda number: (numbers[number], number or 0))
         for run in experiment.runs:
             tokens = run.evaluation.get("test_tokens")
-            other = None if tokens in (usual, None) else tokens
-            marked.append(dataclasses.replace(run, other_tokens=other))
-    return marked
+            other_tokens = None if tokens in (usual, None) else tokens
+            compared.append(dataclasses.replace(run, other_tokens=other_tokens))
+    return compared
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -77,11 +77,12 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
             "Norms of the embeddings against how often their tokens occur in the training text.",
         ),
     ]
-    shown = draws[: 4 if models else 2]
+    # Without models, only what the logs hold.
+    drawn = draws[: 4 if models else 2]
     figure = Figure(figsize=(11, 8.5), layout="constrained")
-    for (draw, _), ax in zip(shown, figure.subplots(len(shown) // 2, 2).flat, strict=True):
+    for (draw, _), ax in zip(drawn, figure.subplots(len(drawn) // 2, 2).flat, strict=True):
         draw(ax)
-    return figure, " ".join(caption for _, caption in shown)
+    return figure, " ".join(caption for _, caption in drawn)
 
 
 def _details(experiment: Experiment) -> dict[str, Draw]:
@@ -89,7 +90,7 @@ def _details(experiment: Experiment) -> dict[str, Draw]:
     runs = experiment.runs
     colors = arm_colors(run.arm for run in runs)
     first = _first_seeds(runs)
-    more: dict[str, Draw] = {
+    pictures: dict[str, Draw] = {
         "mean_norm_absolute": (
             partial(plot_drift, runs=runs, colors=colors, metric="mean_norm"),
             "Norm of the mean embedding over training.",
@@ -97,39 +98,39 @@ def _details(experiment: Experiment) -> dict[str, Draw]:
     }
     spectra = [run for run in first if run.spectrum]
     if spectra:
-        more["spectrum"] = (
+        pictures["spectrum"] = (
             partial(plot_spectra, runs=spectra, colors=colors),
             "Singular values of the output embeddings, relative to the largest.",
         )
     # Of AdamW alone, and of one run, since the points of several would hide each other.
     with_moments = [run for run in experiment.baseline or () if run.second_moments()]
     if with_moments:
-        more["second_moment"] = (
+        pictures["second_moment"] = (
             partial(plot_second_moment, run=min(with_moments, key=lambda run: run.seed)),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
             "unigram probability, with the fit E[v̂] = A p̃ (as Fig. 4 of arXiv 2502.08441).",
         )
     scaled = _sweep(runs, "coupled_adam", "second_moment_scale", lambda s: -np.log2(s))
     if len(scaled) > 1:
-        more["scale"] = (
+        pictures["scale"] = (
             partial(plot_sweep, sweep=scaled, runs=runs, xlabel="n (ν is scaled by 2⁻ⁿ)"),
             "Scaled Coupled Adam: loss against n (Sec. 6.1).",
         )
-        more["scale_measures"] = (
+        pictures["scale_measures"] = (
             partial(plot_sweep_measures, sweep=scaled, xlabel="n (ν is scaled by 2⁻ⁿ)"),
             "Scaled Coupled Adam: the measures against n.",
         )
     factors = _sweep(runs, "sgd", "lr_factor", float)
     if len(factors) > 1:
-        more["sgd"] = (
+        pictures["sgd"] = (
             partial(plot_sweep, sweep=factors, runs=runs, xlabel="factor f"),
             "SGD for the embeddings: loss against the factor on the learning rate (Table 7).",
         )
-        more["sgd_measures"] = (
+        pictures["sgd_measures"] = (
             partial(plot_sweep_measures, sweep=factors, xlabel="factor f"),
             "SGD for the embeddings: the measures against the factor.",
         )
-    return more
+    return pictures
 
 
 def _across(runs: Sequence[Run]) -> list[Picture]:

@@ -74,12 +74,13 @@ def _json(path: Path) -> list[Any]:
         return []
     text = read_text(path)
     try:
-        parts = [json.loads(p) for p in (text.splitlines() if path.suffix == ".jsonl" else [text])]
+        texts = text.splitlines() if path.suffix == ".jsonl" else [text]
+        objects = [json.loads(text) for text in texts]
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path.name}: {error}") from None
-    if not all(isinstance(entry, dict) for entry in parts):
+    if not all(isinstance(entry, dict) for entry in objects):
         raise ValueError(f"{path.name}: not JSON objects")
-    return parts
+    return objects
 
 
 def _check(run: Run) -> None:

@@ -71,12 +71,12 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
     """
-    shown, out = out, out.resolve()  # so that a symbolic link stays one
+    given, out = out, out.resolve()  # so that a symbolic link stays one
     if out.parent.is_dir():
         clear_leftovers(out.parent)
     if out.exists() and not _is_report(out):
         raise UsageError(
-            f"--out {shown} holds something other than a report, which would be lost: move it "
+            f"--out {given} holds something other than a report, which would be lost: move it "
             "away, or choose a new folder"
         )
     runs, left_out = read_runs(folders)
@@ -99,13 +99,13 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         _write(folder / "runs.csv", runs_csv(runs))
         results = [
             {
-                "recipe": r.recipe.name,
-                "settings": r.settings,
-                "arm": r.arm,
-                "seed": r.seed,
-                **r.evaluation,
+                "recipe": run.recipe.name,
+                "settings": run.settings,
+                "arm": run.arm,
+                "seed": run.seed,
+                **run.evaluation,
             }
-            for r in runs
+            for run in runs
         ]
         _write(folder / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
@@ -116,7 +116,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         table = results_table(rows, all_columns, seeds=True, notes=notes)
         _write(folder / "index.html", report_page(runs, left_out, table, pictures, out))
     return Report(
-        shown / "index.html",
+        given / "index.html",
         conclusion(runs, left_out),
         terminal_table(rows, columns, bold),
         pictures[0].png,
@@ -146,5 +146,6 @@ def _is_report(folder: Path) -> bool:
         _is_own(path.relative_to(folder).as_posix()) for path in entries
     ):
         return False
-    marked = [path for path in entries if path.suffix in (".html", ".png")]
-    return not entries or (folder / "index.html" in marked and all(map(is_result, marked)))
+    # These name the program that made them; tables do not.
+    signed = [path for path in entries if path.suffix in (".html", ".png")]
+    return not entries or (folder / "index.html" in signed and all(map(is_result, signed)))

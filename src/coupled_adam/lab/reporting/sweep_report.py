@@ -127,10 +127,10 @@ class SweepReport:
                 numbers = self._tried_values(trial.arm, name)
                 if len(numbers) > 1 and value in (numbers[0], numbers[-1]):
                     is_lowest = value == numbers[0]
-                    place, more = ("lowest", "lower") if is_lowest else ("highest", "higher")
+                    place, further = ("lowest", "lower") if is_lowest else ("highest", "higher")
                     yield (
                         f"The best {name} of {self.label(trial.arm)}, {as_text(value)}, is the "
-                        f"{place} that was tried: a {more} one may be better."
+                        f"{place} that was tried: a {further} one may be better."
                     )
 
     def _tried_values(self, arm: str, name: str) -> list[float]:

@@ -135,13 +135,13 @@ def _ctrl_c_waits() -> Iterator[None]:
     TensorBoard and wandb write in threads. If this thread were interrupted while it holds a lock
     that it shares with them, the lock would never be released, and the run would hang at its end.
     """
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if signals:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -220,8 +220,8 @@ def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None
     first_lines = {(step, name): line for step, name, line in reversed(logged_before)}
     expected = _expected(run.recipe, end)
     missing = [place for place in expected if place not in first_lines]
-    often = collections.Counter(line[:2] for line in logged_before)
-    twice = [place for place in expected if often[place] > 1]
+    counts = collections.Counter(line[:2] for line in logged_before)
+    twice = [place for place in expected if counts[place] > 1]
     if missing or twice:
         problem, places = ("missing", missing) if missing else ("there twice", twice)
         message = (

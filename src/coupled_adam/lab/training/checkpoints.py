@@ -252,12 +252,12 @@ class Checkpoints(pl.Callback):
         """Remove a checkpoint of this run, but nothing that others have put into its folder."""
         if path.is_dir():
             own_files = self._own_files(path)
-            inside = sorted(path.rglob("*"), reverse=True)  # what is in a folder comes before it
-            for file in inside:
-                if file.relative_to(path).as_posix() in own_files:
-                    file.unlink()
-            for folder in (*(p for p in inside if p.is_dir()), path):
-                remove_empty([folder])
+            # In reverse, what is in a folder comes before the folder.
+            for entry in (*sorted(path.rglob("*"), reverse=True), path):
+                if entry.is_dir():
+                    remove_empty([entry])
+                elif entry.relative_to(path).as_posix() in own_files:
+                    entry.unlink()
         else:
             path.unlink()
         if not path.exists():

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coupled_adam.errors import TrainingError, UsageError, on_all_ranks
 from coupled_adam.files import duration, waiting
+from coupled_adam.lab.recipe import differences
 
 T = TypeVar("T")
 PATIENCE = 600.0
@@ -107,12 +108,11 @@ def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any
     store.set(f"settings of {own_rank}", json.dumps(settings))
     # Nothing is compared before all are there, so that all processes report the same difference.
     _wait_for(store, [f"settings of {rank}" for rank in range(number)], go_on)
-    first, *later = (flat(json.loads(store.get(f"settings of {rank}"))) for rank in range(number))
+    first, *later = (json.loads(store.get(f"settings of {rank}")) for rank in range(number))
     different = [
-        f"{name}={first.get(name)!r} in process 0, {values.get(name)!r} in process {rank}"
+        f"{key}={expected!r} in process 0, {value!r} in process {rank}"
         for rank, values in enumerate(later, 1)
-        for name in {**first, **values}
-        if first.get(name) != values.get(name)
+        for key, (expected, value) in differences(first, values).items()
     ]
     if different:
         # The store may be in process 0, and would end with it before the others have read it.
@@ -132,9 +132,7 @@ def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: st
     """The store at the main address, which torchrun or else the first process serves."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = environment.global_rank() == 0 and not agents
-    failure = None
-    # The others may come before the process that serves: only the latter's failure is final.
-    while failure is None or (not serves and go_on()):
+    while True:
         try:
             return TCPStore(
                 environment.main_address,
@@ -144,14 +142,17 @@ def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: st
                 timeout=datetime.timedelta(seconds=min(PATIENCE, 30)),
                 wait_for_workers=False,
             )
-        except dist.DistError as error:  # noqa: PERF203
-            failure = error
-    if serves:
-        raise TrainingError(f"no other process can be waited for at {place}: {failure}")
-    raise TrainingError(
-        f"the first process of this run could not be reached at {place} within "
-        f"{duration(PATIENCE)} (see its last output)"
-    )
+        except dist.DistError as error:
+            if serves:
+                raise TrainingError(
+                    f"no other process can be waited for at {place}: {error}"
+                ) from None
+        # The process that serves it may come later than this one.
+        if not go_on():
+            raise TrainingError(
+                f"the first process of this run could not be reached at {place} within "
+                f"{duration(PATIENCE)} (see its last output)"
+            )
 
 
 def _wait_for(store: Any, keys: list[str], go_on: Callable[[], bool]) -> None:
@@ -163,15 +164,6 @@ def _wait_for(store: Any, keys: list[str], go_on: Callable[[], bool]) -> None:
                 f"of the {len(keys)} processes of this run, {', '.join(missing)} did not come "
                 f"within {duration(PATIENCE)} (see their last output)"
             )
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one, with names such as ``training.lr``."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        result.update(nested if nested is not None else {f"{prefix}{key}": value})
-    return result
 
 
 def any_rank(flag: bool) -> bool:

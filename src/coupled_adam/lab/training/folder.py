@@ -38,11 +38,11 @@ _FOLDERS = (CHECKPOINTS, SECOND_MOMENTS)
 _BEFORE_CONFIG = {LOCK, ENVIRONMENT, COUNTS}
 
 
-def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
+def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None:
     """Create the run's folder, or check that it belongs to this run, and lock it.
 
     Args:
-        held: an exit stack; the folder is unlocked when it closes.
+        locks: an exit stack; the folder is unlocked when it closes.
 
     Raises:
         UsageError: if the folder holds another run, a run on another text, or files of others and
@@ -51,7 +51,7 @@ def claim(run: TrainingRun, corpus: Corpus, held: contextlib.ExitStack) -> None:
     folder, config = run.folder, run.config
     _check_none_of_others(folder)
     make_folder(folder)
-    held.enter_context(sole_writer(folder))
+    locks.enter_context(sole_writer(folder))
     for name in _FOLDERS:
         if (folder / name).is_symlink():
             raise UsageError(

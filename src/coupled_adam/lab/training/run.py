@@ -58,15 +58,15 @@ def train(
     # On a GPU the large blocks are torch's own, which it keeps by itself.
     if execution.device == "cpu":
         keep_freed_memory()
-    with contextlib.ExitStack() as held:
-        on_rank_zero(lambda: claim(run, corpus, held))
+    with contextlib.ExitStack() as locks:
+        on_rank_zero(lambda: claim(run, corpus, locks))
         if progress is None:
-            progress = held.enter_context(Progress([run]))
+            progress = locks.enter_context(Progress([run]))
         if on_rank_zero((run.folder / MODEL).exists):
             progress.start(run, run.recipe.steps)
         else:
             checkpoints = Checkpoints(run.folder, run.recipe.training.evaluate_every)
-            held.enter_context(checkpoints.deferring_sigterm())
+            locks.enter_context(checkpoints.deferring_sigterm())
             _train(run, corpus, execution, checkpoints, progress)
 
 

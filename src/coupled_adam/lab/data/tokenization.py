@@ -1,0 +1,173 @@
+"""From documents to token ids: a tokenizer, the splits, and the files of ids."""
+
+import contextlib
+import hashlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from coupled_adam.errors import UsageError
+from coupled_adam.text.documents import Documents, content_digest
+from coupled_adam.text.source import Data
+from coupled_adam.text.token_files import TokenFile
+from coupled_adam.text.tokenizers import batched, load_tokenizer
+
+END_OF_TEXT = "<|endoftext|>"
+SPLITS = ("train", "valid", "test")
+_BATCH = 2_000_000  # characters per call of the tokenizer, which has its own threads
+_BPE_CHARACTERS = 10**9  # the most that a BPE is trained on
+
+
+def corpus_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, whose ids are below ``vocab_size``, from the hub or a folder.
+
+    Raises:
+        UsageError: there is no such tokenizer, it has too many tokens, or it has no end-of-text
+            token.
+    """
+    try:
+        tokenizer = load_tokenizer(name)
+    except UsageError as error:
+        raise UsageError(
+            f"data.tokenizer={error}: give a tokenizer's folder or its id on the Hugging Face hub"
+        ) from None
+    # Ids may have gaps, so that the largest counts and not only the number of tokens.
+    size = max(len(tokenizer), *(i + 1 for i in tokenizer.get_vocab().values()))
+    if size > vocab_size:
+        raise UsageError(
+            f"data.tokenizer={name} has {size} tokens: set model.vocab_size={vocab_size} to as "
+            "many or, better, to the next multiple of 64"
+        )
+    if end_of_text_id(tokenizer) is None:
+        raise UsageError(
+            f"data.tokenizer={name} has neither eos_token nor bos_token, which is needed between "
+            "documents: set one in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE on the training documents only."""
+
+    def texts() -> Iterator[str]:
+        left = _BPE_CHARACTERS
+        if data.max_tokens is not None:
+            left = min(left, 4 * data.max_tokens)  # about four characters a token
+        for split, text in _assigned(documents, "train", data):
+            if split == "train":
+                yield text
+                left -= len(text)
+                if left <= 0:
+                    break
+        bar.set_description("learning the BPE's merges")
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bar = tqdm(texts(), desc="text for the BPE", unit=" documents", disable=None)
+    tokenizer.train_from_iterator(bar, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT
+    )
+
+
+def held_out_split(document: str, share: float) -> str:
+    """The split of a document, as a function of its text; valid and test get ``share`` each."""
+    # Not drawn at random: a document keeps its split when others are added, or come in other order.
+    start = hashlib.sha256(document.encode()).digest()[:8]
+    place = int.from_bytes(start, "big") / 2**64
+    return "valid" if place < share else "test" if place < 2 * share else "train"
+
+
+def _assigned(documents: Documents, reader: str, data: Data) -> Iterator[tuple[str, str]]:
+    """Yield the pairs (split, document) of a reader's documents."""
+    for document in documents.readers[reader]():
+        split = held_out_split(document, data.held_out) if reader == "train" else reader
+        yield reader if split in documents.readers else split, document
+
+
+def write_tokens(
+    documents: Documents,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    vocab_size: int,
+    folder: Path,
+) -> tuple[dict[str, list[TokenFile]], dict[str, int]]:
+    """Write the token ids of each split, with an end-of-text token before each document.
+
+    Returns:
+        The files and the number of documents of each split.
+    """
+    end_of_text, encode = end_of_text_id(tokenizer), _encoder(tokenizer)
+    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+    limits = dict.fromkeys(SPLITS, data.max_held_out_tokens or sys.maxsize)
+    limits["train"] = data.max_tokens or sys.maxsize
+    tokens, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)
+    with contextlib.ExitStack() as stack:
+        files = {s: stack.enter_context((folder / f"{s}.bin").open("wb")) for s in SPLITS}
+        bar = stack.enter_context(
+            tqdm(desc="tokens", unit="", unit_scale=True, total=data.max_tokens, disable=None)
+        )
+        for reader in documents.readers:
+            assigned = _assigned(documents, reader, data)
+            for batch in batched(assigned, _BATCH, lambda pair: len(pair[1])):
+                # The documents of a split that is full are not even tokenized.
+                needed = [(split, text) for split, text in batch if tokens[split] < limits[split]]
+                for (split, _), encoded in zip(needed, encode([text for _, text in needed])):
+                    ids = np.array([end_of_text, *encoded], dtype)[: limits[split] - tokens[split]]
+                    files[split].write(ids.tobytes())
+                    tokens[split] += len(ids)
+                    counts[split] += len(ids) > 0
+                    bar.update(len(ids))
+                if tokens[reader] >= limits[reader]:
+                    break
+    return {s: [TokenFile(f"{s}.bin", dtype, 0, tokens[s])] for s in SPLITS}, counts
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
+    """A function from texts to ids that treats special tokens within a text as plain text."""
+    if tokenizer.is_fast:
+        rust = tokenizer.backend_tokenizer  # twice as fast as calling it through transformers
+        rust.encode_special_tokens = True
+        return lambda texts: (
+            encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
+        )
+    return lambda texts: (
+        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
+        for text in texts
+    )
+
+
+def end_of_text_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the token that precedes each document: EOS or, without one, BOS."""
+    end_of_text: int | None = tokenizer.eos_token_id
+    return tokenizer.bos_token_id if end_of_text is None else end_of_text
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer in Hugging Face format; raises OSError whatever the library raises."""
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers raises a bare Exception if the disk is full
+        raise OSError(str(error)) from error
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The digest of the files that a tokenizer is saved as."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(tokenizer, Path(folder))
+        return content_digest(sorted(path for path in Path(folder).rglob("*") if path.is_file()))

@@ -27,6 +27,13 @@ class Comparison:
 
 ADAMW_BEST = Line("AdamW, 0, 0.999", "betas", "adamw 0 0.999 n=5")
 A_BEST = Line("a = 0.75, 0, 0.99", "betas", "a=0.75 0 0.99 n=4")
+AFTER_20M = (
+    Line("AdamW, 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"),
+    Line("AdamW, 0, 0.99", "betas_longer", "adamw 0 0.99 n=1"),
+    Line("AdamW, 0.9, 0.999", "betas_longer", "adamw 0.9 0.999 n=1"),
+    Line("a = 0.75, 0, 0.99", "betas_longer", "a=0.75 0 0.99 n=2"),
+)
+"""After 20M tokens: the AdamW that all others are tested against, and these others."""
 
 
 def headline() -> list[Comparison]:
@@ -40,6 +47,8 @@ def headline() -> list[Comparison]:
         rows = [(coupled, adamw), (half, adamw)]
         if tokens == "4.9M":
             rows += [(line, ADAMW_BEST) for line in (adamw, coupled, half, A_BEST)]
+        if tokens == "20M":
+            rows += [(line, AFTER_20M[0]) for line in AFTER_20M[1:]]
         family += [Comparison(tokens, *row) for row in rows]
     return family
 

@@ -13,7 +13,7 @@ from scipy import stats
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/study/14-wrong.md").read_text(encoding="utf-8")
 BEST = "AdamW, 0, 0.999"
-OLDER = {
+ELSEWHERE = {
     ("1.2M", "AdamW, 0.9, 0.95"): ("between", "adamw n=9"),
     ("1.2M", "Coupled Adam, 0.9, 0.95"): ("between", "coupled n=6"),
     ("1.2M", "a = 0.5, 0.9, 0.95"): ("between", "a=0.5 n=7"),
@@ -23,6 +23,10 @@ OLDER = {
     ("20M", "AdamW, 0.9, 0.95"): ("paper_ratio", "adamw n=0"),
     ("20M", "Coupled Adam, 0.9, 0.95"): ("paper_ratio", "coupled n=0"),
     ("20M", "a = 0.5, 0.9, 0.95"): ("paper_ratio", "a=0.5 n=2"),
+    ("20M", "AdamW, 0, 0.999"): ("betas_longer", "adamw 0 0.999 n=1"),
+    ("20M", "AdamW, 0, 0.99"): ("betas_longer", "adamw 0 0.99 n=1"),
+    ("20M", "AdamW, 0.9, 0.999"): ("betas_longer", "adamw 0.9 0.999 n=1"),
+    ("20M", "a = 0.75, 0, 0.99"): ("betas_longer", "a=0.75 0 0.99 n=2"),
 }
 
 
@@ -167,9 +171,9 @@ def test_headline():
     for tokens, pair, *_ in lines:
         sides = []
         for label in pair.split(" against "):
-            older = OLDER.get((tokens, label))
-            found = runs(*older) if older else betas(label)
-            sides.append({seed: run["test_loss"] for seed, run in found.items()})
+            elsewhere = ELSEWHERE.get((tokens, label))
+            seeds = runs(*elsewhere) if elsewhere else betas(label)
+            sides.append({seed: run["test_loss"] for seed, run in seeds.items()})
         tests.append(sides)
     p = [
         stats.ttest_ind([*ours.values()], [*theirs.values()]).pvalue

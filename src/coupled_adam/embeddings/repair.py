@@ -172,16 +172,14 @@ class _Change:
         mean, norms = geometry.mean_and_norms(self.matrix, keep, on_rows)
         return (mean * len(norms) + self.new.double().sum(0)) / len(self.matrix)
 
-    def blocks(self) -> Iterator[Tensor]:
-        """What the matrix becomes, some thousand rows at a time."""
-        for chunk in geometry.row_slices(*self.matrix.shape):
-            block = self.matrix[chunk].clone()
-            here = (chunk.start <= self.rows) & (self.rows < chunk.stop)
-            block[torch.from_numpy(self.rows[here] - chunk.start)] = self.new[
-                torch.from_numpy(here)
-            ]
+    def result(self) -> Tensor:
+        """What the matrix becomes."""
+        matrix = self.matrix.clone()
+        matrix[torch.from_numpy(self.rows)] = self.new
+        for chunk in geometry.row_slices(*matrix.shape):
             # In float64 before rounding; nothing is rounded where nothing is subtracted.
-            yield (block.double() - self.subtracted).to(block.dtype)
+            matrix[chunk] = (matrix[chunk].double() - self.subtracted).to(matrix.dtype)
+        return matrix
 
 
 def model_folder(model: str, revision: str | None = None) -> Path:
@@ -246,6 +244,8 @@ def repair_model(
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
+    from safetensors.torch import save_file
+
     _check_new(out)
     if folder.is_file():
         return [_repair_file(folder, out, repair, vocabulary, progress)]
@@ -272,7 +272,8 @@ def repair_model(
     with _explained(out), new_folder(out, replace=False) as temporary:
         _copy_all_but(shards, folder, temporary)
         for shard in shards:
-            replaced = _write_shard(shard, temporary / shard.name, changed, shift)
+            tensors, metadata, replaced = _changed_tensors(shard, changed, shift)
+            save_file(tensors, temporary / shard.name, metadata)
             for report in reports:
                 # Other files may hold the same matrix under another name, which is changed as well.
                 same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
@@ -304,26 +305,18 @@ def _repair_file(
         raise UsageError(f"{path} has input and output embeddings: name the model's folder")
     _check(repair, path, entries[0].role, {})
     (report,), changed, _ = _changes(path, entries, repair, vocabulary, {}, progress)
-    name, matrix = entries[0].tensor, entries[0].matrix
-    if name in changed:
-        matrix = torch.cat([*changed[name].blocks()])
     clear_leftovers(out.parent)
-    write_atomically(out, _with_matrix(path, name, matrix))
-    return report
-
-
-def _with_matrix(path: Path, name: str, matrix: Tensor) -> bytes:
-    """The content of a file with another matrix of that name."""
     if path.suffix == ".npy":
-        content = io.BytesIO()
-        np.save(content, matrix.numpy())
-        return content.getvalue()
-    from safetensors import safe_open
-    from safetensors.torch import save
+        file = io.BytesIO()
+        np.save(file, (changed[""].result() if changed else entries[0].matrix).numpy())
+        content = file.getvalue()
+    else:
+        from safetensors.torch import save
 
-    with safe_open(path, framework="pt") as file:
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no dict
-        return save({**tensors, name: matrix}, file.metadata())
+        tensors, metadata, _ = _changed_tensors(path, changed, None)
+        content = save(tensors, metadata)
+    write_atomically(out, content)
+    return report
 
 
 def _changes(
@@ -503,40 +496,32 @@ def _repaired(
     return changed, _Change(matrix, rows, new)
 
 
-def _write_shard(
-    source: Path, target: Path, changed: Mapping[str, _Change], shift: Tensor | None
-) -> dict[str, str]:
-    """Copy a file of weights with its changes; return the tensors that were replaced, and by which.
+def _changed_tensors(
+    source: Path, changed: Mapping[str, _Change], shift: Tensor | None
+) -> tuple[dict[str, Tensor], dict[str, str] | None, dict[str, str]]:
+    """The tensors of a file with their changes, its metadata, and what was replaced by which.
 
-    A tensor with the same bits as a changed one, and the name of an embedding, is tied to it. The
-    shapes and types stay as they are, so that only bytes of these tensors are overwritten.
+    A tensor with the same bits as a changed one, and the name of an embedding, is tied to it.
     """
     from safetensors import safe_open
 
-    replaced, written = {}, {}
+    replaced = {}
     with safe_open(source, framework="pt") as file:
-        for name in list(file.keys()):
-            # What is taken from each tied input embedding, each position gives back.
-            if shift is not None and name.endswith(_POSITIONS):
-                positions = file.get_tensor(name)
-                written[name] = iter([(positions.double() + shift).to(positions.dtype)])
-            if name in changed:
-                replaced[name] = name
-            elif any(name.endswith(ending) for ending in (*INPUT_NAMES, *OUTPUT_NAMES)):
-                tensor = file.get_tensor(name)
-                same = (twin for twin, c in changed.items() if _same_bits(tensor, c.matrix))
-                if (twin := next(same, None)) is not None:
-                    replaced[name] = twin
-    written |= {name: changed[twin].blocks() for name, twin in replaced.items()}
-    shutil.copyfile(source, target)
-    with open(target, "r+b") as copy:
-        size = int.from_bytes(copy.read(8), "little")
-        header = json.loads(copy.read(size))
-        for name, blocks in written.items():
-            copy.seek(8 + size + header[name]["data_offsets"][0])
-            for block in blocks:
-                copy.write(block.contiguous().view(torch.uint8).numpy().tobytes())
-    return replaced
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+        metadata = file.metadata()
+    for name, tensor in tensors.items():
+        # What is taken from each tied input embedding, each position gives back.
+        if shift is not None and name.endswith(_POSITIONS):
+            tensors[name] = (tensor.double() + shift).to(tensor.dtype)
+        if name in changed:
+            replaced[name] = name
+        elif name.endswith((*INPUT_NAMES, *OUTPUT_NAMES)):
+            same = (twin for twin, c in changed.items() if _same_bits(tensor, c.matrix))
+            if (twin := next(same, None)) is not None:
+                replaced[name] = twin
+    # Each is a copy of its own, as safetensors refuses tensors that share memory.
+    tensors |= {name: changed[twin].result() for name, twin in replaced.items()}
+    return tensors, metadata, replaced
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

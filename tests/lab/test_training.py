@@ -29,8 +29,8 @@ from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training import run as training
-from coupled_adam.lab.training.callbacks import MetricsFile, cut_log
 from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.loggers import MetricsFile, cut_log
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant

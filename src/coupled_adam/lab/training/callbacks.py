@@ -1,34 +1,25 @@
 """What happens beside a run's training: its log, and its progress."""
 
-import collections
 import contextlib
-import json
 import signal
 import time
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger
-from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.measures import logged
-from coupled_adam.errors import UsageError
-from coupled_adam.files import make_folder, write_atomically
+from coupled_adam.files import make_folder
 from coupled_adam.lab.models import output_embeddings
-from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
+from coupled_adam.lab.training.loggers import LOG_EVERY
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.optim.sharded import full_tensor
-from coupled_adam.runs import METRICS, SECOND_MOMENTS, logged_lines, step_name
-
-_EVERY = 10  # steps between two lines of the log
+from coupled_adam.runs import SECOND_MOMENTS, step_name
 
 
 class RunLog(pl.Callback):
@@ -60,7 +51,7 @@ class RunLog(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, *_: Any) -> None:  # type: ignore[override]
         """Log the training."""
         step = trainer.global_step
-        if step % _EVERY:
+        if step % LOG_EVERY:
             return
         loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
         last, since = self._logged
@@ -143,109 +134,6 @@ def _ctrl_c_waits() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if signals:
             signal.raise_signal(signal.SIGINT)
-
-
-class _RunLogger(Logger):
-    """What Lightning wants to know of a logger besides how it logs."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self._name
-
-    @property
-    def version(self) -> str:
-        """Empty: a run has one version."""
-        return ""
-
-    @rank_zero_only
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Do nothing: they are in config.yaml."""
-
-
-class MetricsFile(_RunLogger):
-    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path.parent.name)
-        self.path = path
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Append a line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
-
-
-class TrackioLogger(_RunLogger):
-    """A run of trackio, which has wandb's functions; Lightning has no logger for it."""
-
-    _run: Any = None
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log the numbers of a step; a run that is resumed goes on."""
-        if self._run is None:
-            import trackio  # where it is installed
-
-            self._run = trackio.init(project="coupled-adam", name=self._name, resume="allow")
-        self._run.log(metrics, step=step)
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Wait until everything has been stored."""
-        if self._run is not None:
-            self._run.finish()
-
-
-def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None:
-    """Drop the lines of ``metrics.jsonl`` after the checkpoint from which a run continues.
-
-    Args:
-        last_step: the step of that checkpoint; None if the run begins, which drops all lines.
-        skip_damaged: whether to go on, with a warning, if lines before the checkpoint are missing
-            or come twice. Of the latter the first is kept.
-
-    Raises:
-        UsageError: if lines before the checkpoint are missing, come twice or are not JSON.
-    """
-    path = run.folder / METRICS
-    # Lines after the checkpoint are of steps that will be made, and logged, again.
-    end = -1 if last_step is None else last_step
-    logged_before = [line for line in logged_lines(path) if line[0] <= end]
-    first_lines = {(step, name): line for step, name, line in reversed(logged_before)}
-    expected = _expected(run.recipe, end)
-    missing = [place for place in expected if place not in first_lines]
-    counts = collections.Counter(line[:2] for line in logged_before)
-    twice = [place for place in expected if counts[place] > 1]
-    if missing or twice:
-        problem, places = ("missing", missing) if missing else ("there twice", twice)
-        message = (
-            f"{path} is damaged: of the lines before the checkpoint {len(places)} are {problem}, "
-            f"first {places[0][1]} of step {places[0][0]}"
-        )
-        if not skip_damaged:
-            raise UsageError(
-                f"{message}. Restore the file, or continue as it is with --skip-damaged"
-            )
-        warnings.warn(message, stacklevel=2)
-    if path.exists():
-        lines = [first_lines[place] for place in expected if place in first_lines]
-        write_atomically(path, "".join(lines))
-
-
-def _expected(recipe: Recipe, last_step: int) -> list[tuple[int, str]]:
-    """The step and the first metric of each line that a run logs up to a step, in order."""
-    interval = min(recipe.training.evaluate_every, recipe.steps)
-    lines = [] if last_step < 0 else [(0, "isotropy")]
-    for step in range(1, last_step + 1):
-        lines += [(step, "train_loss")] * (step % _EVERY == 0)
-        lines += [(step, "valid_loss")] * (step % interval == 0)
-    return lines
 
 
 class Steps(pl.Callback):

@@ -2,28 +2,27 @@
 
 import contextlib
 import ctypes
-import os
 import platform
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.callbacks import MetricsFile, RunLog, Steps, TrackioLogger, cut_log
+from coupled_adam.lab.training.callbacks import RunLog, Steps
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
+from coupled_adam.lab.training.loggers import cut_log, run_loggers
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
-from coupled_adam.runs import METRICS, MODEL, step_of
+from coupled_adam.runs import MODEL, step_of
 
 
 def train(
@@ -102,7 +101,7 @@ def _train(
         run_log = RunLog(run)
         # The log comes first, so that a checkpoint never contains a step that was not logged.
         callbacks = [run_log, checkpoints, Steps(progress, run_log)]
-        loggers = _loggers(run.folder, execution, step)
+        loggers = run_loggers(run.folder, execution, step)
         trainer = _trainer(run, execution, callbacks, loggers, checkpoints.io)
         try:
             with checkpoints.explaining_content():
@@ -151,23 +150,6 @@ def _trainer(
         callbacks=callbacks,
         plugins=[checkpoint_io, *filter(None, [launcher()])],
     )
-
-
-def _loggers(folder: Path, execution: Execution, step: int | None) -> list[Logger]:
-    """The loggers of a run that resumes at ``step``, or starts."""
-    last_step = -1 if step is None else step
-    loggers: list[Logger] = [MetricsFile(folder / METRICS)]
-    if "tensorboard" in execution.log:
-        loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last_step + 1))
-    name = f"{folder.parent.name}/{folder.name}"
-    if "wandb" in execution.log:
-        loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
-    if "mlflow" in execution.log:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
-        loggers.append(MLFlowLogger("coupled-adam", name, tracking_uri=uri))
-    if "trackio" in execution.log:
-        loggers.append(TrackioLogger(name))
-    return loggers
 
 
 def keep_freed_memory() -> None:

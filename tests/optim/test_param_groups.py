@@ -225,7 +225,10 @@ def test_lean_keeps_no_matrix():
     """V + H numbers for each embedding matrix; everything else has the optimizer's options."""
     model = nn.ModuleDict({"wte": nn.Embedding(50, 4), "h": nn.Linear(4, 4)})
     model["lm_head"] = nn.Linear(4, 50, bias=False)
-    optimizer = CoupledAdamW(param_groups(model, **LEAN), lr=1e-3, betas=(0.9, 0.95))
+    groups = param_groups(model, **LEAN)
+    shown = "betas=(0.0, 0.99), row_exponent=0.75, zero_sum=True, coupled"
+    assert str(groups).count(shown) == sum(len(g["params"]) for g in groups if g["coupled"])
+    optimizer = CoupledAdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -634,3 +635,22 @@ def test_flattened_parameter_is_refused_at_the_step():
         optimizer.param_groups[-1]["params"][0] = flat
 
     refused_step("flattened", ValueError, matrix(), {}, prepare)
+
+
+def test_a_model_in_the_place_of_groups():
+    with pytest.raises(TypeError, match=r"params is a Linear: pass coupled_adam.param_groups"):
+        CoupledAdamW(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+def test_coupled_adam_without_momentum_is_warned_of(cls):
+    """But not LEAN, which is made for it, and not other groups."""
+    with pytest.warns(UserWarning, match=r"betas\[0\] is 0 in a coupled group") as caught:
+        cls([matrix()], coupled=True, betas=(0.0, 0.99))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cls([matrix()], coupled=True, betas=(0.0, 0.99), row_exponent=0.75, zero_sum=True)
+        cls(
+            [{"params": [matrix()], "betas": (0.0, 0.9)}, {"params": [matrix()], "coupled": True}],
+        )

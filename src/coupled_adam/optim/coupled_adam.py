@@ -141,6 +141,11 @@ class CoupledAdam(torch.optim.Adam):
         vocab_size: int | Iterable[int] | None = None,
         groups: Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params is a {type(params).__name__}: pass coupled_adam.param_groups(model), or "
+                "coupled_adam.param_groups(model, **coupled_adam.LEAN)"
+            )
         self._clipping = _Clipping()
         self.max_grad_norm = max_grad_norm
         self._coupling_defaults = {
@@ -194,6 +199,16 @@ class CoupledAdam(torch.optim.Adam):
                 "torch's optimizer. Pass coupled_adam.param_groups(model), or vocab_size= with the "
                 "number of rows of the embedding matrix, or set 'coupled': True in the group that "
                 "holds it. Ignore this warning on a pipeline rank without embeddings",
+                stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
+            )
+        # docs/study/14-wrong.md: a loss of 5.56 in the place of 5.25
+        if any(
+            group["coupled"] and group["row_exponent"] == 0 and group["betas"][0] == 0
+            for group in self.param_groups
+        ):
+            warnings.warn(
+                "betas[0] is 0 in a coupled group: Coupled Adam itself learns much less without "
+                "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]",
                 stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
             )
 

@@ -32,7 +32,7 @@ arXiv 2502.08441; docs/study/14-wrong.md compares it with AdamW at its best beta
 is short for its model needs another rate: ``param_groups(model, **LEAN | {"lr_factor": 4})``.
 """
 
-_SHOWN = ("weight_decay", "lr", "lr_factor", "betas")
+_SHOWN = ("weight_decay", "lr", "lr_factor", "betas", "row_exponent", "zero_sum")
 """Options in the table of the groups."""
 
 

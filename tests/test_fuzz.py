@@ -36,8 +36,8 @@ from safetensors.torch import save, save_file
 import coupled_adam
 from coupled_adam.embeddings import load_embeddings, read_word_similarity
 from coupled_adam.embeddings.analysis import Source, analyze_model
+from coupled_adam.embeddings.analysis_tables import analyses_csv, analyses_json
 from coupled_adam.embeddings.similarity import _FORMATS
-from coupled_adam.embeddings.tables import analyses_csv, analyses_json
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import (

@@ -642,6 +642,26 @@ def test_diagnosis(shift, scale, said):
     assert ("not healthy" in report.diagnosis) == bool(shift)
 
 
+def test_a_diagnosis_of_a_mean_and_a_scale():
+    """As in GloVe's vectors: the rows do use all directions."""
+    rows = 1.5 * np.random.default_rng(0).normal(size=(4000, 16))
+    report = measures.analyze(rows + 1)
+    assert "because of the mean and the length of the rows: without the mean" in report.diagnosis
+    assert "few directions" not in report.diagnosis
+
+
+def test_a_diagnosis_of_few_rows():
+    """What chance gives to so few is no disease; and they cannot use more directions than rows."""
+    rows = np.random.default_rng(0).normal(size=(100, 16)) / 16
+    report = measures.analyze(rows)
+    assert report.mean_norm_ratio > 0.08
+    assert report.diagnosis.startswith("The embeddings are healthy")
+    assert "is what chance gives to so few rows: about 1 / √100 = 0.10" in report.diagnosis
+    assert "relative mean norm" in measures.analyze(rows + 0.05).diagnosis.partition(":")[2]
+    report = measures.analyze(np.eye(2, 40) * 30 + 0.01)
+    assert "2 rows cannot use all of 40 directions" in report.diagnosis
+
+
 def test_each_measure_is_documented():
     """With its key, in the table of the page; and the class says what it is."""
     page = (Path(__file__).parents[2] / "docs" / "analyze.md").read_text(encoding="utf-8")

@@ -90,7 +90,7 @@ def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from rich.text import Text
 
-    from coupled_adam.embeddings import analysis, tables, tokens
+    from coupled_adam.embeddings import analysis, analysis_tables, tokens
 
     _check(options)
     layout = options.layout or "pca"
@@ -140,9 +140,9 @@ def run(options: Options) -> None:
     listed = undertrained if options.undertrained else []
     files: dict[str, tuple[str, str | bytes]] = {}
     if options.csv is not None:
-        files["--csv"] = options.csv, tables.analyses_csv(analyses)
+        files["--csv"] = options.csv, analysis_tables.analyses_csv(analyses)
     if options.html is not None:
-        from coupled_adam.embeddings.page import analyses_page
+        from coupled_adam.embeddings.analysis_page import analyses_page
 
         files["--html"] = options.html, analyses_page(analyses, listed)
     if options.parquet is not None:
@@ -160,13 +160,13 @@ def run(options: Options) -> None:
             write_file(option, name, content)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
-            print(tables.analyses_json(analyses, listed, neighbours, comparisons))
+            print(analysis_tables.analyses_json(analyses, listed, neighbours, comparisons))
         else:
             diagnosed: Sequence[Analysis | Undertrainedness] = listed or analyses
             for analyzed, said in zip(analyses, diagnosed):
                 sentences = f"{analyzed.label}: {' '.join(said.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
-            shown = [tables.analyses_table(analyses, options.all)]
+            shown = [analysis_tables.analyses_table(analyses, options.all)]
             shown += [named.table(options.show) for named in listed]
             shown += [table for neighbourhood in neighbours for table in neighbourhood.tables()]
             shown += [t for changes in comparisons for t in changes.tables(options.show)]

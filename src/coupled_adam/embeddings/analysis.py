@@ -24,7 +24,6 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
-from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
@@ -101,7 +100,7 @@ class Analysis:
     def diagnosis(self) -> list[str]:
         """Whether the embeddings are healthy, and what to do next, in sentences."""
         names = [self.vocabulary.name(row) for row in self.dead]
-        return diagnose(self.report, self.model, self.embeddings.role, names)
+        return self.report.sentences(self.model, self.embeddings.role, names)
 
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON: a description of the matrix, and the report's attributes."""

@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -155,31 +155,11 @@ class Repair:
     seed: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """What a matrix [V, H] becomes: some rows are ``new`` [n, H], and a mean is subtracted."""
+class _Change(NamedTuple):
+    """A matrix [V, H] as it is in the model, and as it becomes."""
 
-    matrix: Tensor
-    rows: NDArray[np.int64]
-    new: Tensor
-    subtracted: Tensor | float = 0.0
-
-    def mean(self, on_rows: Callable[[int], object]) -> Tensor:
-        """The mean of all rows, those that are new included."""
-        keep = np.ones(len(self.matrix), np.bool_)
-        keep[self.rows] = False
-        mean: Tensor
-        mean, norms = geometry.mean_and_norms(self.matrix, keep, on_rows)
-        return (mean * len(norms) + self.new.double().sum(0)) / len(self.matrix)
-
-    def result(self) -> Tensor:
-        """What the matrix becomes."""
-        matrix = self.matrix.clone()
-        matrix[torch.from_numpy(self.rows)] = self.new
-        for chunk in geometry.row_slices(*matrix.shape):
-            # In float64 before rounding; nothing is rounded where nothing is subtracted.
-            matrix[chunk] = (matrix[chunk].double() - self.subtracted).to(matrix.dtype)
-        return matrix
+    before: Tensor
+    after: Tensor
 
 
 def model_folder(model: str, revision: str | None = None) -> Path:
@@ -308,7 +288,7 @@ def _repair_file(
     clear_leftovers(out.parent)
     if path.suffix == ".npy":
         file = io.BytesIO()
-        np.save(file, (changed[""].result() if changed else entries[0].matrix).numpy())
+        np.save(file, (changed[""].after if changed else entries[0].matrix).numpy())
         content = file.getvalue()
     else:
         from safetensors.torch import save
@@ -337,18 +317,19 @@ def _changes(
             (partner,) = (side.matrix for side in entries if side is not entry)
         tokens = vocabulary(len(entry.matrix))
         try:
-            rows, change = _repaired(entry, partner, repair, tokens, config, on_rows)
+            rows, matrix = _repaired(entry, partner, repair, tokens, config, on_rows)
         except ValueError as error:
             raise UsageError(f"{folder}: {error}") from None
         mean_norm = None
         if repair.recenter and entry.role != "input":
-            mean = change.mean(on_rows)
+            mean = geometry.mean_and_norms(matrix, on_rows=on_rows)[0]
             mean_norm = float(mean.norm())
-            change = dataclasses.replace(change, subtracted=mean)
+            for chunk in geometry.row_slices(*matrix.shape):
+                matrix[chunk] = (matrix[chunk].double() - mean).to(matrix.dtype)
             shift = mean if entry.role == "tied" else None
         reports.append(RepairedMatrix([entry.tensor], entry.role, rows, mean_norm))
         if rows or mean_norm is not None:
-            changed[entry.tensor] = change
+            changed[entry.tensor] = _Change(entry.matrix, matrix)
     return reports, changed, shift
 
 
@@ -446,8 +427,8 @@ def _repaired(
     vocabulary: Vocabulary,
     config: Mapping[str, Any],
     on_rows: Callable[[int], object],
-) -> tuple[list[RepairedRow], _Change]:
-    """New values for the rows of a matrix that need them."""
+) -> tuple[list[RepairedRow], Tensor]:
+    """The rows of a matrix that need new values, and a copy of the matrix with them."""
     matrix = entry.matrix
     finite, norms = finite_rows(matrix, on_rows)
     reasons = _dead(finite, norms)
@@ -493,7 +474,9 @@ def _repaired(
         )
         for index, row in enumerate(rows.tolist())
     ]
-    return changed, _Change(matrix, rows, new)
+    repaired = matrix.clone()
+    repaired[torch.from_numpy(rows)] = new
+    return changed, repaired
 
 
 def _changed_tensors(
@@ -516,11 +499,11 @@ def _changed_tensors(
         if name in changed:
             replaced[name] = name
         elif name.endswith((*INPUT_NAMES, *OUTPUT_NAMES)):
-            same = (twin for twin, c in changed.items() if _same_bits(tensor, c.matrix))
+            same = (twin for twin, c in changed.items() if _same_bits(tensor, c.before))
             if (twin := next(same, None)) is not None:
                 replaced[name] = twin
     # Each is a copy of its own, as safetensors refuses tensors that share memory.
-    tensors |= {name: changed[twin].result() for name, twin in replaced.items()}
+    tensors |= {name: changed[twin].after.clone() for name, twin in replaced.items()}
     return tensors, metadata, replaced
 
 

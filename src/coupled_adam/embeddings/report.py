@@ -1,10 +1,8 @@
 """All measures of one embedding matrix, as an object, a table, and JSON."""
 
-import base64
 import contextlib
 import dataclasses
 import html
-import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +29,7 @@ from coupled_adam.runs import COUNTS
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,14 @@ class EmbeddingReport(Measures):
     @property
     def diagnosis(self) -> str:
         """Whether the embeddings are healthy, which measures say so, and what to do next."""
-        return " ".join(diagnose(self))
+        return " ".join(self.sentences())
+
+    def sentences(
+        self, model: str = "MODEL", role: str = "", dead: Sequence[str] = ()
+    ) -> list[str]:
+        """The diagnosis, sentence by sentence; the arguments are those of :func:`diagnose`."""
+        size = self.vocab_size - self.excluded_rows, self.hidden_size
+        return diagnose(self, self.centered, size, model, role, dead)
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""
@@ -124,19 +130,19 @@ class EmbeddingReport(Measures):
 def _spectra(variants: Sequence[Measures]) -> str:
     """The singular values of the three variants as an image; empty without matplotlib."""
     try:
-        from matplotlib.figure import Figure
+        from coupled_adam.embeddings.pictures import plot_spectrum
+        from coupled_adam.rendering.pictures import single
     except ModuleNotFoundError:  # it is not needed for anything else here
         return ""
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    ax = figure.subplots()
-    for variant, label in zip(variants, ("as is", "- mean", "- top directions")):
-        ax.plot(variant.singular_values, label=label)
-    ax.set(xlabel="number", ylabel="singular value", yscale="log")
-    ax.legend()
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    data = base64.b64encode(image.getvalue()).decode()
-    return f'<img alt="singular values" src="data:image/png;base64,{data}">'
+
+    def draw(ax: "Axes") -> None:
+        for number, label in enumerate(("as is", "- mean", "- top directions")):
+            values = np.array(variants[number].singular_values)
+            if values.any():
+                plot_spectrum(ax, values, f"C{number}", label)
+
+    picture = single(draw, "singular values")
+    return f'<img alt="{picture.caption}" src="{picture.data}">'
 
 
 PASSES = 4

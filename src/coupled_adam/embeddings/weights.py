@@ -175,20 +175,17 @@ def _tensors(content: Any) -> dict[str, Tensor]:
     """The tensors in nested dicts; each dict is visited once, as it may contain itself."""
     tensors: dict[str, Tensor] = {}
     visited: set[int] = set()
-    waiting = [("", content, 0)]
+    waiting = [("", content)]
     while waiting:
-        name, value, depth = waiting.pop()
+        name, value = waiting.pop()
         if isinstance(value, Tensor):
             if _is_plain(value):
                 tensors[name] = value
-        elif isinstance(value, Mapping) and id(value) not in visited and depth < _DEPTH:
+        elif isinstance(value, Mapping) and id(value) not in visited:
             visited.add(id(value))
             for key, item in value.items():
-                waiting.append((f"{name}.{key}" if name else str(key), item, depth + 1))
+                waiting.append((f"{name}.{key}" if name else str(key), item))
     return tensors
-
-
-_DEPTH = 20  # the deepest nesting of dicts that is read; frameworks use three or four levels
 
 
 def _is_plain(x: Tensor) -> bool:

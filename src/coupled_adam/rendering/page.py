@@ -1,6 +1,5 @@
 """Self-contained pages of HTML: pictures are embedded, and all text is escaped."""
 
-import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,14 +31,4 @@ def render(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    embedded = [_embedded(picture) for picture in pictures]
-    return environment.get_template(template).render(values, pictures=embedded)
-
-
-def _embedded(picture: Picture) -> dict[str, Any]:
-    """A picture for the template, as a data URI."""
-    return {
-        "caption": picture.caption,
-        "data": "data:image/png;base64," + base64.b64encode(picture.png).decode(),
-        "wide": picture.figure.get_figwidth() > 8,
-    }
+    return environment.get_template(template).render(values, pictures=pictures)

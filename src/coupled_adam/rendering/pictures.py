@@ -1,5 +1,6 @@
 """Pictures with captions, and the elements that their plots share."""
 
+import base64
 import dataclasses
 import functools
 import io
@@ -37,6 +38,16 @@ class Picture:
         image = io.BytesIO()
         self.figure.savefig(image, dpi=130, format="png", metadata={"Software": "coupled-adam"})
         return image.getvalue()
+
+    @property
+    def data(self) -> str:
+        """The image as a URI, which embeds it in a page."""
+        return "data:image/png;base64," + base64.b64encode(self.png).decode()
+
+    @property
+    def wide(self) -> bool:
+        """Whether it needs the whole width of a page."""
+        return self.figure.get_figwidth() > 8
 
 
 def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Picture:

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.analysis_tables import analyses_table
 from coupled_adam.embeddings.measures import MEASURES, small_print
-from coupled_adam.embeddings.tables import analyses_table
 from coupled_adam.embeddings.tokens import Undertrainedness
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import Picture, single

@@ -41,7 +41,7 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from coupled_adam import cli, files
+from coupled_adam import cli
 from coupled_adam.files import write_atomically
 from coupled_adam.lab import comparison
 from coupled_adam.lab.training import run
@@ -148,7 +148,7 @@ def build_in_kill(place: str, number: int) -> None:
     def operation(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal left
         writes = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "exchange")
+        changes = event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
         if inside and (writes or changes):
             left -= 1
             if left == 0:
@@ -166,12 +166,6 @@ def build_in_kill(place: str, number: int) -> None:
 
         return within
 
-    def exchange(*paths: Path, function: Callable[..., None] = files._exchange) -> None:
-        sys.audit("exchange", *paths)
-        function(*paths)
-        sys.audit("exchange", *paths)
-
-    files._exchange = exchange
     for owner, name in PLACES[place]:
         setattr(owner, name, entered(getattr(owner, name)))
     sys.addaudithook(operation)

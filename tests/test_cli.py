@@ -1,6 +1,7 @@
 """The command as a user runs it: real processes, real folders."""
 
 import dataclasses
+import errno
 import importlib.util
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -227,6 +229,14 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: use(_, RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["recipes"])
+
+
+def test_more_files_than_a_process_may_have_open(monkeypatch, capsys):
+    """The line says how to allow more, without which --resume would end the same way."""
+    error = OSError(errno.EMFILE, "Too many open files", "old", None, "new")
+    monkeypatch.setattr(cli.compare, "run", Mock(side_effect=error))
+    assert main(["compare"]) == 1
+    assert "open files: new; allow more with ulimit -n; what was" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["analyze", "evaluate", "report", "sample"])

@@ -25,10 +25,13 @@ def make():
     if what == "file":
         files.write_atomically(target, "new")
     else:
-        with files.new_folder(target, lambda name: name in ("a", "sub/b")) as folder:
+        with files.new_folder(target, is_own) as folder:
             (folder / "sub").mkdir()
             (folder / "a").write_text("new")
             (folder / "sub" / "b").write_text("new")
+
+def is_own(name):
+    return name in ("a", "sub/b")
 
 def content():
     if what == "file":
@@ -81,11 +84,11 @@ while True:
     if how == "interrupted":
         names = {path.name for path in place.iterdir()}
         assert names <= {"target", ".target.coupled-adam-old"}, (number, names)
-    files.clear_leftovers(place)
+    files.clear_leftovers(place, is_own)
     found.add(content())
     assert [path.name for path in place.iterdir()] == ["target"], number
     if what != "file":
-        assert {path.name for path in target.iterdir()} - {"foreign"} == {"a", "sub"}
+        assert {path.name for path in target.iterdir()} == {"a", "sub", "foreign"}, number
     if not has_ended:
         break
 assert found == {"old", "new"}, found
@@ -104,6 +107,26 @@ def test_ended_at_every_operation(tmp_path, what, how):
     command = [sys.executable, "-c", ENDED, what, how, tmp_path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
+
+
+def test_a_replaced_folder_that_cannot_be_removed(tmp_path, monkeypatch):
+    """The new one is there, with a warning; the old one goes later, without what is others'."""
+    with files.new_folder(tmp_path / "x") as folder:
+        (folder / "file").write_text("old")
+    monkeypatch.setattr(files, "_dissolve", Mock(side_effect=PermissionError(errno.EACCES, "No")))
+    with (
+        pytest.warns(UserWarning, match=r"\.x\.coupled-adam-old could not be removed \(No\)"),
+        files.new_folder(tmp_path / "x") as folder,
+    ):
+        (folder / "file").write_text("new")
+    assert (tmp_path / "x" / "file").read_text() == "new"
+    monkeypatch.undo()
+    (tmp_path / ".x.coupled-adam-old" / "of another").write_text("")
+    files.clear_leftovers(tmp_path)
+    assert (tmp_path / ".x.coupled-adam-old").exists()
+    files.clear_leftovers(tmp_path, lambda name: name == "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {"file", "of another"}
 
 
 def test_only_leftovers_of_the_dead_are_cleared(tmp_path):

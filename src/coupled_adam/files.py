@@ -99,11 +99,23 @@ def new_folder(
             path.rename(old)
             temporary.rename(path)
         sync_folder(path.parent)
-        _dissolve(old, path, is_own)
+        try:
+            _dissolve(old, path, is_own)
+        except OSError as error:  # the new folder is there, which is what was asked for
+            warnings.warn(
+                f"{old} could not be removed ({error.strerror}): remove it, or it will be tried "
+                "again next time",
+                stacklevel=3,
+            )
 
 
-def clear_leftovers(folder: Path) -> None:
-    """Remove what killed processes of this package have left in a folder, and nothing else."""
+def clear_leftovers(folder: Path, is_own: Callable[[str], bool] | None = None) -> None:
+    """Remove what killed processes of this package have left in a folder, and nothing else.
+
+    Args:
+        is_own: as for :func:`new_folder`, which it helps to finish. Without it, folders that have
+            been replaced are left to a caller who knows it.
+    """
     for entry in sorted(folder.iterdir()):
         if entry.is_symlink():
             continue
@@ -113,10 +125,12 @@ def clear_leftovers(folder: Path) -> None:
         with contextlib.suppress(OSError), _dead(entry) as is_dead:
             if not is_dead:
                 continue
-            if aside and not os.path.lexists(folder / aside[1]):
-                entry.rename(folder / aside[1])
-            else:
+            if not aside:
                 remove(entry)
+            elif not os.path.lexists(folder / aside[1]):
+                entry.rename(folder / aside[1])
+            elif is_own is not None:
+                _dissolve(entry, folder / aside[1], is_own)
 
 
 def make_folder(path: Path) -> list[Path]:

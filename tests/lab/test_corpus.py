@@ -579,8 +579,14 @@ def test_unusable_tokenizers(tmp_path, monkeypatch):
         },
     }
     panics.write_text(json.dumps(json.loads(panics.read_text()) | parts))
+    # It knows "a", but nothing stands for what it does not know.
+    unknowing = word_tokenizer(tmp_path / "unknowing", eos_token="<end>") / "tokenizer.json"
+    content = json.loads(unknowing.read_text())
+    content["model"]["vocab"]["a"] = content["model"]["vocab"].pop(content["model"]["unk_token"])
+    unknowing.write_text(json.dumps(content))
     for folder, message in (
         (panics.parent, "has no tokenizer that can be read .PanicException"),
+        (unknowing.parent, r"has no tokenizer that can be read .*Missing \[UNK\] token"),
         (word_tokenizer(tmp_path / "no-end"), "has neither eos_token nor bos_token"),
         (tmp_path / "broken", "has no tokenizer that can be read"),
         (tmp_path / "empty", "has no tokenizer that can be read"),

@@ -104,11 +104,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(end="", flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        where = f": {printable(str(error.filename))}" if error.filename else ""
+        path = error.filename2 or error.filename  # where something was to be renamed to
+        where = f": {printable(str(path))}" if path else ""
         # There is no such file, so that nothing was begun that could be continued.
         if error.errno == errno.ENAMETOOLONG:
             return _fail(2, f"{os.strerror(error.errno)}{where}", error)
         advice = "; what was finished is kept, continue with --resume" if "resume" in values else ""
+        if error.errno == errno.EMFILE:
+            advice = f"; allow more with ulimit -n{advice}"
         return _fail(1, f"{os.strerror(error.errno)}{where}{advice}", error)
     except (MemoryError, RuntimeError) as error:
         if str(error).startswith("Symlink loop"):  # which pathlib raises before Python 3.13

@@ -43,7 +43,9 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
             local_files_only=is_here,
             trust_remote_code=False,
         )
-        tokenizer.encode("a")  # some mistakes in its file show only here
+        # Some mistakes in its file show only here, such as that nothing stands for what it does not
+        # know: a hieroglyph is in no vocabulary.
+        tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
     except BaseException as error:  # transformers and tokenizers raise many types
         # A panic of tokenizers, which is in Rust, is no Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

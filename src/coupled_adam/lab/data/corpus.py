@@ -143,7 +143,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
             ):
                 corpus = _find(folder, source)  # created by another process in the meantime
                 if corpus is None:
-                    clear_leftovers(cache)
+                    clear_leftovers(cache, _is_own)
                     corpus = _make(source, tokenizer, data, vocab_size, folder)
     except OSError as error:
         raise UsageError(

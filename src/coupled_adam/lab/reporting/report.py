@@ -73,7 +73,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     """
     given, out = out, out.resolve()  # so that a symbolic link stays one
     if out.parent.is_dir():
-        clear_leftovers(out.parent)
+        clear_leftovers(out.parent, _is_own)
     if out.exists() and not _is_report(out):
         raise UsageError(
             f"--out {given} holds something other than a report, which would be lost: move it "

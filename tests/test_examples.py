@@ -32,9 +32,24 @@ def run(example, *arguments, ranks=1):
     return int(step), loss and float(loss), float(ratio)
 
 
-def equal(one, other):
-    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
-    return all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def assert_equal(folder, other):
+    """Two folders hold models with the same bits."""
+    torch.testing.assert_close(weights(folder), weights(other), rtol=0, atol=0)
+
+
+def assert_continues(folder, example, steps, stop_after):
+    """Stopped and called again, it ends where it ends if it is not stopped, in `whole`."""
+    arguments = (example, "--steps", steps, "--out")
+    step, _, ratio = run(*arguments, folder / "whole")
+    assert step == steps
+    assert ratio < 0.1
+    assert run(*arguments, folder / "cut", "--stop-after", stop_after)[0] == stop_after
+    assert run(*arguments, folder / "cut")[0] == steps
+    assert_equal(folder / "whole" / "model", folder / "cut" / "model")
 
 
 def test_pytorch_loop(tmp_path):
@@ -67,7 +82,7 @@ def test_huggingface_trainer(tmp_path):
     assert ratio < 0.1
     shutil.copytree(whole / "checkpoint-20", cut / "checkpoint-20")
     assert run(*arguments, "--out", cut, "--resume")[0] == 40
-    assert equal(whole, cut)
+    assert_equal(whole, cut)
     state = torch.load(cut / "checkpoint-40" / "optimizer.pt", weights_only=True)
     assert state["param_groups"][0]["coupled"]
     assert state["state"][0]["exp_avg_sq"].shape == (64,)
@@ -75,29 +90,14 @@ def test_huggingface_trainer(tmp_path):
 
 def test_accelerate_loop(tmp_path):
     """Two processes over gloo are one with the same batches, up to the order of sums."""
-    arguments = ("accelerate_loop.py", "--steps", 30)
-    step, _, ratio = run(*arguments, "--out", tmp_path / "whole")
-    assert step == 30
-    assert ratio < 0.1
-    assert run(*arguments, "--out", tmp_path / "cut", "--stop-after", 12)[0] == 12
-    assert run(*arguments, "--out", tmp_path / "cut")[0] == 30
-    assert equal(tmp_path / "whole" / "model", tmp_path / "cut" / "model")
-    run(*arguments, "--out", tmp_path / "two", ranks=2)
-    one, two = (
-        load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "two")
-    )
-    for name, value in one.items():
-        assert (value - two[name]).abs().max() < 1e-3, name
+    assert_continues(tmp_path, "accelerate_loop.py", steps=30, stop_after=12)
+    run("accelerate_loop.py", "--steps", 30, "--out", tmp_path / "two", ranks=2)
+    one_process, two_processes = (weights(tmp_path / name / "model") for name in ("whole", "two"))
+    torch.testing.assert_close(two_processes, one_process, rtol=0, atol=1e-3)
 
 
 def test_lightning_module(tmp_path):
-    arguments = ("lightning_module.py", "--steps", 40)
-    step, _, ratio = run(*arguments, "--out", tmp_path / "whole")
-    assert step == 40
-    assert ratio < 0.1
-    assert run(*arguments, "--out", tmp_path / "cut", "--stop-after", 20)[0] == 20
-    assert run(*arguments, "--out", tmp_path / "cut")[0] == 40
-    assert equal(tmp_path / "whole" / "model", tmp_path / "cut" / "model")
+    assert_continues(tmp_path, "lightning_module.py", steps=40, stop_after=20)
 
 
 def test_muon():
@@ -135,31 +135,33 @@ def test_notebook(tmp_path):
 SBATCH = {"nodes": "2", "ntasks-per-node": "8", "gpus-per-node": "8", "signal": "TERM@300"}
 
 
-def test_slurm(tmp_path):
+@pytest.mark.parametrize(("code", "resumed"), [(0, False), (75, True)])
+def test_slurm(code, resumed, tmp_path):
     """A process for each GPU, continued where there is something; queued again after code 75."""
     script = (EXAMPLES / "slurm.sh").read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script, flags=re.M))
     assert options.items() >= SBATCH.items()
     assert "#SBATCH --requeue" in script
+
+    # SLURM's commands, which write down what they are asked, and end as the laboratory would
     for name in ("srun", "scontrol"):
-        said = tmp_path / f"{name}.txt"
-        (tmp_path / name).write_text(f'#!/bin/bash\necho "$@" > {said}\nexit $CODE\n')
+        call = tmp_path / f"{name}.txt"
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "$@" > {call}\nexit {code}\n')
         (tmp_path / name).chmod(0o755)
     out = tmp_path / "runs"
     out.mkdir()
-    for code, resumed in ((0, False), (75, True)):
-        if resumed:
-            (out / "comparison.yaml").touch()
-        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
-        done = subprocess.run(
-            ["bash", str(EXAMPLES / "slurm.sh"), "124M-5B", str(out)],
-            env={**env, "SLURM_JOB_ID": "17"},
-        )
-        assert done.returncode == code
-        program, command, *arguments = (tmp_path / "srun.txt").read_text().split()
-        assert (program, command) == ("coupled-adam", "compare")
-        given = vars(cli._command_parser(command).parse_args(arguments))
-        assert (given["recipe"], given["out"]) == ("124M-5B", str(out))
-        assert given["resume"] == resumed
-        assert (tmp_path / "scontrol.txt").exists() == resumed
-    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
+    if resumed:
+        (out / "comparison.yaml").touch()
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    batch = subprocess.run(["bash", EXAMPLES / "slurm.sh", "124M-5B", out], env=env)
+    assert batch.returncode == code
+
+    program, command, *arguments = (tmp_path / "srun.txt").read_text().split()
+    assert (program, command) == ("coupled-adam", "compare")
+    given = vars(cli._command_parser(command).parse_args(arguments))
+    assert (given["recipe"], given["out"]) == ("124M-5B", str(out))
+    assert given["resume"] == resumed
+    requeued = tmp_path / "scontrol.txt"
+    assert (requeued.read_text() if requeued.exists() else None) == (
+        "requeue 17\n" if code == 75 else None
+    )

@@ -25,9 +25,8 @@ def gpt2(seed=None, **options):
     return model
 
 
-def llama(**options):
-    config = transformers.LlamaConfig(intermediate_size=8, **{**SMALL, **SPECIAL, **options})
-    return transformers.LlamaForCausalLM(config)
+def llama(cls=transformers.LlamaForCausalLM, **options):
+    return cls(transformers.LlamaConfig(**{"intermediate_size": 8, **SMALL, **SPECIAL, **options}))
 
 
 def stablelm(**options):
@@ -44,11 +43,9 @@ def bert():
     return transformers.BertForMaskedLM(config)
 
 
-def t5():
-    config = transformers.T5Config(
-        vocab_size=V, d_model=H, d_kv=4, d_ff=8, num_layers=1, num_heads=2
-    )
-    return transformers.T5ForConditionalGeneration(config)
+def t5(**options):
+    sizes = {"vocab_size": V, "d_model": H, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**sizes, **options}))
 
 
 class HandWritten(nn.Module):

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from coupled_adam import CoupledAdamW, param_groups
-from decoders import loss_of
-from optim.test_fsdp1 import decoder
+from decoders import decoder, loss_of
 from processes import run_cases, run_on_ranks
 
 if __name__ == "__main__":
@@ -82,21 +81,20 @@ def against_one_process(stage, **options):
     torch.testing.assert_close(state["exp_avg_sq"], torch.cat(expected), rtol=1e-4, atol=0)
 
 
-def checkpoint(stage):
+def checkpoint(stage, **options):
     """Saved and loaded by DeepSpeed, on as many processes."""
-    for options in ({}, BETWEEN, NO_MOMENTUM):
-        folder = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(folder)
-        first = engine_of(stage, **options)
-        coupled_adam.deepspeed.couple(first)
-        train(first, range(STEPS // 2))
-        first.save_checkpoint(folder[0])
-        resumed = engine_of(stage, **options)
-        coupled_adam.deepspeed.couple(resumed)
-        resumed.load_checkpoint(folder[0])
-        train(resumed, range(STEPS // 2, STEPS))
-        assert_same_model(single(range(STEPS), **options)[0], resumed)
-        dist.barrier()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    first = engine_of(stage, **options)
+    coupled_adam.deepspeed.couple(first)
+    train(first, range(STEPS // 2))
+    first.save_checkpoint(folder[0])
+    resumed = engine_of(stage, **options)
+    coupled_adam.deepspeed.couple(resumed)
+    resumed.load_checkpoint(folder[0])
+    train(resumed, range(STEPS // 2, STEPS))
+    assert_same_model(single(range(STEPS), **options)[0], resumed)
+    dist.barrier()
 
 
 def refused():
@@ -135,7 +133,11 @@ CASES = {
     "stage 2, no momentum": lambda: against_one_process(2, **NO_MOMENTUM),
     "stage 2, clipped by DeepSpeed": lambda: against_one_process(2, clip=0.05),
     "checkpoint of stage 1": lambda: checkpoint(1),
+    "checkpoint of stage 1, between": lambda: checkpoint(1, **BETWEEN),
+    "checkpoint of stage 1, no momentum": lambda: checkpoint(1, **NO_MOMENTUM),
     "checkpoint of stage 2": lambda: checkpoint(2),
+    "checkpoint of stage 2, between": lambda: checkpoint(2, **BETWEEN),
+    "checkpoint of stage 2, no momentum": lambda: checkpoint(2, **NO_MOMENTUM),
     "not partitioned": not_partitioned,
     "refused": refused,
 }

@@ -7,8 +7,6 @@ import torch
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -147,9 +145,8 @@ def test_a_class_and_the_size_of_the_vocabulary(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_t5(tied, tmp_path):
     """A trainer without the argument takes the attribute; encoder and decoder share the matrix."""
-    size = {"vocab_size": V, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(
-        T5Config(**size, decoder_start_token_id=0, tie_word_embeddings=tied)
+    model = token_models.t5(
+        vocab_size=V, d_model=8, decoder_start_token_id=0, tie_word_embeddings=tied
     )
     options = arguments(tmp_path, max_steps=2, save_strategy="no").to_dict()
     args = Seq2SeqTrainingArguments(

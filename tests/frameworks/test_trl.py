@@ -8,12 +8,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertModel,
-    LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
 
+import token_models
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.transformers import EmbeddingMeasures
@@ -47,7 +47,7 @@ def tokenizer():
 def llama(cls, **options):
     torch.manual_seed(0)
     special = {"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
-    return cls(LlamaConfig(**SIZE, **special, num_attention_heads=2, **options))
+    return token_models.llama(cls, **SIZE, **special, **options)
 
 
 def trained(trainer, coupled):

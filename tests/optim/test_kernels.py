@@ -3,10 +3,12 @@
 import copy
 import ctypes
 import itertools
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,6 +225,25 @@ def test_native(dtype, options, as_is, instructions, monkeypatch):
         for rows, columns in ((37, 11), (1, 1), (3, 300), (5000, 33)):
             for layouts in (ROWS, ["slices", "rows", "slices"]):
                 compare(native, rows, columns, dtype, layouts, as_is, **options)
+
+
+@built
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+def test_a_small_matrix_leaves_torchs_threads_alive():
+    """A step by fewer threads than torch has does not make the next operation start new ones."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        p = nn.Parameter(torch.randn(512, 64))  # enough for two threads
+        p.grad = torch.randn_like(p)
+        optimizer, large = CoupledAdamW([p], coupled=True), torch.randn(2**20)
+        large.add_(1)  # by all threads
+        threads = set(os.listdir("/proc/self/task"))
+        optimizer.step()
+        large.add_(1)
+        assert set(os.listdir("/proc/self/task")) == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 @built

@@ -161,7 +161,9 @@ static void run(Pass *pass, Share *shares, int count) {
     }
     if (openmp_parallel != NULL) {
         Team team = {pass, shares, count};
-        openmp_parallel(run_in_openmp, &team, (unsigned)count, 0);
+        /* All of torch's threads (0), as in torch's own loops: for fewer, the runtime would end the rest,
+         * and the next loop of torch would have to start them again. */
+        openmp_parallel(run_in_openmp, &team, 0, 0);
         return;
     }
     pthread_t ids[MAX_THREADS];

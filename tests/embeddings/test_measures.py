@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from coupled_adam import embeddings as measures
-from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings import geometry, partition
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.report import PASSES
 
@@ -182,17 +182,17 @@ def test_large_matrices_have_exponents_in_float32(monkeypatch):
     matrix = torch.from_numpy(cloud(400, 64, shift=0.2) / 16).bfloat16()
     expected = measures.analyze(matrix).to_dict()
     alone = measures.isotropy(matrix)
-    monkeypatch.setattr(geometry, "_LARGE", 0)
+    monkeypatch.setattr(partition, "_LARGE", 0)
     monkeypatch.setattr(geometry, "_BLOCK_BYTES", 8 * 64 * 50)
     norms = matrix.double().norm(dim=1)
     largest = float(norms.max() / min(norms.mean(), 1))  # of isotropy_unit, too
     bound = (8 * 64**0.5 + 9) * 2**-24 * largest
     assert 2 * bound < 1e-4
     axes = torch.linalg.eigh(geometry.gram(matrix))[1]
-    exact = geometry.project(matrix.double(), axes)
-    rounded = geometry.project(matrix.float(), axes.float())
+    exact = partition.project(matrix.double(), axes)
+    rounded = partition.project(matrix.float(), axes.float())
     assert 0 < (rounded - exact).abs().max() < bound
-    parts = [geometry.LogPartition(largest), geometry.LogPartition(largest)]
+    parts = [partition.LogPartition(largest), partition.LogPartition(largest)]
     for part, exponents in zip(parts, (exact, rounded)):
         part.add(exponents, matrix.to(exponents.dtype).norm(dim=1))
     assert 0 < np.abs(parts[0].log_z() - parts[1].log_z()).max() < bound
@@ -231,7 +231,7 @@ def test_isotropy_by_its_definition_in_both_passes(kind, scale, monkeypatch):
     if kind == "heavy-tailed":
         matrix *= np.exp(generator.normal(size=(500, 1)))
     matrix = scale * (matrix + (0.2 if kind == "shifted" else 0.01))
-    monkeypatch.setattr(geometry, "_LARGE", 0)
+    monkeypatch.setattr(partition, "_LARGE", 0)
     report = measures.analyze(matrix, directions=3)
     centred = matrix - matrix.mean(0)
     axes = np.linalg.eigh(centred.T @ centred)[1][:, -3:]
@@ -266,11 +266,11 @@ def test_only_directions_that_cannot_be_extreme_are_left_out(seed, decay, scale,
     means = matrix.mean(0) @ axes
     reach = np.linalg.norm(matrix - matrix.mean(0), axis=1).max()
     variances = squares / 60 - means**2
-    moments = geometry.Moments(torch.from_numpy(means), torch.from_numpy(variances), reach)
+    moments = partition.Moments(torch.from_numpy(means), torch.from_numpy(variances), reach)
     for published in (False, True):
         chosen = moments.can_be_extreme(unit, published).numpy()
-        partition = np.array([[z(s * c, matrix / unit) for c in axes.T] for s in (1, -1)])
-        for signs in (partition, partition[:1])[: 1 + published]:
+        sums = np.array([[z(s * c, matrix / unit) for c in axes.T] for s in (1, -1)])
+        for signs in (sums, sums[:1])[: 1 + published]:
             assert signs[:, chosen].min() == signs.min()
             assert signs[:, chosen].max() == signs.max()
 
@@ -278,7 +278,7 @@ def test_only_directions_that_cannot_be_extreme_are_left_out(seed, decay, scale,
 def test_directions_are_left_out():
     """If variances differ as in trained embeddings, most are."""
     variances = torch.exp(-torch.linspace(0, 6, 100, dtype=torch.float64)) / 100
-    moments = geometry.Moments(torch.zeros(100, dtype=torch.float64), variances, 1.5)
+    moments = partition.Moments(torch.zeros(100, dtype=torch.float64), variances, 1.5)
     assert moments.can_be_extreme(1.0, published=True).sum() < 50
 
 

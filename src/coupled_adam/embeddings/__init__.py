@@ -16,8 +16,6 @@ try:
         condition,
         effective_rank,
         iso_score,
-        isotropy,
-        isotropy_unit,
         mean_cosine_similarity,
         mean_embedding,
         mean_norm,
@@ -28,6 +26,7 @@ try:
     )
     from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
     from coupled_adam.embeddings.measures import Measures
+    from coupled_adam.embeddings.partition import isotropy, isotropy_unit
     from coupled_adam.embeddings.report import EmbeddingReport, analyze
     from coupled_adam.embeddings.similarity import (
         SetScore,

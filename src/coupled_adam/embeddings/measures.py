@@ -15,6 +15,7 @@ from typing import Any, Literal
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.frequency import correlation_with_log
 from coupled_adam.embeddings.geometry import Array
+from coupled_adam.embeddings.partition import isotropy_of
 from coupled_adam.embeddings.similarity import WordSimilarityReport
 from coupled_adam.rendering.tables import fixed
 
@@ -201,7 +202,7 @@ class Measures:
 
     # In the order of the paper's Table 1, then as they are shown.
     isotropy: float = _measure(
-        lambda rows: geometry.isotropy_of(rows.log_z),
+        lambda rows: isotropy_of(rows.log_z),
         "isotropy",
         "Iso",
         digits=2,
@@ -327,7 +328,7 @@ class Measures:
         healthy=Healthy("H if all directions are used equally; outliers lower it first"),
     )
     isotropy_unit: float | None = _measure(
-        _of_length(lambda rows: geometry.isotropy_of(rows.unit_log_z)),
+        _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
         "isotropy at unit mean norm",
         digits=2,
         better="higher",
@@ -337,7 +338,7 @@ class Measures:
         centred="Iso centred, at unit norm",
     )
     isotropy_published: float = _measure(
-        lambda rows: geometry.isotropy_of(rows.log_z[:1]),
+        lambda rows: isotropy_of(rows.log_z[:1]),
         "isotropy, as published",
         digits=2,
         meaning="isotropy with the signs of the eigenvectors that the library happens to return",

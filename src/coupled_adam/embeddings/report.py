@@ -21,6 +21,7 @@ from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, as_array
 from coupled_adam.embeddings.loading import load_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
+from coupled_adam.embeddings.partition import Directions, Moments, sum_partitions
 from coupled_adam.embeddings.similarity import WordSimilaritySet, similarity_of, word_vectors
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.weights import read_array
@@ -164,7 +165,7 @@ def analyze(
     The measures are exact. They take four passes over the rows and two eigendecompositions of
     H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V. All are
     computed in float64, except for the exponents of the isotropy of a large matrix, if the relative
-    error of the isotropy is then at most 1e-4 (see :func:`geometry.sum_partitions`).
+    error of the isotropy is then at most 1e-4 (see :func:`sum_partitions`).
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
@@ -241,11 +242,11 @@ def analyze(
     centred_views = centred.views(0 * means, centred_squares / used, centred.longest)
     # In the basis of the principal directions, removing the top ones means dropping columns.
     topless_views = topless.views(0 * means[:left], centred_squares[:left] / used, topless.longest)
-    raw_directions = geometry.Directions(basis, raw.longest, raw_views)
-    centred_directions = geometry.Directions(
+    raw_directions = Directions(basis, raw.longest, raw_views)
+    centred_directions = Directions(
         centred_basis, centred.longest, centred_views + topless_views, mean
     )
-    geometry.sum_partitions(embeddings, [raw_directions, centred_directions], measured, on_rows)
+    sum_partitions(embeddings, [raw_directions, centred_directions], measured, on_rows)
     topless_squares = centred_squares.clone()
     topless_squares[columns - top :] = 0
 
@@ -339,8 +340,8 @@ class _Cloud:
         return float(self.norms.max())
 
     def views(self, means: Tensor, variances: Tensor, reach: float) -> list[tuple[float, Tensor]]:
-        """As they are and at unit mean norm: see :class:`geometry.Directions` and ``Moments``."""
-        moments = geometry.Moments(means, variances, reach)
+        """As they are and at unit mean norm: see :class:`Directions` and ``Moments``."""
+        moments = Moments(means, variances, reach)
         return [
             (1.0, moments.can_be_extreme(1.0, True)),
             (self.unit, moments.can_be_extreme(self.unit, False)),

@@ -110,25 +110,26 @@ class Undertrainedness:
                 "rows that are known to be unused (marked with *)"
             )
         columns = ["id", "token", "category"]
+        columns += [] if self.verification is None else ["repeated", "verdict"]
         columns += [
             INDICATORS[key].replace("principal component", "PC") for key in result.indicators
         ]
         columns += [] if counts is None else ["count"]
-        columns += [] if self.verification is None else ["repeated", "verdict"]
         alike = {*result.alike.tolist()}
         rows = []
         for row in self.rows[:number]:
             cells = [f"{'*' if row in alike else ''}{row}", self.analysis.vocabulary.name(row)]
             cells.append(str(self.analysis.vocabulary.categories[row]))
-            cells += [f"{result.indicators[name][row]:.4f}" for name in result.indicators]
-            cells += [] if counts is None else [f"{counts[row]:g}"]
+            # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
             if self.verification is not None:
                 answer = self._answers[row]
                 cells += [f"{answer['repeated']:.2%}", answer["verdict"]]
+            cells += [f"{result.indicators[name][row]:.4f}" for name in result.indicators]
+            cells += [] if counts is None else [f"{counts[row]:g}"]
             rows.append(cells)
         title = f"Under-trained tokens: {self.analysis.label}"
-        verdicts = () if self.verification is None else (len(columns) - 1,)
-        return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2, *verdicts))
+        verdicts = () if self.verification is None else (4,)
+        return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2, *verdicts), lead=2)
 
     @property
     def diagnosis(self) -> list[str]:

@@ -49,7 +49,7 @@ class RunLog(pl.Callback):
             self._evaluated_since = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, *_: Any) -> None:  # type: ignore[override]
-        """Log the training."""
+        """Log loss, learning rate, gradient norm and speed, every ten steps."""
         step = trainer.global_step
         if step % LOG_EVERY:
             return
@@ -68,7 +68,7 @@ class RunLog(pl.Callback):
         )
 
     def on_validation_start(self, *_: Any) -> None:
-        """Note the time."""
+        """Note when the evaluation begins, which does not count as training."""
         self._evaluated_since = time.perf_counter()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]

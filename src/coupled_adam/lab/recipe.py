@@ -282,6 +282,7 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     if not extended:  # a file of one's own is not its parent, whose runs it would replace
         values.setdefault("name", Path(name).stem)
     inherited = _read_inherited(base, [*extended, name])
+    # Sections are merged; arms are not, as half of them would be another recipe's.
     for key, value in values.items():
         if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
             inherited[key] = {**inherited[key], **value}
@@ -291,12 +292,14 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
 
 
 def _mapping(values: Any, source: str) -> dict[str, Any]:
+    """The values, if they have keys; raises UsageError otherwise."""
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
     return values
 
 
 def _check_data(data: Data) -> None:
+    """Raise UsageError for values of ``data``, whose room knows nothing of recipes or pydantic."""
     for name in ("max_tokens", "max_held_out_tokens"):
         value = getattr(data, name)
         require(

@@ -75,8 +75,8 @@ def sweep(
     """Train all runs of a sweep into ``out``, evaluate the best setting of each arm, and report.
 
     The validation loss at the end of training, averaged over the seeds, chooses the setting. The
-    test loss is evaluated only for what is chosen. A setting of which a
-    run diverges is not chosen, and the sweep goes on.
+    test loss is evaluated only for what is chosen. A setting of which a run diverges is not chosen,
+    and the sweep goes on.
 
     Args:
         given: what is tried, besides what a sweep that is continued has tried.
@@ -107,13 +107,14 @@ def sweep(
             corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, locks)
             on_start(plan)
             tried: list[Tried] = []
-            number = plan.settings
 
             def attempt(setting: Setting) -> Tried:
-                place = f"[{len(tried) + 1}/{number}]"
+                place = f"[{len(tried) + 1}/{plan.settings}]"
                 announce(f"{place} {setting.arm}: {setting.name.replace(',', ', ')}")
-                runs = {run.seed: run for run in _runs(setting, out)}
-                losses = {s: _validation_loss(run, corpus, execution) for s, run in runs.items()}
+                losses = {
+                    run.seed: _validation_loss(run, corpus, execution)
+                    for run in _runs(setting, out)
+                }
                 tried.append(Tried(setting, losses))
                 return tried[-1]
 
@@ -140,6 +141,7 @@ def sweep(
 
 
 def _runs(setting: Setting, out: Path) -> list[TrainingRun]:
+    """The runs of a setting, one for each seed, in the setting's folder."""
     arm, folder = setting.arm, out / setting.name
     return [
         TrainingRun(setting.recipe, arm, seed, folder / run_name(arm, seed))
@@ -165,6 +167,7 @@ def _validation_loss(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
 
 def _final_loss(run: TrainingRun, corpus: Corpus, device: str) -> float:
+    """The validation loss of a finished run: from its log or, without one there, of its model."""
     training = run.recipe.training
     loss = None
     for step, name, line in logged_lines(run.folder / METRICS):
@@ -240,7 +243,6 @@ def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
     if stored is None:
         check_unused(out, "sweep", resume)
         return plan
-    there, here = stored.settings_by_key(), plan.settings_by_key()
     grows = {"--optuna"}
     if stored.trials is None and plan.trials is None:
         # An axis may get more values, but there may be no further axis.
@@ -248,7 +250,7 @@ def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
         grows = {"seeds", *({axis.key for axis in axes[0]} & {axis.key for axis in axes[1]})}
     elif stored.trials is None or plan.trials is None:
         grows = set()
-    check_same(out, "sweep", there, here, grows.__contains__)
+    check_same(out, "sweep", stored.settings_by_key(), plan.settings_by_key(), grows.__contains__)
     if stored.trials is not None and plan.trials is not None:
         return dataclasses.replace(stored, trials=max(stored.trials, plan.trials))
     recipe = stored.grid.recipe.joined(plan.grid.recipe)

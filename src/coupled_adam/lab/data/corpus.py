@@ -205,6 +205,7 @@ def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
         files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
         tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
         paths = {file.path for parts in files.values() for file in parts}
+        # Whoever wrote the file, a corpus of documents reads nothing outside of its folder.
         inside = isinstance(source, TokenFiles) or paths <= {f"{split}.bin" for split in SPLITS}
         consistent = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
         if digest == content_hash(facts) and inside and consistent:
@@ -257,11 +258,12 @@ def _make(
 ) -> Corpus:
     with new_folder(folder, _is_own) as temporary:
         facts: dict[str, Any] = {"vocab_size": vocab_size, "fingerprint": source.fingerprint}
+        # Documents become files of ids in this folder; token files are read where they are.
         if isinstance(source, Documents):
             if tokenizer is None:
                 tokenizer = train_tokenizer(source, data, vocab_size)
             files, facts["documents"] = write_tokens(source, data, tokenizer, vocab_size, temporary)
-            source.check()
+            source.check()  # what was digested is what has been read
         else:
             files = source.files
             facts["documents"] = dict.fromkeys(SPLITS)
@@ -328,6 +330,7 @@ def _progress(label: str, size: int) -> "tqdm[Any]":
 
 
 def _check_length(corpus: Corpus, recipe: Recipe) -> None:
+    """Raise UsageError if a split is too short for a batch, or for a block."""
     # A block is a sequence and the token that follows its last one.
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
     needed = {"train": batch * length + 1, "valid": length + 1, "test": length + 1}

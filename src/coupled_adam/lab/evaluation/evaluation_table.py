@@ -1,4 +1,4 @@
-"""An evaluation as a table."""
+"""The content of an ``evaluation.json`` as a table."""
 
 from collections.abc import Mapping
 from typing import Any

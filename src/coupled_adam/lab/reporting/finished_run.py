@@ -155,7 +155,7 @@ class Run:
         def read() -> NDArray[Any]:
             return load_embeddings(path)[-1].matrix.double().numpy()  # the input ones come first
 
-        return _checked(path, read, (model.vocab_size, model.n_embd))
+        return _read_numbers(path, read, (model.vocab_size, model.n_embd))
 
     def probabilities(self) -> NDArray[np.float64]:
         """The unigram probabilities [V] of the training text; raises like :meth:`embeddings`."""
@@ -176,13 +176,13 @@ class Run:
 
     def _of_tokens(self, path: Path) -> NDArray[np.float64]:
         """Read an array [V] of numbers that are at least 0."""
-        values = _checked(path, lambda: read_array(path), (self.recipe.model.vocab_size,))
+        values = _read_numbers(path, lambda: read_array(path), (self.recipe.model.vocab_size,))
         if values.min() < 0:
             raise UsageError(f"{path} is damaged (numbers below 0): move it away")
         return values
 
 
-def _checked(
+def _read_numbers(
     path: Path, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[np.float64]:
     """Read finite numbers of the given shape.

@@ -226,6 +226,7 @@ def results_table(
 
 
 def _cell(metric: Metric) -> Cell:
+    """A metric in the table; the p of its test is a note that a page shows."""
     note = "" if metric.p is None else shown_p(metric.p)
     return Cell(metric.text, bold=metric.bold, note=note)
 

@@ -1,4 +1,4 @@
-"""Statistics over seeds."""
+"""Means, deviations and t-tests over the seeds of a run."""
 
 import dataclasses
 import math
@@ -123,10 +123,9 @@ def paired_t_test(values: Mapping[int, float], baseline: Mapping[int, float]) ->
     mean, rounding = float(differences.mean()), 1e-12 * float(np.abs(pairs).max())
     if np.ptp(differences) <= rounding:  # without variance the difference is exact
         return Paired(mean, mean, mean, 0.0 if abs(mean) > rounding else 1.0, len(pairs))
-    error = float(differences.std(ddof=1)) / math.sqrt(len(pairs))
-    margin = error * float(stats.t.ppf(1 - SIGNIFICANCE / 2, len(pairs) - 1))
-    p = 2 * float(stats.t.sf(abs(mean) / error, len(pairs) - 1))
-    return Paired(mean, mean - margin, mean + margin, p, len(pairs))
+    test = stats.ttest_1samp(differences, 0)
+    interval = test.confidence_interval(1 - SIGNIFICANCE)
+    return Paired(mean, float(interval.low), float(interval.high), float(test.pvalue), len(pairs))
 
 
 def shown_p(p: float) -> str:

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.callbacks import RunLog, Steps
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
@@ -22,6 +21,7 @@ from coupled_adam.lab.training.folder import claim, record_resumption, save_mode
 from coupled_adam.lab.training.loggers import cut_log, run_loggers
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
+from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.runs import MODEL, step_of
 
 
@@ -98,9 +98,8 @@ def _train(
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
-        run_log = RunLog(run)
         # The log comes first, so that a checkpoint never contains a step that was not logged.
-        callbacks = [run_log, checkpoints, Steps(progress, run_log)]
+        callbacks = [RunLog(run, progress), checkpoints]
         loggers = run_loggers(run.folder, execution, step)
         trainer = _trainer(run, execution, callbacks, loggers, checkpoints.io)
         try:

@@ -1,4 +1,4 @@
-"""What happens beside a run's training: its log, and its progress."""
+"""What a run logs while it trains, and what the bar shows of it."""
 
 import contextlib
 import signal
@@ -25,18 +25,19 @@ from coupled_adam.runs import SECOND_MOMENTS, step_name
 class RunLog(pl.Callback):
     """Logs the training every ten steps, and the held-out loss and embeddings at each evaluation.
 
-    Attributes:
-        last: the last logged value of each metric, by name.
+    It also moves the bar, which shows the last value of each metric.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun, progress: Progress) -> None:
         self.run = run
-        self.last: dict[str, float] = {}
+        self.progress = progress
+        self._last: dict[str, float] = {}  # the last logged value of each metric, by name
         self._logged = (0, 0.0)  # the step and the time of the last log
         self._evaluated_since: float | None = None
 
     def on_train_start(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
         """Log the measures of the initial embeddings."""
+        self.progress.start(self.run, trainer.global_step)
         self._logged = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
             self._log(trainer, _measures(module))
@@ -49,10 +50,13 @@ class RunLog(pl.Callback):
             self._evaluated_since = None
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, *_: Any) -> None:  # type: ignore[override]
-        """Log the training."""
+        """Log loss, learning rate, gradient norm and speed, every ten steps."""
+        if trainer.global_step % LOG_EVERY == 0:
+            self._log_training(trainer, module)
+        self.progress.step(self.run, trainer.global_step, self._last)
+
+    def _log_training(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step
-        if step % LOG_EVERY:
-            return
         loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
         last, since = self._logged
         self._logged = (step, time.perf_counter())
@@ -68,8 +72,9 @@ class RunLog(pl.Callback):
         )
 
     def on_validation_start(self, *_: Any) -> None:
-        """Note the time."""
+        """Note when the evaluation begins, which does not count as training."""
         self._evaluated_since = time.perf_counter()
+        self.progress.say("evaluating")
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, module: LanguageModel) -> None:  # type: ignore[override]
         """Log the held-out loss, the embeddings and their state; save AdamW's second moments."""
@@ -83,7 +88,7 @@ class RunLog(pl.Callback):
         self._save_second_moment(trainer, module)
 
     def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-        self.last.update(metrics)
+        self._last.update(metrics)
         with _ctrl_c_waits():
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)
@@ -134,23 +139,3 @@ def _ctrl_c_waits() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if signals:
             signal.raise_signal(signal.SIGINT)
-
-
-class Steps(pl.Callback):
-    """Moves the bar with every step."""
-
-    def __init__(self, progress: Progress, run_log: RunLog) -> None:
-        self.progress = progress
-        self.run_log = run_log
-
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Show which run it is, and the steps that it has finished before."""
-        self.progress.start(self.run_log.run, trainer.global_step)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Show the step, and what the run has logged last."""
-        self.progress.step(self.run_log.run, trainer.global_step, self.run_log.last)
-
-    def on_validation_start(self, *_: Any) -> None:
-        """Show what takes the time."""
-        self.progress.say("evaluating")

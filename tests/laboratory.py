@@ -55,11 +55,11 @@ class Laboratory:
             returned = next((p.returncode for p in started if p.returncode), 0)
         else:
             arguments = self.command(out, *more)[3:]
-            said = io.StringIO()
-            with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+            captured = io.StringIO()
+            with warnings.catch_warnings(), contextlib.redirect_stderr(captured):
                 warnings.simplefilter("default")
                 returned = cli.main(arguments)
-            stderr = said.getvalue()
+            stderr = captured.getvalue()
         assert returned == code, stderr
         return stderr
 
@@ -86,8 +86,8 @@ class Laboratory:
             time.sleep(0.01)
         for process in processes:
             process.kill()
-        said = [process.communicate()[1] for process in processes]
-        raise AssertionError(f"step {step} was not reached: {said}")
+        stderrs = [process.communicate()[1] for process in processes]
+        raise AssertionError(f"step {step} was not reached: {stderrs}")
 
     def srun(self, *arguments, others=(), **options):
         """Two processes as SLURM starts them, with what it tells them.
@@ -119,8 +119,9 @@ class Laboratory:
 
     def assert_equal(self, out, *arguments):
         """A run has the result of one that nothing happened to, bit for bit."""
-        (weights, *rest), (expected, *others) = self.result(out), self.reference(*arguments)
-        assert rest == others
+        weights, *log_and_evaluation = self.result(out)
+        expected, *expected_log_and_evaluation = self.reference(*arguments)
+        assert log_and_evaluation == expected_log_and_evaluation
         assert weights.keys() == expected.keys()
         assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
 
@@ -137,8 +138,9 @@ class Laboratory:
         return sorted(path.stem for path in (self.folder / out / "checkpoints").glob("*.json"))
 
 
-def close(one, other, tolerance):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
+def close(weights, expected, tolerance):
+    """Two models in float64 differ in no weight by more than this."""
+    assert weights.keys() == expected.keys()
+    for name, tensor in weights.items():
         assert tensor.dtype == torch.float64
-        assert (tensor - other[name]).abs().max() <= tolerance, name
+        assert (tensor - expected[name]).abs().max() <= tolerance, name

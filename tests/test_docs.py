@@ -50,9 +50,9 @@ def blocks(page):
     """All of a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
     fenced = r"^((?:<!-- not run: ([^\n]+) -->\n)?)```(\w+)\n(.*?)^```$"
-    for found in re.finditer(fenced, text, flags=re.MULTILINE | re.DOTALL):
-        line = text[: found.end(1)].count("\n") + 1
-        yield Block(page, line, found[3], found[4], found[2])
+    for fence in re.finditer(fenced, text, flags=re.MULTILINE | re.DOTALL):
+        line = text[: fence.end(1)].count("\n") + 1
+        yield Block(page, line, fence[3], fence[4], fence[2])
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -81,10 +81,10 @@ def test_all_are_found():
     """Each fence has a language and is closed, each reason stands above a fence."""
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        found = [block for block in BLOCKS if block.page == page]
-        assert len(re.findall(r"^[ \t>]*(?:```|~~~)", text, flags=re.M)) == 2 * len(found), page
+        of_page = [block for block in BLOCKS if block.page == page]
+        assert len(re.findall(r"^[ \t>]*(?:```|~~~)", text, flags=re.M)) == 2 * len(of_page), page
         reasons = re.findall(r"^\s*<!-- not run:", text, flags=re.MULTILINE)
-        assert len(reasons) == sum(block.reason is not None for block in found), page
+        assert len(reasons) == sum(block.reason is not None for block in of_page), page
     assert {block.language for block in BLOCKS} == {"python", "bash", "yaml", "text"}
     assert len(BLOCKS) > 50
 
@@ -92,7 +92,7 @@ def test_all_are_found():
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)
 def test_commands(block):
     """Our command takes the options and recipes; targets, modules, extras and paths are there."""
-    made = (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     for command in commands(block):
         ours = of_ours(command)
         if ours is not None:
@@ -103,7 +103,7 @@ def test_commands(block):
                 override(recipe, parse_overrides(options["overrides"]))
                 assert options.get("arm") in (None, *recipe.arms)
         elif command[0] == "make":
-            assert f"\n{command[1]}:" in made
+            assert f"\n{command[1]}:" in makefile
         elif command[:2] == ["python", "-m"]:
             assert command[2] == "build" or importlib.util.find_spec(command[2])
         else:
@@ -152,16 +152,16 @@ def gpt2(**options):
 
 def tokenizer():
     """A byte-level BPE that knows the words of the pages."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
     end = "<|endoftext|>"
     trainer = trainers.BpeTrainer(
         special_tokens=[end], initial_alphabet=letters, show_progress=False
     )
-    made.train_from_iterator([WORDS], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=end, eos_token=end)
+    bpe.train_from_iterator([WORDS], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end)
 
 
 def save_model(folder, seed=0):
@@ -285,12 +285,12 @@ def test_commands_run(small_recipe, text_file, tmp_path, monkeypatch, capsys):
     Path("tasks/capitals.yaml").write_text(task)
     example = yaml.safe_load(re.search(r"# ({.*})", task)[1])
     Path("capitals.jsonl").write_text(f"{json.dumps(example)}\n" * 3)
-    run = 0
+    commands_run = 0
     for block in BLOCKS:
         if block.language == "bash" and block.reason is None:
             for command in commands(block):
                 assert cli.main(of_ours(command)) == 0, (str(block), command, capsys.readouterr())
-                run += 1
-    assert run > 10
-    for made in ("tokens.html", "tokens.parquet", "page.html", "repaired", "report/index.html"):
-        assert Path(made).exists(), made
+                commands_run += 1
+    assert commands_run > 10
+    for output in ("tokens.html", "tokens.parquet", "page.html", "repaired", "report/index.html"):
+        assert Path(output).exists(), output

@@ -23,9 +23,9 @@ def run(example, *arguments, ranks=1):
     command = [sys.executable, str(EXAMPLES / example), *arguments]
     env = {**os.environ, "ACCELERATE_USE_CPU": "true"}
     processes = [Process(command, env)] if ranks == 1 else start_ranks(ranks, command, env)
-    said = [process.communicate() for process in processes]
-    assert all(process.returncode == 0 for process in processes), said
-    line = [line for line in said[0][0].splitlines() if "relative mean norm" in line][-1]
+    outputs = [process.communicate() for process in processes]
+    assert all(process.returncode == 0 for process in processes), outputs
+    line = [line for line in outputs[0][0].splitlines() if "relative mean norm" in line][-1]
     step, loss, ratio = re.fullmatch(
         r"step (\d+): (?:loss ([\d.]+), )?relative mean norm ([\d.]+)", line
     ).groups()

@@ -178,9 +178,9 @@ def test_the_rest_is_optax_adamw():
     truth = [CoupledAdamOracle(matrix()), CoupledAdamOracle(matrix(3))]
     for t, g in enumerate(grads):
         norm = np.sqrt(sum(np.square(leaf).sum() for leaf in jax.tree.leaves(g)))
-        for oracle, part in zip(truth, (g["wte"], g["head"]["kernel"].T)):
+        for oracle, gradient in zip(truth, (g["wte"], g["head"]["kernel"].T)):
             oracle.lr, oracle.weight_decay = 1e-2 / (1 + t), 0.1
-            oracle.step(part / max(1.0, norm))
+            oracle.step(gradient / max(1.0, norm))
     close(actual["wte"], truth[0].embeddings)
     close(actual["head"]["kernel"].T, truth[1].embeddings)
 
@@ -299,10 +299,10 @@ def sharded(mesh_shape, spec, options, collectives):
     tx = optimizer(**options)
     compiled = jax.jit(tx.update).lower(grads[0], tx.init(params), params).compile().as_text()
     talk = r"= (.*) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)[a-z-]*\("
-    found = re.findall(talk, compiled)
-    assert {verb for _, verb in found} <= {"all-reduce"}, found
-    shapes = sorted(shape for shape, _ in found for shape in re.findall(r"f64\[\d*\]", shape))
-    assert shapes == sorted(collectives), found
+    messages = re.findall(talk, compiled)
+    assert {verb for _, verb in messages} <= {"all-reduce"}, messages
+    shapes = [shape for result, _ in messages for shape in re.findall(r"f64\[\d*\]", result)]
+    assert sorted(shapes) == sorted(collectives), messages
     params, state = train(tx, params, grads)
     assert params.sharding.is_equivalent_to(sharding, 2)
     assert moments(state).mu.sharding.is_equivalent_to(sharding, 2)

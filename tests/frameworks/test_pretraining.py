@@ -45,14 +45,14 @@ def updates(model, optimizer, steps=3):
 def assert_as_param_groups(model, optimizer, weight_decay, **embeddings):
     """After three steps, with these options of the embeddings, which alone are coupled."""
     coupled = [p for g in optimizer.param_groups if g["coupled"] for p in g["params"]]
-    found = embedding_parameters(model, vocab_size=V).values()
-    assert {id(p) for p in coupled} == {id(p) for p in found}
-    other = copy.deepcopy(model)
-    groups = param_groups(other, vocab_size=V, weight_decay=weight_decay, **embeddings)
+    matrices = embedding_parameters(model, vocab_size=V).values()
+    assert {id(p) for p in coupled} == {id(p) for p in matrices}
+    control = copy.deepcopy(model)
+    groups = param_groups(control, vocab_size=V, weight_decay=weight_decay, **embeddings)
     updates(model, optimizer)
-    updates(other, CoupledAdamW(groups, **OPTIONS))
-    for (name, p), q in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        torch.testing.assert_close(p, q[1], rtol=1e-5, atol=1e-7, msg=name)
+    updates(control, CoupledAdamW(groups, **OPTIONS))
+    for (name, p), q in zip(model.named_parameters(), control.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize("config", ["class", "name"])

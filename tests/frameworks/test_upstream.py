@@ -20,8 +20,8 @@ def test_patches_hold_our_lines_alone():
     assert len(PATCHES) == 3
     for patch in PATCHES:
         text = patch.read_text(encoding="utf-8")
-        known = r"\+|diff --git |new file mode |--- |@@ -\d+,0 \+|\Z"
-        assert not re.search(rf"^(?!{known})", text, flags=re.MULTILINE)
+        of_ours = r"\+|diff --git |new file mode |--- |@@ -\d+,0 \+|\Z"
+        assert not re.search(rf"^(?!{of_ours})", text, flags=re.MULTILINE)
         assert not re.search(r"^@@.*@@.", text, flags=re.MULTILINE)
         added = len(re.findall(r"^\+(?!\+\+ )", text, flags=re.MULTILINE))
         hunks = re.findall(r"^@@ -\d+,0 \+\d+(?:,(\d+))? @@$", text, flags=re.MULTILINE)
@@ -43,16 +43,16 @@ def test_patched_package(package, version, parts, tests, tmp_path):
 
     Of optax and torchtitan the patches are for later commits, so only the new files are taken.
     """
-    found = importlib.util.find_spec(package)
-    if found is None or importlib.metadata.version(package) != version:
+    spec = importlib.util.find_spec(package)
+    if spec is None or importlib.metadata.version(package) != version:
         pytest.skip(f"needs {package} {version}")
     patch = ROOT / "docs" / "upstream" / f"{package}.patch"
     source = tmp_path / ("src" if package == "transformers" else "")
-    copy, installed = source / package, Path(found.origin).parent
+    copy, installed = source / package, Path(spec.origin).parent
     shutil.copytree(installed, copy, copy_function=os.symlink)
     for name in re.findall(r"^--- a/(.*)$", patch.read_text(encoding="utf-8"), flags=re.MULTILINE):
         path = tmp_path / name
-        if path.is_symlink():  # git refuses to write through it
+        if path.is_symlink():  # git refuses to write through a link
             target = path.resolve()
             path.unlink()
             shutil.copy(target, path)

@@ -69,7 +69,7 @@ def ended_at(number):
     return os.waitpid(process, 0)[1] != 0
 
 make()
-number, found = 0, set()
+number, contents_seen = 0, set()
 while True:
     number += 1
     if what == "file":
@@ -85,13 +85,13 @@ while True:
         names = {path.name for path in place.iterdir()}
         assert names <= {"target", ".target.coupled-adam-old"}, (number, names)
     files.clear_leftovers(place, is_own)
-    found.add(content())
+    contents_seen.add(content())
     assert [path.name for path in place.iterdir()] == ["target"], number
     if what != "file":
         assert {path.name for path in target.iterdir()} == {"a", "sub", "foreign"}, number
     if not has_ended:
         break
-assert found == {"old", "new"}, found
+assert contents_seen == {"old", "new"}, contents_seen
 assert number > 4
 print(what == "file" or (target / "foreign").read_text() == "kept")
 """
@@ -131,19 +131,21 @@ def test_a_replaced_folder_that_cannot_be_removed(tmp_path, monkeypatch):
 
 def test_only_leftovers_of_the_dead_are_cleared(tmp_path):
     """Neither what others call similarly, nor what a process is working on."""
-    others = [tmp_path / name for name in ("a.tmp", ".coupled-adam-1.tmp", ".x.123.old", "b.tmp")]
-    for path in others[:-1]:
+    of_others = [
+        tmp_path / name for name in ("a.tmp", ".coupled-adam-1.tmp", ".x.123.old", "b.tmp")
+    ]
+    for path in of_others[:-1]:
         path.write_text("")
-    others[-1].mkdir()
+    of_others[-1].mkdir()
     linked = files.temporary_path(tmp_path / "x")
-    linked.symlink_to(others[-1])
+    linked.symlink_to(of_others[-1])
     dead = files.temporary_path(tmp_path / "x")
     dead.mkdir()
     (dead / "half").write_text("")
     with files.new_folder(tmp_path / "alive") as alive:
         (alive / "file").write_text("")
         files.clear_leftovers(tmp_path)
-        assert {*tmp_path.iterdir()} == {*others, linked, alive}
+        assert {*tmp_path.iterdir()} == {*of_others, linked, alive}
     assert (tmp_path / "alive" / "file").exists()
 
 

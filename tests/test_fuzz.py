@@ -309,8 +309,7 @@ def test_token_files(folder, train, valid, dtype, limit):
     (place / "val.bin").write_bytes(valid)
     with reading(place, UsageError):
         data = Data(tokens=str(place), token_dtype=dtype, max_tokens=limit)
-        found = find_token_files(data, 300)
-        for split, files in found.items():
+        for split, files in find_token_files(data, 300).items():
             tokens = Tokens(files, place)
             assert len(tokens[:]) == len(tokens) <= len(train if split == "train" else valid) // 2
 
@@ -489,9 +488,11 @@ def test_model_folders(folder, config, index, whole):
         (place / "model.safetensors.index.json").write_bytes(index)
     (place / ("model" if whole else "a")).with_suffix(".safetensors").write_bytes(STORED)
     with reading(place, UsageError):
-        found = analyze_model(str(place), Source())
-        json.loads(analyses_json(found))
-        assert not any(line.startswith(("=", "+", "@")) for line in analyses_csv(found).split(","))
+        analyses = analyze_model(str(place), Source())
+        json.loads(analyses_json(analyses))
+        assert not any(
+            line.startswith(("=", "+", "@")) for line in analyses_csv(analyses).split(",")
+        )
 
 
 @pytest.fixture(scope="module")
@@ -539,9 +540,9 @@ def holding(files, path, content):
 def test_run_folders(folder, runs, data):
     path, content = data.draw(damaged(runs))
     with holding(runs, path, content), reading(folder / "runs", UsageError):
-        found, left_out = read_runs([folder / "runs"])
-        assert len(found) + len(left_out) in (1, 2)
-        for run in found:
+        finished, left_out = read_runs([folder / "runs"])
+        assert len(finished) + len(left_out) in (1, 2)
+        for run in finished:
             assert run.parameters >= 0
             assert run.label
             for array in (run.embeddings(), run.probabilities(), *run.second_moments().values()):

@@ -48,7 +48,8 @@ COMPRESSIONS = {
 @pytest.fixture
 def texts(text_file):
     """Twenty paragraphs of the language reference."""
-    return [part.strip() for part in text_file.read_text().split("\n\n") if part.strip()][:20]
+    paragraphs = map(str.strip, text_file.read_text().split("\n\n"))
+    return [paragraph for paragraph in paragraphs if paragraph][:20]
 
 
 def read(data, split="train"):
@@ -71,17 +72,17 @@ def delimited(texts, delimiter):
 @given(st.text(alphabet="ab \n\r\té", max_size=400), st.integers(1, 50))
 def test_passages_keep_the_text(text, length):
     """All but white space at the cuts is kept, in order, and no passage is too long."""
-    parts = list(passages(text.splitlines(keepends=True), length))
-    assert "".join("".join(parts).split()) == "".join(text.split())
-    assert all(len(part) <= 8 * length for part in parts)
+    pieces = list(passages(text.splitlines(keepends=True), length))
+    assert "".join("".join(pieces).split()) == "".join(text.split())
+    assert all(len(passage) <= 8 * length for passage in pieces)
 
 
 def test_passages_are_cut_at_blank_lines():
     paragraph = "word " * 30 + "\n"
     lines = ((paragraph * 3 + "\n") * 10).splitlines(keepends=True)
-    parts = [part for part in passages(lines, 1000) if part]
-    assert len(parts) == 4
-    assert all(part.endswith("word") for part in parts)
+    pieces = [passage for passage in passages(lines, 1000) if passage]
+    assert len(pieces) == 4
+    assert all(passage.endswith("word") for passage in pieces)
 
 
 @given(st.lists(st.text(alphabet="a|-", max_size=5)), st.sampled_from(["|", "||", "|-|"]))
@@ -151,23 +152,23 @@ def test_a_long_line(tmp_path):
     """Text without line breaks is cut, and no character is lost."""
     text = "word " * 500_000
     (tmp_path / "a.txt").write_text(text)
-    parts = read(Data(text=str(tmp_path / "a.txt")))
-    assert len(parts) > 100
-    assert "".join(parts).replace(" ", "") == text.replace(" ", "")
+    pieces = read(Data(text=str(tmp_path / "a.txt")))
+    assert len(pieces) > 100
+    assert "".join(pieces).replace(" ", "") == text.replace(" ", "")
 
 
 def test_fingerprint_is_of_the_content(texts, tmp_path):
-    one, other = tmp_path / "1" / "a.txt", tmp_path / "2" / "a.txt"
-    for path in (one, other):
+    first, second = tmp_path / "1" / "a.txt", tmp_path / "2" / "a.txt"
+    for path in (first, second):
         path.parent.mkdir()
         path.write_text("\n\n".join(texts))
 
     def fingerprint(path):
         return open_documents(Data(text=str(path))).fingerprint
 
-    assert fingerprint(one) == fingerprint(other)
-    other.write_text("\n\n".join(texts).replace("the", "eth"))
-    assert fingerprint(one) != fingerprint(other)
+    assert fingerprint(first) == fingerprint(second)
+    second.write_text("\n\n".join(texts).replace("the", "eth"))
+    assert fingerprint(first) != fingerprint(second)
 
 
 @pytest.mark.slow
@@ -175,8 +176,10 @@ def test_python_documentation():
     """Real text, megabytes of it, the same each time."""
     text = read(Data())
     assert sum(map(len, text)) > 1_500_000
-    assert any("The “if” statement" in part or 'The "if" statement' in part for part in text)
-    assert text == [part for part in python_documentation() if part]
+    assert any(
+        "The “if” statement" in passage or 'The "if" statement' in passage for passage in text
+    )
+    assert text == [passage for passage in python_documentation() if passage]
 
 
 def archive(opened):
@@ -358,8 +361,8 @@ def hub_folder(texts, tmp_path):
     """A data set as a clone of a hub's repository has it: a README beside the data."""
     folder = tmp_path / "dataset"
     (folder / "data").mkdir(parents=True)
-    for split, part in (("train", texts), ("validation", texts[:2]), ("test", texts[2:4])):
-        parquet.write_table(pa.table({"text": part}), folder / "data" / f"{split}-0.parquet")
+    for split, documents in (("train", texts), ("validation", texts[:2]), ("test", texts[2:4])):
+        parquet.write_table(pa.table({"text": documents}), folder / "data" / f"{split}-0.parquet")
     (folder / "README.md").write_text(
         "---\nconfigs:\n- config_name: default\n  data_files:\n"
         + "".join(

@@ -76,9 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     values: dict[str, Any] = {}
+    resumable = ""  # what is said after an error of a command that can be resumed
     try:
         name = _command_name(arguments)
         values = vars(_command_parser(name).parse_args(arguments[1:]))
+        resumable = (
+            "; what was finished is kept, continue with --resume" if "resume" in values else ""
+        )
         options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if values.get(name)}
         with arguments_named(options), _sigterm_raises():
             _COMMANDS[name].run(_COMMANDS[name].Options(**values))
@@ -109,23 +113,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         # There is no such file, so that nothing was begun that could be continued.
         if error.errno == errno.ENAMETOOLONG:
             return _fail(2, f"{os.strerror(error.errno)}{where}", error)
-        advice = "; what was finished is kept, continue with --resume" if "resume" in values else ""
-        if error.errno == errno.EMFILE:
-            advice = f"; allow more with ulimit -n{advice}"
-        return _fail(1, f"{os.strerror(error.errno)}{where}{advice}", error)
+        limit = "; allow more with ulimit -n" if error.errno == errno.EMFILE else ""
+        return _fail(1, f"{os.strerror(error.errno)}{where}{limit}{resumable}", error)
     except (MemoryError, RuntimeError) as error:
         if str(error).startswith("Symlink loop"):  # which pathlib raises before Python 3.13
             return _fail(2, one_line(error), error)
         if not _is_out_of_memory(error):
             raise
         reason = one_line(error) if str(error) else "no more can be allocated"
-        advice = ". What was finished is kept, continue with --resume" if "resume" in values else ""
-        return _fail(1, f"out of memory: {reason}{advice}", error)
+        return _fail(1, f"out of memory: {reason}{resumable}", error)
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        more = "continue with --resume" if "resume" in values else "run the command again"
-        _say(f"{one_line(error, longest=None)}; {more}")
+        advice = "continue with --resume" if "resume" in values else "run the command again"
+        _say(f"{one_line(error, longest=None)}; {advice}")
         return PREEMPTED
     except KeyboardInterrupt:
         # Ctrl-C may be pressed twice, and the second come on the way here.
@@ -133,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        more = "; add --resume to the command to continue" if "resume" in values else ""
+        advice = "; add --resume to the command to continue" if "resume" in values else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
-        _say(f"interrupted{more}")
+        _say(f"interrupted{advice}")
         return 130
     return 0
 

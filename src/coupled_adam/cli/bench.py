@@ -97,7 +97,7 @@ def _time_training(
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
     quiet_libraries()
-    alone = {
+    optimizer_options = {
         "shapes": options.shapes,
         "dtype": options.dtype,
         "seconds": options.seconds,
@@ -105,7 +105,7 @@ def _time_training(
         "optimizers": options.optimizers,
         "picture": options.picture,
     }
-    for name, value in alone.items():
+    for name, value in optimizer_options.items():
         if value:
             raise UsageError(f"--recipe times whole training steps; leave out --{name}")
     recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))

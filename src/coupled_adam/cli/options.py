@@ -43,14 +43,14 @@ DEFAULT_RECIPE = "demo"
 _MOST_SEEDS = 1000  # of one number, which is how many there are
 
 
-def option(text: str, default: Any = None, metavar: str | None = None, **more: Any) -> Any:
+def option(text: str, default: Any = None, metavar: str | None = None, **settings: Any) -> Any:
     """A field that is an option, ``--name``; ``text`` is its help.
 
     Args:
         default: ``dataclasses.MISSING`` for an option that must be given.
-        more: further arguments for :meth:`argparse.ArgumentParser.add_argument`.
+        settings: further arguments for :meth:`argparse.ArgumentParser.add_argument`.
     """
-    metadata = {"help": text, "metavar": metavar, **more}
+    metadata = {"help": text, "metavar": metavar, **settings}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -74,30 +74,32 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 def _add_argument(
     parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
 ) -> None:
-    more = {name: value for name, value in field.metadata.items() if value is not None}
+    settings = {name: value for name, value in field.metadata.items() if value is not None}
     # None stands for an option that is left out, and is nothing that can be typed.
     if type(None) in get_args(kind):
         (kind,) = [member for member in get_args(kind) if member is not type(None)]
     if get_origin(kind) is list:
-        more.setdefault("nargs", "+")
+        settings.setdefault("nargs", "+")
         (kind,) = get_args(kind)
     if get_origin(kind) is Literal:
-        more["choices"] = get_args(kind)
+        settings["choices"] = get_args(kind)
     elif get_origin(kind) is Annotated:
-        more["type"] = kind.__metadata__[0]
+        settings["type"] = kind.__metadata__[0]
     elif kind is bool:
-        more["action"] = "store_true"
+        settings["action"] = "store_true"
     elif field.default != "":
-        more["type"] = _not_empty
-    if more.pop("positional", False):
-        parser.add_argument(field.name, **more)
+        settings["type"] = _not_empty
+    if settings.pop("positional", False):
+        parser.add_argument(field.name, **settings)
         return
-    default = field.default
     if field.default_factory is not dataclasses.MISSING:
-        default = field.default_factory()
+        settings["default"] = field.default_factory()
     # A dataclass field without a default is an option that must be given.
-    more |= {"required": True} if default is dataclasses.MISSING else {"default": default}
-    parser.add_argument(f"--{field.name.replace('_', '-')}", **more)
+    elif field.default is dataclasses.MISSING:
+        settings["required"] = True
+    else:
+        settings["default"] = field.default
+    parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
 
 
 def _not_empty(text: str) -> str:
@@ -252,16 +254,16 @@ def selected(recipe: Recipe, arms: list[str] | None, seeds: list[int] | None) ->
 
 def _seeds(numbers: list[int]) -> list[int]:
     """The seeds that ``--seeds`` means: one number counts them, several name them."""
-    shown = f"--seeds {' '.join(map(str, numbers))}"
+    typed = f"--seeds {' '.join(map(str, numbers))}"
     if len(numbers) == 1:
         if not 1 <= numbers[0] <= _MOST_SEEDS:
             raise UsageError(
-                f"{shown}: one number is how many seeds there are, and must be from 1 to "
+                f"{typed}: one number is how many seeds there are, and must be from 1 to "
                 f"{_MOST_SEEDS}; several numbers are the seeds"
             )
         return list(range(1, numbers[0] + 1))
     if len({*numbers}) < len(numbers):
-        raise UsageError(f"{shown} names a seed twice: each is run once")
+        raise UsageError(f"{typed} names a seed twice: each is run once")
     return sorted(numbers)
 
 
@@ -447,9 +449,9 @@ def _is_run_or_model(folder: Path) -> bool:
 
 def check_revision(options: RevisionOption, models: Iterable[str]) -> None:
     """Raise UsageError if ``--revision`` is given for a model that is not on the hub."""
-    here = [model for model in models if Path(model).exists()]
-    if options.revision is not None and here:
-        raise UsageError(f"--revision is for models on the hub, and {here[0]} is a path here")
+    local = [model for model in models if Path(model).exists()]
+    if options.revision is not None and local:
+        raise UsageError(f"--revision is for models on the hub, and {local[0]} is a path here")
 
 
 def check_folder(option: str, folder: Path) -> None:

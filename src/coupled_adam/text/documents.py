@@ -75,7 +75,10 @@ class _Files:
         self._argument = argument
         # The state comes first, so that a change while the digest is taken shows as well.
         self._states = {path: self._state(path) for path in files}
-        self._digests = {path: _digest(path, self.named(path)) for path in self._states}
+        self._digests: dict[Path, str] = {}
+        for path in self._states:
+            with self._named_errors(path):
+                self._digests[path] = file_digest(path)
 
     def __iter__(self) -> Iterator[Path]:
         return iter(self._digests)
@@ -83,7 +86,10 @@ class _Files:
     @property
     def identity(self) -> str:
         """A hash of the names and contents of the files, in order."""
-        return _combined(self._digests)
+        combined = hashlib.sha256()
+        for path, digest in self._digests.items():
+            combined.update(path.name.encode(errors="replace") + b"\0" + bytes.fromhex(digest))
+        return combined.hexdigest()
 
     def named(self, path: Path) -> str:
         """A file as messages name it."""
@@ -91,11 +97,16 @@ class _Files:
 
     def _state(self, path: Path) -> tuple[int, ...]:
         """What every write to a file changes, at the latest when the file is closed."""
-        try:
+        with self._named_errors(path):
             status = path.stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    @contextmanager
+    def _named_errors(self, path: Path) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise UsageError(f"{self.named(path)}: {error.strerror}") from None
-        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def check(self) -> None:
         """Raise UsageError if files have changed since their digests were taken."""
@@ -135,8 +146,9 @@ def open_documents(data: Data) -> Documents:
         library = _Files(_library())
         source, check = "the documentation inside Python", library.check
         identity = f"{sys.version} {library.identity}"
-        held = functools.cache(lambda: list(python_documentation()))  # small, and slow to parse
-        readers = {"train": lambda: iter(held())}
+        # It is small, and slow to parse.
+        documentation = functools.cache(lambda: list(python_documentation()))
+        readers = {"train": lambda: iter(documentation())}
     return Documents(
         source,
         hashlib.sha256(identity.encode()).hexdigest(),
@@ -147,41 +159,27 @@ def open_documents(data: Data) -> Documents:
 
 def content_digest(files: Iterable[Path]) -> str:
     """Compute a hash of the names and contents of files, which depends on their order."""
-    return _combined({path: _digest(path, str(path)) for path in files})
-
-
-def _combined(digests: Mapping[Path, str]) -> str:
-    combined = hashlib.sha256()
-    for path, digest in digests.items():
-        combined.update(path.name.encode(errors="replace") + b"\0" + bytes.fromhex(digest))
-    return combined.hexdigest()
-
-
-def _digest(path: Path, shown: str) -> str:
-    try:
-        return file_digest(path)
-    except OSError as error:
-        raise UsageError(f"{shown}: {error.strerror}") from None
+    return _Files(files).identity
 
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
-    shown = f"{argument_name('data.text=')}{path}"
+    named = f"{argument_name('data.text=')}{path}"
     try:
         kind = path.stat().st_mode
     except OSError as error:
-        raise UsageError(f"{shown}: {error.strerror}") from None
+        raise UsageError(f"{named}: {error.strerror}") from None
     if not stat.S_ISDIR(kind):
         if not stat.S_ISREG(kind):  # a device or a pipe, which may never end
-            raise UsageError(f"{shown}: not a file or folder")
+            raise UsageError(f"{named}: not a file or folder")
         return [path]
     files = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
     if not files:
-        raise UsageError(f"{shown}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
+        raise UsageError(f"{named}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
     formats = {_format(p) for p in files}
     if not formats <= {*_PLAIN} and not formats <= {*_TABLES}:
         raise UsageError(
-            f"{shown} holds plain text and tables ({', '.join(sorted(formats))}): give "
+            f"{named} holds plain text and tables ({', '.join(sorted(formats))}): give "
             "one file, a folder of one kind, or a folder as the hub has them as data.hub"
         )
     return files

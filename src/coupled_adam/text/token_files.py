@@ -80,16 +80,16 @@ class TokenIds:
         start, stop, step = where.indices(len(self))
         size = self._dtype.itemsize
         ids = np.empty(max(0, stop - start), self._dtype)
-        left, at = ids.view(np.uint8), self._range.offset + start * size
-        while len(left):
-            content = os.pread(self._file, min(len(left), 2**26), at)
+        unread, at = ids.view(np.uint8), self._range.offset + start * size
+        while len(unread):
+            content = os.pread(self._file, min(len(unread), 2**26), at)
             if not content:
                 raise UsageError(
                     f"{self.filename} was truncated while it was in use: restore it, and continue "
                     "with --resume"
                 )
-            left[: len(content)] = np.frombuffer(content, np.uint8)
-            left, at = left[len(content) :], at + len(content)
+            unread[: len(content)] = np.frombuffer(content, np.uint8)
+            unread, at = unread[len(content) :], at + len(content)
         return ids[::step]
 
 
@@ -169,7 +169,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
     Raises:
         UsageError: the file cannot be read, is truncated, or is in another format.
     """
-    shown = f"{argument_name('data.tokens=')}{path}"
+    named = f"{argument_name('data.tokens=')}{path}"
     try:
         if path.exists() and not path.is_file():
             raise OSError(None, "not a file")
@@ -177,7 +177,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
         with path.open("rb") as file:
             start = file.read(12).ljust(12, b"\0")
     except OSError as error:
-        raise UsageError(f"{shown}: {error.strerror}") from None
+        raise UsageError(f"{named}: {error.strerror}") from None
     magic, version, promised = np.frombuffer(start, "<i4").tolist()
     smallest = "uint16" if vocab_size <= 2**16 else "uint32"
     dtype, offset = token_dtype or smallest, 0
@@ -189,15 +189,15 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
             )
     elif magic // 10000 == 2024:  # llm.c's are dates; unlikely in a file of ids alone
         raise UsageError(
-            f"{shown} has the header {magic}, version {version}; of llm.c's files those with "
+            f"{named} has the header {magic}, version {version}; of llm.c's files those with "
             f"{' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
         )
     length, remainder = divmod(size - offset, np.dtype(dtype).itemsize)
     if remainder or length < 0 or (offset and length != promised):
-        says = f", where its header says {promised} tokens" if offset else ""
-        advice = "" if shown.startswith("--") else ", or set data.token_dtype"
+        promise = f", where its header says {promised} tokens" if offset else ""
+        advice = "" if named.startswith("--") else ", or set data.token_dtype"
         raise UsageError(
-            f"{shown} is damaged: {size - offset} bytes of {dtype}{says}. Copy or write it again"
+            f"{named} is damaged: {size - offset} bytes of {dtype}{promise}. Copy or write it again"
             f"{advice}"
         )
     little_endian = np.dtype(dtype).newbyteorder("<").str

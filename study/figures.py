@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS, RATES
-from .referee import difference, with_documents
+from .referee import ADAMW_BEST, difference, with_documents
 from .run import HERE
 from .tables import (
     ALTERNATIVES,
@@ -235,7 +235,7 @@ def bands() -> Figure:
     ax.set(
         xscale="log",
         xlabel="rank of the predicted token by frequency, up to",
-        ylabel="test loss relative to AdamW's, 0, 0.999",
+        ylabel=f"test loss relative to {ADAMW_BEST.label}",
     )
     ax.set_xticks(ranks, [str(rank) for rank in ranks])
     ax.minorticks_off()

@@ -7,7 +7,6 @@ from typing import Any
 
 from .evaluation import Extra
 from .experts import balance
-from .peers import RULES
 
 ADAMW: dict[str, Any] = {"optimizer": "adamw"}
 COUPLED: dict[str, Any] = {"optimizer": "coupled_adam"}
@@ -123,9 +122,11 @@ BETAS = tuple(itertools.product((0.0, 0.5, 0.9), (0.95, 0.99, 0.999)))
 """The betas of the embeddings that are tried; all other parameters have 0.9, 0.95."""
 
 
-def _betas(
-    settings: Iterable[tuple[str, tuple[float, float], int]], **overrides: Any
-) -> dict[str, Entry]:
+Setting = tuple[str, tuple[float, float], int]
+"""An arm of :func:`_betas`, the embeddings' betas, and n."""
+
+
+def _betas(settings: Iterable[Setting], **overrides: Any) -> dict[str, Entry]:
     """Embeddings with betas of their own that learn 2^(n/2) times as fast as the rest.
 
     Args:
@@ -141,32 +142,37 @@ def _betas(
     }
 
 
-FINALISTS = (
-    ("adamw", (0.9, 0.95)),
-    ("adamw", (0.9, 0.999)),
-    ("adamw", (0.0, 0.99)),
+FINALISTS: tuple[Setting, ...] = (
+    ("adamw", (0.9, 0.95), 0),
+    ("adamw", (0.9, 0.999), 1),
+    ("adamw", (0.0, 0.99), 1),
+    ("adamw", (0.0, 0.999), 1),
+    ("a=0.75", (0.0, 0.99), 2),
+)
+"""After 20M tokens: AdamW as usual, with torch's beta2 and without momentum, and LEAN."""
+
+WITH_AND_WITHOUT_MOMENTUM = (
     ("adamw", (0.0, 0.999)),
-    ("coupled", (0.9, 0.95)),
-    ("coupled", (0.9, 0.999)),
-    ("a=0.5", (0.9, 0.95)),
-    ("a=0.5", (0.0, 0.99)),
+    ("adamw", (0.9, 0.999)),
     ("a=0.75", (0.0, 0.99)),
+    ("a=0.75", (0.9, 0.999)),
 )
-"""AdamW and Coupled Adam as usual and at better betas, and what is between them."""
-
-FINALISTS_ELSEWHERE = (("adamw", (0.9, 0.95)), ("adamw", (0.0, 0.999)), ("a=0.75", (0.0, 0.99)))
-"""AdamW as usual and at its best betas, and LEAN: what is run with models of other shapes."""
-
-BATCH_FINALISTS = tuple(
-    itertools.product(("adamw", "a=0.75"), ((0.0, 0.99), (0.0, 0.999), (0.9, 0.999)))
-)
-"""Does "no momentum" hold where a gradient is less noisy?"""
+"""Does "no momentum" hold where a gradient is less noisy, or where there are few steps?"""
 
 
-def _tuned(
-    finalists: Iterable[tuple[str, tuple[float, float]]], factors: Iterable[int]
-) -> list[tuple[str, tuple[float, float], int]]:
-    return [(*finalist, n) for finalist, n in itertools.product(finalists, factors)]
+def _at_rates(
+    arms: Iterable[tuple[str, tuple[float, float]]], factors: Iterable[int]
+) -> list[Setting]:
+    return [(*arm, n) for arm, n in itertools.product(arms, factors)]
+
+
+def _elsewhere(factors: Iterable[int], of_usual: Iterable[int]) -> list[Setting]:
+    """AdamW as usual and without momentum, and LEAN: what is run with models of other shapes."""
+    without_momentum = (("adamw", (0.0, 0.999)), ("a=0.75", (0.0, 0.99)))
+    return [
+        *_at_rates((("adamw", (0.9, 0.95)),), of_usual),
+        *_at_rates(without_momentum, factors),
+    ]
 
 
 def _batch(sequences: int, steps: int) -> dict[str, Any]:
@@ -181,32 +187,30 @@ def _batch(sequences: int, steps: int) -> dict[str, Any]:
 
 
 def _peers(**overrides: Any) -> dict[str, Entry]:
-    """Each rule with and without momentum, and AdamW with the mean removed."""
-    betas = {
-        **dict.fromkeys(RULES, ((0.0, 0.95), (0.9, 0.95))),
-        "row_moment": ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.999)),
-        "lion": ((0.9, 0.99),),
-    }
+    """Each rule at the rates of a pilot, and AdamW with the mean removed."""
     # A frequent token's row of a matrix or column of unit norm is larger than with Adam, and all
     # of a sign's rows are.
-    factors = {"sign": (-2, 0, 2), "lion": (-2, 0, 2), "matrix": (0, 2, 4), "columns": (0, 2, 4)}
-    return {
-        **{
-            f"{rule} {beta1:g} {beta2:g} n={n}": Entry(
-                {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
-                overrides,
-                _variant("peers", rule),
-            )
-            for rule in RULES
-            for beta1, beta2 in betas[rule]
-            for n in factors.get(rule, (3, 4, 5))
-        },
-        **{
-            f"centered {name}": dataclasses.replace(entry, variant="peers:CENTERED")
-            for name, entry in _betas(
-                itertools.product(("adamw",), ((0.9, 0.95), (0.0, 0.999)), (4, 5)), **overrides
-            ).items()
-        },
+    settings: dict[str, Iterable[tuple[float, float, int]]] = {
+        "row_moment": ((0.0, 0.99, 5), (0.0, 0.999, 4), (0.0, 0.999, 5)),
+        "lion": ((0.9, 0.99, 0),),
+        "sign": ((0.9, 0.95, 0),),
+        "matrix": ((0.0, 0.95, 2), (0.9, 0.95, 2)),
+        "rows": ((0.0, 0.95, 4), (0.9, 0.95, 4)),
+        "columns": ((0.0, 0.95, 2), (0.9, 0.95, 2)),
+    }
+    peers = {
+        f"{rule} {beta1:g} {beta2:g} n={n}": Entry(
+            {**ADAMW, "beta1": beta1, "beta2": beta2, "lr_factor": 2 ** (n / 2)},
+            overrides,
+            _variant("peers", rule),
+        )
+        for rule, of_rule in settings.items()
+        for beta1, beta2, n in of_rule
+    }
+    without_mean = _betas([("adamw", (0.0, 0.999), 5)], **overrides)
+    return peers | {
+        f"centered {name}": dataclasses.replace(entry, variant="peers:CENTERED")
+        for name, entry in without_mean.items()
     }
 
 
@@ -409,39 +413,42 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     },
     "betas": _betas(
         (
-            *itertools.product(("adamw",), BETAS, (4, 5)),
-            *itertools.product(("coupled", "a=0.5", "a=0.75", "a=1"), BETAS, (3, 4, 5)),
-            *itertools.product(("a=0.5 free", "a=0.75 free", "a=1 free"), ((0.0, 0.99),), (4, 5)),
-            *itertools.product(("adamw",), ((0.9, 0.999), (0.0, 0.99), (0.0, 0.999)), (3, 6)),
+            *(("adamw", betas, 5) for betas in BETAS),
+            ("adamw", (0.9, 0.95), 4),
+            *(("adamw", (0.0, 0.999), n) for n in (4, 6)),
+            *(("a=0.75", (0.0, beta2), 4) for beta2 in (0.95, 0.99, 0.999)),
+            *(("a=0.75", (0.0, 0.99), n) for n in (3, 5)),
+            ("a=0.5", (0.0, 0.99), 4),
+            *(("coupled", (0.9, beta2), 4) for beta2 in (0.95, 0.999)),
         ),
         **_steps(2400),
     ),
     "peers": _peers(**_steps(2400)),
     # 4.9M tokens in larger batches, and the base's 2,400 steps of them
-    **{
-        f"batch_{batch // 16}k{suffix}": _betas(
-            _tuned(BATCH_FINALISTS, (5, 7, 9)), **_batch(batch, steps)
-        )
-        for batch in (256, 1024)
-        for suffix, steps in (("", 2400 * 32 // batch), ("_steps", 2400))
-    },
-    "betas_longer": _betas(_tuned(FINALISTS, (0, 1, 2, 3)), **_steps(9768)),
-    "betas_48M": _betas(_tuned(FINALISTS, (0, 2)), **_steps(23436)),
-    **{
-        f"betas_{name}": _betas(_tuned(FINALISTS_ELSEWHERE, factors), **overrides, **_steps(steps))
-        for name, overrides, steps, factors in (
-            ("H=128", _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), 9768, (2, 4)),
-            ("H=32", _size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), 9768, (0, 2, 4)),
-            ("V=16384", {"model.vocab_size": 16384}, 9768, (2, 4)),
-            ("untied", {"model.tied": False}, 2400, (2, 4, 6)),
-            (
-                "rotary",
-                {"model.architecture": "stablelm", "model.intermediate_size": 192},
-                2400,
-                (2, 4, 6),
-            ),
-        )
-    },
+    "batch_16k": _betas(
+        _at_rates(
+            itertools.product(("adamw", "a=0.75"), ((0.0, 0.99), (0.0, 0.999), (0.9, 0.999))),
+            (5, 7, 9),
+        ),
+        **_batch(256, 300),
+    ),
+    "batch_64k": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (9,)), **_batch(1024, 75)),
+    "batch_64k_steps": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (5,)), **_batch(1024, 2400)),
+    "betas_longer": _betas(FINALISTS, **_steps(9768)),
+    "betas_48M": _betas((("adamw", (0.0, 0.999), 2), ("a=0.75", (0.0, 0.99), 2)), **_steps(23436)),
+    "betas_H=32": _betas(
+        _elsewhere((2,), (2,)), **_size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), **_steps(9768)
+    ),
+    "betas_H=128": _betas(
+        _elsewhere((2,), (2,)), **_size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), **_steps(9768)
+    ),
+    "betas_V=16384": _betas(_elsewhere((2,), (2,)), **{"model.vocab_size": 16384}, **_steps(9768)),
+    "betas_untied": _betas(_elsewhere((2, 4, 6), (2, 4)), **{"model.tied": False}, **_steps(2400)),
+    "betas_rotary": _betas(
+        _elsewhere((2, 4, 6), (2, 4)),
+        **{"model.architecture": "stablelm", "model.intermediate_size": 192},
+        **_steps(2400),
+    ),
     "warmup": _warmup(),
     "switching": {
         name: Entry(ADAMW, variant=_variant("switching", name))

@@ -25,7 +25,7 @@ class Comparison:
     baseline: Line
 
 
-ADAMW_BEST = Line("AdamW, 0, 0.999", "betas", "adamw 0 0.999 n=5")
+ADAMW_BEST = Line("AdamW, 0, 0.99", "betas", "adamw 0 0.99 n=5")
 A_BEST = Line("a = 0.75, 0, 0.99", "betas", "a=0.75 0 0.99 n=4")
 AFTER_20M = (
     Line("AdamW, 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"),
@@ -128,8 +128,9 @@ def headline_table() -> Table:
 
 BETAS = (
     ADAMW_BEST,
+    Line("AdamW, 0, 0.999", "betas", "adamw 0 0.999 n=5"),
     Line("AdamW, 0.9, 0.999", "betas", "adamw 0.9 0.999 n=5"),
-    Line("AdamW, 0.9, 0.95", "betas", "adamw 0.9 0.95 n=4"),
+    Line("AdamW, 0.9, 0.95", "betas", "adamw 0.9 0.95 n=5"),
     Line("Coupled Adam, 0.9, 0.999", "betas", "coupled 0.9 0.999 n=4"),
     Line("Coupled Adam, 0.9, 0.95", "betas", "coupled 0.9 0.95 n=4"),
     Line("a = 0.5, 0.9, 0.95", "betas", "a=0.5 0.9 0.95 n=3"),

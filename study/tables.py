@@ -595,6 +595,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         for question in (
             "betas",
             "batch_16k",
+            "batch_64k",
             "betas_longer",
             "betas_untied",
             "betas_rotary",

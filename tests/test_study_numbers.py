@@ -12,7 +12,7 @@ from scipy import stats
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/study/14-wrong.md").read_text(encoding="utf-8")
-BEST = "AdamW, 0, 0.999"
+BEST = "AdamW, 0, 0.99"
 ELSEWHERE = {
     ("1.2M", "AdamW, 0.9, 0.95"): ("between", "adamw n=9"),
     ("1.2M", "Coupled Adam, 0.9, 0.95"): ("between", "coupled n=6"),
@@ -28,6 +28,14 @@ ELSEWHERE = {
     ("20M", "AdamW, 0.9, 0.999"): ("betas_longer", "adamw 0.9 0.999 n=1"),
     ("20M", "a = 0.75, 0, 0.99"): ("betas_longer", "a=0.75 0 0.99 n=2"),
 }
+CHOSEN = {
+    "betas": (
+        *("adamw 0 0.99 n=5", "adamw 0 0.999 n=5", "adamw 0.9 0.999 n=5", "adamw 0.9 0.95 n=5"),
+        *("coupled 0.9 0.999 n=4", "coupled 0.9 0.95 n=4"),
+        *("a=0.5 0 0.99 n=4", "a=0.75 0 0.99 n=4"),
+    ),
+    "betas_longer": ("adamw 0.9 0.95 n=0", "adamw 0 0.999 n=1", "a=0.75 0 0.99 n=2"),
+}
 
 
 @functools.cache
@@ -41,15 +49,14 @@ def runs(question, name):
 
 
 def betas(label, question="betas"):
-    """The runs of a label such as "AdamW, 0, 0.999", with or without n."""
-    arm, beta1, beta2, *n = label.replace("a = ", "a=").split(", ")
-    arm = {"AdamW": "adamw", "Coupled Adam": "coupled"}.get(arm, arm)
-    content = results(question)
-    start = f"{arm} {beta1} {beta2} n={n[0].removeprefix('n = ') if n else ''}"
-    if not n and question == "betas":  # the n that was chosen first, with three seeds
-        start += {"adamw 0 0.999 n=": "5", "a=0.75 0 0.99 n=": "4"}.get(start, "")
-    (name,) = (name for name in content if name == start or (name.startswith(start) and not n))
-    return runs(question, name)
+    """The runs of a label such as "AdamW, 0, 0.999, n = 5"; without n, of the chosen one."""
+    name = label.replace("a = ", "a=").replace("Coupled Adam", "coupled").replace("AdamW", "adamw")
+    arm, beta1, beta2, *n = name.split(", ")
+    start = f"{arm} {beta1} {beta2} "
+    if n:
+        return runs(question, start + n[0].replace(" ", ""))
+    (chosen,) = (name for name in CHOSEN[question] if name.startswith(start))
+    return runs(question, chosen)
 
 
 def rows(table, page=PAGE):

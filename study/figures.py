@@ -274,7 +274,7 @@ def lean() -> Figure:
     panels = figure.subplots(1, 3, sharey=True)
     vocab_size, hidden_size = 50304, 768
     elements = vocab_size * hidden_size
-    sizes = (2 * elements, elements, vocab_size + hidden_size)
+    sizes = (2 * elements, 2 * elements, vocab_size + hidden_size)  # torch keeps both moments
     for y, (line, size, color) in enumerate(zip(RECOMMENDED, sizes, (ORANGE, "#cc79a7", GREEN))):
         for ax, measure in zip(panels, ("test_documents", "mean_norm_ratio")):
             seeds = values(line, measure)

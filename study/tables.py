@@ -482,7 +482,7 @@ def _summary() -> Table:
 
 RECOMMENDED = (
     Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
-    Line("AdamW, betas 0, 0.999: V x H", "betas_longer", "adamw 0 0.999 n=1"),
+    Line("AdamW, betas 0, 0.999: 2 V x H", "betas_longer", "adamw 0 0.999 n=1"),
     Line("LEAN: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
 )
 """What we recommend, after 20M tokens, with AdamW as usual and at its best betas; and its state."""

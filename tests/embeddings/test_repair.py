@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -262,6 +263,21 @@ def test_what_fails_leaves_nothing(gpt2, tmp_path):
         repair_model(gpt2, tmp_path / "out", Repair(), meanwhile)
     assert (tmp_path / "out" / "config.json").read_text() == "of others"
     assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out"}
+
+
+def test_a_shard_that_does_not_fit(gpt2, tmp_path, capsys):
+    """Is an error of the disk, although safetensors has an exception of its own."""
+    sizes = [path.stat().st_size for path in gpt2.iterdir() if path.suffix != ".safetensors"]
+    allowed = (gpt2 / "model.safetensors").stat().st_size - 1
+    assert max(sizes) < allowed
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, before[1]))
+    try:
+        assert main(["repair", str(gpt2), "--out", str(tmp_path / "out"), "--recenter"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"error: File too large: {tmp_path / 'out'}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
 
 
 def test_the_loss_of_the_repaired_model_cannot_be_measured(gpt2, tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -340,9 +341,19 @@ def _check_new(out: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(out: Path) -> Iterator[None]:
-    """Refuse what others have put at ``out`` meanwhile, as if it had been there from the start."""
+    """Refuse what others have put at ``out`` meanwhile, as if it had been there from the start.
+
+    What the disk has refused to safetensors is an OSError, too.
+    """
+    from safetensors import SafetensorError
+
     try:
         yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))  # its text alone says which
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(out)) from error
     except OSError:
         _check_new(out)
         raise

@@ -3,7 +3,8 @@
 The lm-evaluation-harness has these tasks, but reads them from a hub. Here they are written as tasks
 of our own: every question is a prompt and its choices, of which a model picks the most likely one,
 and LAMBADA asks for the last word. They differ from the harness's in that RACE shows the last
-question of an article alone, and that TruthfulQA (MC1: one answer is right) shows no examples.
+question of an article alone, that TruthfulQA (MC1: one answer is right) shows no examples, and that
+questions with an answer that does not fit into the model's context are left out.
 
     python -m study.accuracy --files downstream/ RUN ...
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.evaluation.loading import load_model, load_model_tokenizer
+from coupled_adam.lab.evaluation.loading import block_length, load_model, load_model_tokenizer
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.runs import MODEL
 
@@ -107,12 +108,23 @@ TASKS: dict[str, tuple[str, Reader, str]] = {
 """By name: the file, its reader, and the harness's description of the task."""
 
 
-def write_tasks(files: Path, folder: Path) -> None:
-    """Write all tasks into a folder, in the harness's format."""
+def answers(document: dict[str, Any]) -> list[str]:
+    """The choices of a question, or the word that is asked for."""
+    return document.get("choices") or [document["gold"]]
+
+
+def write_tasks(files: Path, folder: Path, fits: Callable[[str], bool]) -> None:
+    """Write all tasks into a folder, in the harness's format, with the questions that fit."""
     for name, (source, reader, description) in TASKS.items():
         documents = folder / f"{name}.jsonl"
         with documents.open("w", encoding="utf-8") as out:
-            out.writelines(json.dumps(document) + "\n" for document in reader(files / source))
+            out.writelines(
+                json.dumps(document) + "\n"
+                for document in reader(files / source)
+                if all(
+                    map(fits, [document["query"]] if name == "winogrande" else answers(document))
+                )
+            )
         text = description.format(name=f"local_{name}", file=json.dumps(str(documents)))
         (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
@@ -130,16 +142,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "accuracy.json")
     options = parser.parse_args()
     content = json.loads(options.out.read_text()) if options.out.exists() else {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_tasks(options.files, folder)
-        tasks = Downstream([f"local_{name}" for name in TASKS], folder, options.limit)
-        for run in options.runs:
-            model = load_model(run / MODEL, "cpu")
-            measured = tasks.evaluate(model, load_model_tokenizer(run / MODEL), batch_size=32)
-            machine = {key: value for key, value in environment().items() if key != "command"}
-            content[f"{run.parent.name}: {run.name}"] = {**measured, "environment": machine}
-            write_results(options.out, content)
+    for run in options.runs:
+        model, tokenizer = load_model(run / MODEL, "cpu"), load_model_tokenizer(run / MODEL)
+        context = block_length(model)
+
+        def fits(answer: str, encode: Any = tokenizer.encode, context: int = context) -> bool:
+            return len(encode(f" {answer}")) < context
+
+        with tempfile.TemporaryDirectory() as temporary:
+            write_tasks(options.files, Path(temporary), fits)
+            names = [f"local_{name}" for name in TASKS]
+            tasks = Downstream(names, Path(temporary), options.limit)
+            measured = tasks.evaluate(model, tokenizer, batch_size=32)
+        machine = {key: value for key, value in environment().items() if key != "command"}
+        content[f"{run.parent.name}: {run.name}"] = {**measured, "environment": machine}
+        write_results(options.out, content)
 
 
 if __name__ == "__main__":

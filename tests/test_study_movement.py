@@ -131,6 +131,9 @@ def files(tmp_path):
     for name, document in FILES.items():
         (folder / name).write_text(json.dumps(document) + "\n")
     (folder / "TruthfulQA_817.csv").write_text(TRUTHFULQA)
+    with (folder / "hellaswag_val.jsonl").open("a") as more:
+        long = {"query": "A man", "gold": 0, "choices": ["sits.", "does not fit at all."]}
+        more.write(json.dumps(long) + "\n")
     return folder
 
 
@@ -156,11 +159,14 @@ def test_questions_of_the_downstream_tasks(files):
 
 
 def test_the_harness_reads_the_tasks(files, tmp_path, monkeypatch):
-    """And asks what they mean: the ends of WinoGrande behind each beginning, LAMBADA's word."""
+    """And asks what they mean: the ends of WinoGrande behind each beginning, LAMBADA's word.
+
+    An answer that does not fit takes its question with it.
+    """
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tasks = tmp_path / "tasks"
     tasks.mkdir()
-    accuracy.write_tasks(files, tasks)
+    accuracy.write_tasks(files, tasks, lambda answer: len(answer) < 12)
     loaded = Downstream([f"local_{name}" for name in accuracy.TASKS], tasks)._loaded
 
     def requests(name):

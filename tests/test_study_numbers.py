@@ -345,3 +345,15 @@ def test_what_page_15_concludes():
         for beta1 in ("0.9", "0"):
             short, long = (training[f"AdamW, {beta1}, {b}"]["cosine"][-1] for b in (0.95, 0.999))
             assert 0.5 < short / long < 0.8
+
+
+def test_accuracy():
+    """What docs/paper.md says of the downstream tasks."""
+    page = (ROOT / "docs/paper.md").read_text(encoding="utf-8")
+    shown, error = map(float, re.search(r"\[(0\.\d+) ± (0\.\d+)\]", page).groups())
+    names = ("betas: adamw 0 0.99 n=5-seed-1", "betas: a=0.75 0 0.999 n=4-seed-1")
+    for name in names:
+        measured = results("accuracy")[name]
+        assert len(measured["tasks"]) == 7
+        assert measured["accuracy"] == pytest.approx(shown, abs=5.1e-4)
+        assert measured["stderr"] == pytest.approx(error, abs=5.1e-4)

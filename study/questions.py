@@ -424,7 +424,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_steps(2400),
     ),
     "peers": _peers(**_steps(2400)),
-    # 4.9M tokens in larger batches, and the base's 2,400 steps of them
+    # 4.9M tokens in larger batches, and the largest with as many steps as 16k-token batches take
     "batch_16k": _betas(
         _at_rates(
             itertools.product(("adamw", "a=0.75"), ((0.0, 0.99), (0.0, 0.999), (0.9, 0.999))),
@@ -433,7 +433,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **_batch(256, 300),
     ),
     "batch_64k": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (9,)), **_batch(1024, 75)),
-    "batch_64k_steps": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (5,)), **_batch(1024, 2400)),
+    "batch_64k_steps": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (7, 9)), **_batch(1024, 300)),
     "betas_longer": _betas(FINALISTS, **_steps(9768)),
     "betas_48M": _betas((("adamw", (0.0, 0.999), 2), ("a=0.75", (0.0, 0.99), 2)), **_steps(23436)),
     "betas_H=32": _betas(

@@ -490,7 +490,7 @@ BAD_GROUPS = [
     ({"row_exponent": float("nan")}, "Invalid row_exponent: nan"),
     ({"row_exponent": 0.5, "amsgrad": True}, "row_exponent=0.5 is not defined with amsgrad=True"),
     ({"zero_sum": "yes"}, "Invalid zero_sum: 'yes'"),
-    ({"coupled": "yes"}, "Invalid coupled value: 'yes'"),
+    ({"coupled": "yes"}, "Invalid coupled: 'yes'"),
     ({"params": [nn.Parameter(torch.zeros(3))]}, r"\[3\].*flattened"),
     ({"params": [nn.Parameter(torch.zeros(2, 3, 4))]}, r"\[2, 3, 4\].*\[V, H\]"),
     ({"params": [nn.Parameter(torch.zeros(()))]}, r"parameter 0 \[\].*\[V, H\]"),

@@ -12,9 +12,11 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim import state as coupled_state
+from coupled_adam.optim.checks import check_group, check_options, check_parameter
+from coupled_adam.optim.conversion import from_adam, without_shards
 from coupled_adam.optim.matrix import Matrix, Sums, number
 from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
+from coupled_adam.optim.state import fit_state
 from coupled_adam.optim.update import measure, update, with_penalty
 
 _Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -189,7 +191,7 @@ class CoupledAdam(torch.optim.Adam):
         if vocab_size is not None:
             self.param_groups = couple_by_size(self.param_groups, vocab_size, groups or {})
             for group in self.param_groups:
-                coupled_state.check_group(group)
+                check_group(group)
         # param_groups has said why it has coupled nothing.
         if not isinstance(params, ParamGroups) and not any(
             group["coupled"] for group in self.param_groups
@@ -222,7 +224,7 @@ class CoupledAdam(torch.optim.Adam):
             apply_lr_factor(param_group, self.defaults["lr"])
         super().add_param_group(param_group)
         try:
-            coupled_state.check_group(self.param_groups[-1])
+            check_group(self.param_groups[-1])
         except Exception:
             self.param_groups.pop()
             raise
@@ -270,17 +272,17 @@ class CoupledAdam(torch.optim.Adam):
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
             return has_complex
-        coupled_state.check_options(group, read_tensors=False)
+        check_options(group, read_tensors=False)
         shards = flat.shards_of(group)
         for index, p in enumerate(group["params"]):
             # Checked even without a gradient: if a wrapper has flattened a matrix, ranks that hold
             # none of its elements must raise as well, or they would wait for the others forever.
-            coupled_state.check_parameter(group, index)
+            check_parameter(group, index)
             is_flat = p in shards and p.requires_grad
             if p.grad is None and not is_flat:
                 continue
             state = self.state[p]
-            coupled_state.fit_state(group, index, state)
+            fit_state(group, index, state)
             params_with_grad.append(p)
             # Without a piece's gradient, too, this rank takes part in the sums over all ranks.
             grads.append(torch.zeros_like(p) if p.grad is None else p.grad)
@@ -446,7 +448,7 @@ class CoupledAdam(torch.optim.Adam):
         """
 
         def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            return coupled_state.without_shards(self.param_groups, saved)
+            return without_shards(self.param_groups, saved)
 
         # As the first post-hook, so that the user's hooks see what is returned.
         hook = self.register_state_dict_post_hook(adapt, prepend=True)
@@ -485,7 +487,7 @@ class CoupledAdam(torch.optim.Adam):
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
 
         def adapt(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            adapted, second_moments = coupled_state.from_adam(self.param_groups, loaded)
+            adapted, second_moments = from_adam(self.param_groups, loaded)
             moments.update(second_moments)
             return adapted
 

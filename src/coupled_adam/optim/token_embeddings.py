@@ -215,7 +215,7 @@ def _find(model: nn.Module, matrices: list[Matrix], given_sizes: set[int]) -> li
         )
     has_getters = _ask_getters(model, matrices, stated_sizes)
     for m in matrices:
-        if m.is_tied and ("embedding" in m.kinds or stated_sizes & {*m.shape}):
+        if m.is_tied:
             m.sides = {"input", "output"}
         # It belongs to another vocabulary.
         if m.sides and given_sizes and m.tokens not in given_sizes:
@@ -333,8 +333,7 @@ def _sizes_by_name(matrices: list[Matrix]) -> set[int]:
     heads = [m for m in open_to_names if m.kinds == {"linear"} and m.is_named(OF_TOKEN_HEADS)]
     sizes = {m.shape[0] for m in tables if m.is_named(OF_TOKENS)}
     for m in heads:
-        near = [t.shape[0] for t in tables if _near(t.shape[0], m.shape[0])]
-        if near and (not m.has_bias or m.shape[0] in near):
+        if near := [t.shape[0] for t in tables if _near(t.shape[0], m.shape[0])]:
             sizes |= {m.shape[0], *near}
     return sizes
 
@@ -357,26 +356,20 @@ def _guess_sizes(matrices: list[Matrix]) -> tuple[set[int], list[str]]:
     tables = [m for m in unclear if "embedding" in m.kinds]
     layers = [m for m in unclear if "embedding" not in m.kinds]
     rows = sorted({m.shape[0] for m in tables}, reverse=True)
-    with_head = [n for n in rows if _is_head_size(layers, n)]
+    # Layers with as many rows as others have columns are hidden ones.
+    heads = {n: [m for m in layers if m.fits(n)] for n in rows}
+    with_head = [n for n in rows if heads[n] and not _is_width(heads[n], n)]
     sizes = set(rows[:1])
-    # An embedding with at least half as many rows may be a second vocabulary.
-    close = [n for n in rows[1:] if 2 * n >= rows[0]]
     hint = (
         f"pass vocab_size={_spelled(sizes)} if this is correct, otherwise the correct number, or "
         "all sizes if there are several vocabularies"
     )
     guess = f"The vocabulary size may be {_spelled(sizes)}, but the model has {listed(tables)}"
-    if close or (with_head and with_head[0] not in sizes):
+    if with_head and with_head[0] not in sizes:
         raise ValueError(f"cannot tell which nn.Embedding embed tokens. {guess}: {hint}")
     if sizes and not with_head:
         return sizes, [f"it is only a guess that {listed(tables[:1])} embeds tokens: {hint}"]
     return sizes, []
-
-
-def _is_head_size(matrices: list[Matrix], n: int) -> bool:
-    """Whether some of these matrices have this size, and it is not the width of hidden layers."""
-    fitting = [m for m in matrices if m.fits(n)]
-    return bool(fitting) and not _is_width(fitting, n)
 
 
 def _is_width(matrices: list[Matrix], n: int) -> bool:
@@ -390,7 +383,7 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     Raises:
         ValueError: if token embeddings cannot be told apart from other matrices.
     """
-    marked = [m for m in matrices if m.sides and _near(m.tokens, n)]
+    marked = [m for m in matrices if m.sides and m.tokens == n]
     if _sides(marked) == {"input", "output"}:
         return
     fitting = [
@@ -400,39 +393,39 @@ def _search(matrices: list[Matrix], n: int, has_getters: bool = False) -> None:
     ]
     tables = [m for m in fitting if "embedding" in m.kinds]
     layers = [m for m in fitting if "embedding" not in m.kinds]
-    if len(tables) > 1:
-        tables = [m for m in tables if m.is_named(OF_TOKENS)] or tables
-    one_each_way = len(layers) == 2 and all(m.shape[0] != m.shape[1] for m in layers)
-    nothing_else = not marked and not tables
-    if _is_width(layers, n) and not (one_each_way and nothing_else):
-        layers = [m for m in layers if m.is_named(OF_HEADS)] or layers
+    pair = len(layers) == 2 and not marked and not tables
     unclear = []
 
-    if "input" in _sides(marked) or len({m.modules[0] for m in tables}) > 1:
+    # One table embeds the input. It consists of several matrices if it is parametrized.
+    if len(tables) > 1:
+        tables = [m for m in tables if m.is_named(OF_TOKENS)] or tables
+    if len({m.modules[0] for m in tables}) > 1:
         unclear += tables
     else:
         for m in tables:
             m.take(n, {"input"})
 
-    widths = {length for m in matrices if m.in_block and m.modules for length in m.shape}
-    if n in widths.union(*(m.shape[1:] for m in marked + tables)):
-        # Hidden layers have this size, too: only a name can tell.
-        # Models with getters call projections of images and sounds heads, too.
-        named = [m for m in layers if m.is_named_head]
-        named = [m for m in named if not has_getters or m.is_named(OF_TOKEN_HEADS)]
-        unclear += [m for m in layers if m not in named]
-        layers = named
-    alone = len(layers) == 1 and layers[0].is_named_head  # and maybe square
-    if alone or not _is_width(layers, n):
+    # Where hidden layers have this size, too, only a name can tell a head from them. In models with
+    # getters projections of images and sounds are called heads as well.
+    if _is_width(layers, n) and not pair:
+        layers = [m for m in layers if m.is_named(OF_HEADS)] or layers
+    if any(n in m.shape for m in matrices if m.in_block and m.modules):
+        heads = [m for m in layers if m.is_named_head]
+        heads = [m for m in heads if not has_getters or m.is_named(OF_TOKEN_HEADS)]
+        unclear += [m for m in layers if m not in heads]
+        layers = heads
+
+    only_head = len(layers) == 1 and layers[0].is_named_head  # it may be square
+    if only_head or not _is_width(layers, n):
         unclear += _take_layers(layers, n, _sides(marked + tables))
-    elif one_each_way and nothing_else:
-        # Hand-written matrices [V, H] and [H, V], or a projection of one-hot tokens and a head.
-        for m in layers:
+    elif pair:
+        for m in layers:  # hand-written, or a projection of one-hot tokens and a head
             is_head = (m.shape[0] == n) == ("linear" in m.kinds)
             m.take(n, {"output"} if is_head else {"input"})
     else:
         unclear += layers
 
+    # What is sure is enough, as a warning will name the rest.
     marked += [m for m in tables if m.sides and m.is_named(OF_TOKENS)]
     if unclear and not marked and not has_getters:
         raise ValueError(
@@ -454,8 +447,6 @@ def _take_layers(layers: list[Matrix], n: int, sides: set[str]) -> list[Matrix]:
     for m in linear:
         if m.shape[0] == n or not m.modules:
             m.take(n, {"output"})
-        elif "input" not in sides:  # of one-hot tokens
-            m.take(n, {"input"})
     missing = {"input", "output"} - sides - _sides(linear)
     if missing and len(handwritten) == 1:
         handwritten[0].take(n, missing)
@@ -469,27 +460,22 @@ def _looks_alike(m: Matrix, matrices: list[Matrix], stated_sizes: set[int]) -> b
         return False
     is_table, rows = "embedding" in m.kinds, m.shape[0]
     sizes = {other.tokens for other in matrices if other.sides}
-    widths = {length for other in matrices if other.sides for length in other.shape} - sizes
-    widths |= {other.tokens for other in matrices if other.sides and len({*other.shape}) == 1}
-    if rows in sizes or any(m.fits(n) for n in sizes - widths):
+    if any(m.fits(n) for n in sizes):
         return is_table or not m.in_block or m.is_named(OF_HEADS)
     if m.in_block:
         return False
-    is_near = any(_near(rows, n) for n in sizes)
-    pairs = ({"embedding"}, {"linear"})
-    if any(
-        other.shape[0] == rows and (m.kinds, other.kinds) in (pairs, pairs[::-1])
-        for other in matrices
-        if not (other.sides or other.in_block or other.is_named(OF_ANYTHING_ELSE))
+    # The same vocabulary with other padding, or several in one table.
+    if any(_near(rows, n) for n in sizes) or (
+        is_table and any(rows % n == 0 for n in stated_sizes)
     ):
         return True
-    if is_table:  # if nothing has told the sizes, there may be one vocabulary more
-        second_vocabulary = (
-            any(16 * rows >= n for n in sizes) if not stated_sizes else m.is_named(OF_TOKENS)
-        )
-        several_in_one = any(rows % n == 0 for n in sizes | stated_sizes)
-        return is_near or second_vocabulary or several_in_one
-    return is_near and (("linear" in m.kinds and not m.has_bias) or m.is_named(OF_HEADS))
+    # Another vocabulary: a table and a layer of the same size, or a table that is named or large.
+    others = [o for o in matrices if not (o.sides or o.in_block or o.is_named(OF_ANYTHING_ELSE))]
+    if any(o.shape[0] == rows and {*o.kinds, *m.kinds} == {"embedding", "linear"} for o in others):
+        return True
+    if not is_table:
+        return False
+    return m.is_named(OF_TOKENS) if stated_sizes else any(16 * rows >= n for n in sizes)
 
 
 def _sides(matrices: list[Matrix]) -> set[str]:

@@ -1,7 +1,7 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -11,17 +11,14 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import flat, kernels, sharded
+from coupled_adam.optim import clipping, flat, kernels, sharded
 from coupled_adam.optim.checks import check_group, check_options, check_parameter
+from coupled_adam.optim.clipping import Plain, Tensors
 from coupled_adam.optim.conversion import from_adam, without_shards
-from coupled_adam.optim.matrix import Matrix, Sums, number
+from coupled_adam.optim.matrix import Matrix, number
 from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
 from coupled_adam.optim.state import fit_state
 from coupled_adam.optim.update import measure, update, with_penalty
-
-_Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
-_Plain = tuple[dict[str, Any], _Tensors, bool]
-"""An uncoupled group, its tensors in the order of torch's ``adam``, and whether any is complex."""
 
 
 @dataclass
@@ -343,7 +340,9 @@ class CoupledAdam(torch.optim.Adam):
         sums, clip = [], None
         if self.max_grad_norm is not None:
             sums = measure(coupled, as_is=False)
-            clip = self._clip_factor(coupled, sums, plain, grad_scale)
+            norm = clipping.total_norm(coupled, sums, plain, grad_scale)
+            self._clipping.norm = norm
+            clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in plain:
             _step_uncoupled(group, tensors, has_complex, clip, grad_scale, found_inf)
@@ -362,15 +361,15 @@ class CoupledAdam(torch.optim.Adam):
                 _unscale(p, unscale)
         return loss
 
-    def _collect(self) -> tuple[list[Matrix], list[_Plain]]:
+    def _collect(self) -> tuple[list[Matrix], list[Plain]]:
         """Return the coupled matrices, and the uncoupled groups.
 
         All errors of coupled groups are raised here, before anything is changed.
         """
         coupled: list[Matrix] = []
-        plain: list[_Plain] = []
+        plain: list[Plain] = []
         for group in self.param_groups:
-            tensors: _Tensors = ([], [], [], [], [], [])
+            tensors: Tensors = ([], [], [], [], [], [])
             has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
                 plain.append((group, tensors, has_complex))
@@ -384,60 +383,8 @@ class CoupledAdam(torch.optim.Adam):
                     matrix.kernel = kernels.choose(matrix)
                     coupled.append(matrix)
         if self.max_grad_norm is not None:
-            self._check_norm_is_known()
+            clipping.check_pieces_are_told(self.param_groups, self.max_grad_norm)
         return coupled, plain
-
-    def _check_norm_is_known(self) -> None:
-        """Raise ValueError if some groups' parameters may be pieces and do not say of what."""
-        silent = [
-            i for i, group in enumerate(self.param_groups) if group.get("flat_shards") is None
-        ]
-        if 0 < len(silent) < len(self.param_groups):
-            raise ValueError(
-                f"max_grad_norm={self.max_grad_norm} needs the norm of all gradients, but param "
-                f"group {silent[0]} has no flat_shards, while others have: give it a list with a "
-                "FlatShard, or None for a whole parameter, for each of its parameters; or clip "
-                "before the step, with max_grad_norm=None"
-            )
-
-    def _clip_factor(
-        self,
-        coupled: Sequence[Matrix],
-        sums: Sequence[Sums],
-        plain: Sequence[_Plain],
-        grad_scale: Tensor | None,
-    ) -> Tensor:
-        """The factor by which clipping multiplies all gradients, as in ``clip_grad_norm_``."""
-        assert self.max_grad_norm is not None
-        norms, dtype = [], torch.float32
-        for matrix, of_matrix in zip(coupled, sums):
-            dtype = torch.promote_types(dtype, matrix.grad.dtype)
-            # Of a flattened matrix each rank has the sums of all columns.
-            ranks = () if matrix.shard is not None else matrix.column_ranks
-            norms.append(sharded.add_up(of_matrix.squares.sum(), ranks).sqrt())
-        for group, (params, grads, *_), _ in plain:
-            for grad in grads:
-                dtype = torch.promote_types(
-                    dtype, grad.real.dtype if grad.is_complex() else grad.dtype
-                )
-            shards = flat.shards_of(group)
-            whole = [grad for p, grad in zip(params, grads) if p not in shards]
-            norms += [
-                sharded.full_tensor(torch.nn.utils.get_total_norm(same_mesh))
-                for same_mesh in sharded.group_by_mesh(whole)
-            ]
-            norms += flat.norms(shards)
-        if not norms:
-            self._clipping.norm = torch.tensor(0.0)
-            return torch.tensor(1.0)
-        norm = torch.linalg.vector_norm(
-            torch.stack([norm.to(norms[0].device, dtype) for norm in norms])
-        )
-        if grad_scale is not None:
-            norm = norm / grad_scale.to(norm.device)
-        self._clipping.norm = norm
-        factor: Tensor = self.max_grad_norm / (norm + 1e-6)
-        return factor.clamp(max=1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch.
@@ -635,7 +582,7 @@ def _matrix(
 
 def _step_uncoupled(
     group: dict[str, Any],
-    tensors: _Tensors,
+    tensors: Tensors,
     has_complex: bool,
     clip: Tensor | None,
     grad_scale: Tensor | None,
@@ -657,7 +604,7 @@ def _step_uncoupled(
         capturable=group["capturable"],
         differentiable=group["differentiable"],
         fused=group["fused"],
-        grad_scale=_clipped(group, tensors[1], clip, grad_scale),
+        grad_scale=clipping.clip(group, tensors[1], clip, grad_scale),
         found_inf=found_inf,
         decoupled_weight_decay=group["decoupled_weight_decay"],
     )
@@ -670,19 +617,3 @@ def _unscale(p: Tensor, unscale: Tensor) -> None:
     unscale = unscale.to(p.device)
     # Not in place if the gradient is expanded, as several of its elements then share memory.
     p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)
-
-
-def _clipped(
-    group: dict[str, Any], grads: list[Tensor], clip: Tensor | None, grad_scale: Tensor | None
-) -> Tensor | None:
-    """Clip the gradients of an uncoupled group; return the ``grad_scale`` to pass to torch."""
-    if clip is None or not grads:
-        return grad_scale
-    clip = clip.to(grads[0].device)
-    # torch's fused kernels divide by grad_scale anyway (in float32), so they can clip for free.
-    if group["fused"] and all(grad.dtype != torch.float64 for grad in grads):
-        clip = clip.float()
-        return 1 / clip if grad_scale is None else grad_scale / clip
-    for same_mesh in sharded.group_by_mesh(grads):
-        torch._foreach_mul_(same_mesh, clip)
-    return grad_scale

@@ -626,7 +626,7 @@ def end_record(size, start):
 
 @pytest.mark.parametrize("tail", ["second end", "shifted", "empty directory", "junk", "comment"])
 def test_an_archive_that_hides_its_directory(tail, tmp_path):
-    """A check of one directory says nothing of the other: zipfile and torch together follow none."""
+    """What zipfile does not see in an archive, torch refuses to read."""
     torch.save({"wte.weight": torch.zeros(1000, 8)}, tmp_path / "stored.pt")
     packed, path = io.BytesIO(), tmp_path / "model.pt"
     with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(packed, "w", 8) as new:

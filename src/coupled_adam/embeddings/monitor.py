@@ -1,7 +1,7 @@
 """Measure embeddings during training; the part that both training callbacks share."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from coupled_adam.embeddings.loading import model_embeddings
 from coupled_adam.embeddings.measures import logged
 from coupled_adam.embeddings.report import analyze
 
@@ -18,30 +19,15 @@ LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
 """Values that healthy training does not reach; beyond them, a callback warns."""
 
 
-def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The embeddings of a transformers model, which may be inside another module.
-
-    Returns:
-        The parameters [V, H], which may be sharded: ``"output"``, and ``"input"`` if it is another
-        matrix. A model without a head has only an input.
-
-    Raises:
-        ValueError: if the module contains no such model.
-    """
-    # The model may be wrapped, by DDP or a LightningModule: the outermost that knows is asked.
-    for module in cast(Iterator[Any], model.modules()):
-        if hasattr(module, "get_output_embeddings") and hasattr(module, "get_input_embeddings"):
-            head, inputs = module.get_output_embeddings(), module.get_input_embeddings()
-            layers = {"output": head, "input": inputs}
-            weights = {role: layer.weight for role, layer in layers.items() if layer is not None}
-            if weights.get("input") is weights.get("output"):
-                del weights["input"]
-            if weights:
-                return weights
-    raise ValueError(
-        f"{type(model).__name__} contains no transformers model: pass embeddings=, a function that "
-        'returns its matrices, such as lambda model: {"output": model.head.weight}'
-    )
+def _found_embeddings(model: nn.Module) -> dict[str, Tensor]:
+    """Those of :func:`model_embeddings`, of which there must be one."""
+    matrices = model_embeddings(model)
+    if not matrices:
+        raise ValueError(
+            f"{type(model).__name__} contains no transformers model: pass embeddings=, a function "
+            'that returns its matrices, such as lambda model: {"output": model.head.weight}'
+        )
+    return matrices
 
 
 def full_tensor(matrix: Tensor) -> Tensor:
@@ -83,7 +69,7 @@ class Monitor:
             raise ValueError(f"limits has the name {unknown[0]!r}; known: {', '.join(LIMITS)}")
         self.every = every
         self.counts = counts
-        self.find = find or model_embeddings
+        self.find = find or _found_embeddings
         self.limits = limits
         self._last = -1
         self._exceeded: set[str] = set()

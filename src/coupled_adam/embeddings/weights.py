@@ -46,6 +46,7 @@ def open_file(path: Path) -> Weights:
     Raises:
         ValueError: if the suffix is unknown, or the file is damaged or needs unpickling.
     """
+    _check_file(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     if path.suffix == ".npy":

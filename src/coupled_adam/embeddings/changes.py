@@ -21,39 +21,24 @@ Rows = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Which rows of two matrices belong to the same token.
+    """Which rows of two matrices belong to the same token."""
 
-    Attributes:
-        first, second: [n], the row of each common token in the two matrices.
-        by: ``"id"`` or ``"text"``: how they were found.
-        new: the rows of the second matrix whose tokens the first does not have.
-        gone: the rows of the first matrix whose tokens the second does not have.
-    """
-
-    first: Rows
-    second: Rows
-    by: str
-    new: Rows
-    gone: Rows
+    first: Rows  # [n], the row of each common token in the first matrix
+    second: Rows  # [n], and in the second
+    by: str  # "id" or "text": what they have in common
+    new: Rows  # the rows of the second matrix whose tokens the first does not have
+    gone: Rows  # the rows of the first matrix whose tokens the second does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """How a group of rows changed; None for what is not defined for it.
+    """How a group of rows changed; None for what is not defined for it."""
 
-    Attributes:
-        rows: how many rows.
-        cosine_median, cosine_min: of the cosine similarities of each row, before and after.
-        norm_ratio_median: of ||e_i|| after / before.
-        norm_relative: the mean norm of these rows, relative to that of all rows of the second
-            matrix.
-    """
-
-    rows: int
-    cosine_median: float | None
+    rows: int  # how many
+    cosine_median: float | None  # of the cosine similarities of each row, before and after
     cosine_min: float | None
-    norm_ratio_median: float | None
-    norm_relative: float | None
+    norm_ratio_median: float | None  # of ||e_i|| after / before
+    norm_relative: float | None  # the mean norm, relative to that of all rows of the second matrix
 
 
 @dataclasses.dataclass(frozen=True)

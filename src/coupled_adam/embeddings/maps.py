@@ -21,21 +21,13 @@ Layout = Literal["pca", "umap"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenMap:
-    """A map of n rows of one matrix.
+    """A map of n rows of one matrix."""
 
-    Attributes:
-        analysis: the matrix, its tokens and counts.
-        rows: [n], the rows; all that are finite and different from zero, or a sample.
-        xy: [n, 2], the coordinates.
-        norms: [n].
-        indicators: by name, [n]; how little the rows were trained.
-    """
-
-    analysis: Analysis
-    rows: NDArray[np.int64]
-    xy: NDArray[np.float32]
-    norms: Array
-    indicators: dict[str, Array]
+    analysis: Analysis  # the matrix, its tokens and counts
+    rows: NDArray[np.int64]  # [n]; all that are finite and different from zero, or a sample
+    xy: NDArray[np.float32]  # [n, 2], the coordinates
+    norms: Array  # [n]
+    indicators: dict[str, Array]  # by name, [n]; how little the rows were trained
 
     def columns(self) -> dict[str, Any]:
         """The map as a table: a list or an array for each column."""

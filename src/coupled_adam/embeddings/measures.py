@@ -24,15 +24,12 @@ Better = Literal["higher", "lower"]
 
 @dataclasses.dataclass(frozen=True)
 class Healthy:
-    """The range of a measure for healthy embeddings, and where the range comes from.
+    """The range of a measure for healthy embeddings, its ends included.
 
-    Attributes:
-        source: what the range is based on, as a sentence fragment.
-        low, high: the ends of the range, which belong to it; None where there is no end. If both
-            are None, more is better, without a limit that would hold for matrices of any size.
+    Without any end more is better, without a limit that would hold for matrices of any size.
     """
 
-    source: str
+    source: str  # what the range is based on, a fragment of a sentence
     low: float | None = None
     high: float | None = None
 
@@ -50,70 +47,39 @@ class Healthy:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What the measures are functions of; :func:`analyze` collects it in passes over the rows.
+    """What the measures are functions of; :func:`analyze` collects it in passes over the rows."""
 
-    Attributes:
-        columns: H.
-        norms: [V], ||e_i||.
-        mean_norm: ||mu||.
-        values: [min(V, H)], the singular values, descending.
-        spread: the same with the mean removed; None if all rows are equal.
-        log_z: [2, n], log Z(c) and log Z(-c) for the directions c that isotropy may need.
-        unit_log_z: the same for the rows divided by their mean norm.
-        mean_cosine: the mean cosine over all pairs of rows; NaN if there are no two directions.
-        along: [V], e_i . mu; None if the mean is zero.
-        p: [V], counts or probabilities of the tokens; None if they are not known.
-        word_similarity: the word-similarity scores; None if no sets were given.
-    """
-
-    columns: int
-    norms: Array
-    mean_norm: float
-    values: Array
-    spread: Array | None
-    log_z: Array
-    unit_log_z: Array
-    mean_cosine: float
-    along: Array | None
-    p: Array | None
+    columns: int  # H
+    norms: Array  # [V], ||e_i||
+    mean_norm: float  # ||mu||
+    values: Array  # [min(V, H)], the singular values, descending
+    spread: Array | None  # the same with the mean removed; None if all rows are equal
+    log_z: Array  # [2, n], log Z(c) and log Z(-c) for the directions c that isotropy may need
+    unit_log_z: Array  # the same for the rows divided by their mean norm
+    mean_cosine: float  # over all pairs of rows; NaN if there are no two directions
+    along: Array | None  # [V], e_i . mu; None if the mean is zero
+    p: Array | None  # [V], counts or probabilities of the tokens
     word_similarity: WordSimilarityReport | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number that is measured, and how it is shown.
+    """A number that is measured, and how it is shown."""
 
-    Attributes:
-        key: its name in Python, JSON, CSV and logs.
-        label: its name in tables, in words.
-        symbol: the letter for it in the paper; may be empty.
-        digits: how many decimals to show.
-        better: which values are better; None for those that only describe.
-        path: where it is in a report or in an ``evaluation.json``, as a path of keys.
-        meaning: what it says, a fragment of a sentence.
-        header: its name above a column.
-        healthy: what is healthy for a matrix as it is; None if that cannot be said.
-        of_the_mean: whether it says nothing once the mean is removed.
-        first: whether a report shows it without being asked for all measures.
-        column: whether the table of runs has a column for it, as the paper's tables have.
-        logged: whether it is logged in training, and recorded by the study.
-        centred: the header of its value with the mean removed, if that is logged as well.
-    """
-
-    key: str
-    label: str
-    symbol: str
-    digits: int
-    better: Better | None
-    path: tuple[str, ...]
-    meaning: str = ""
-    header: str = ""
-    healthy: Healthy | None = None
-    of_the_mean: bool = False
-    first: bool = False
-    column: bool = False
-    logged: bool = False
-    centred: str = ""
+    key: str  # its name in Python, JSON, CSV and logs
+    label: str  # its name in tables, in words
+    symbol: str  # the letter for it in the paper; may be empty
+    digits: int  # how many decimals to show
+    better: Better | None  # which values are better; None for those that only describe
+    path: tuple[str, ...]  # where it is in a report or in an evaluation.json, as keys
+    meaning: str = ""  # what it says, a fragment of a sentence
+    header: str = ""  # its name above a column
+    healthy: Healthy | None = None  # for a matrix as it is; None if that cannot be said
+    of_the_mean: bool = False  # whether it says nothing once the mean is removed
+    first: bool = False  # whether a report shows it without being asked for all measures
+    column: bool = False  # whether the table of runs has a column for it, as the paper's tables
+    logged: bool = False  # whether it is logged in training, and recorded by the study
+    centred: str = ""  # the header of its value with the mean removed, if that is logged as well
 
     @property
     def title(self) -> str:
@@ -151,11 +117,7 @@ def _measure(
     better: Better | None = None,
     **details: Any,
 ) -> Any:
-    """Declare a measure; ``details`` are further attributes of :class:`Measure`.
-
-    Args:
-        function: what computes it. The measure is None where the result is None or NaN.
-    """
+    """Declare a measure, None where the function returns None or NaN, with details to show it."""
     details |= {"label": label, "symbol": symbol, "digits": digits, "better": better}
     return dataclasses.field(metadata={"function": function, "details": details})
 
@@ -382,9 +344,9 @@ class Measures:
         numbers: dict[str, Any] = {}
         for field in dataclasses.fields(Measures):
             if "function" in field.metadata:
-                value = field.metadata["function"](rows)
-                undefined = isinstance(value, float) and math.isnan(value)
-                numbers[field.name] = None if undefined else value
+                number = field.metadata["function"](rows)
+                undefined = isinstance(number, float) and math.isnan(number)
+                numbers[field.name] = None if undefined else number
         return cls(**numbers, singular_values=rows.values.tolist())
 
 

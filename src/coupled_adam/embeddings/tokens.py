@@ -185,12 +185,7 @@ def verify_undertrained(
 
 @dataclasses.dataclass(frozen=True)
 class Neighbourhood:
-    """The neighbours of some tokens of one analysis, and the hubs among all.
-
-    Attributes:
-        nearest, hubs: with the rows as they are (``"raw"``), and with their mean removed
-            (``"centered"``).
-    """
+    """The neighbours of some tokens of one analysis, and the hubs among all, for each variant."""
 
     analysis: Analysis
     nearest: dict[str, Neighbours]
@@ -278,21 +273,15 @@ def find_neighbours(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What changed from one analysis to another.
-
-    Attributes:
-        before, after: the two.
-        changes: what changed.
-        norm_slopes: the slope of log norm against log count, before and after; None without counts.
-        moment_slopes: the same for the rows' second moments; None where the model is not a run of
-            this package, which keeps them.
-    """
+    """What changed from one analysis to another; pairs are before and after."""
 
     before: Analysis
     after: Analysis
     changes: Changes
-    norm_slopes: tuple[float | None, float | None]
-    moment_slopes: tuple[float | None, float | None]
+    norm_slopes: tuple[float | None, float | None]  # of log norm against log count
+    moment_slopes: tuple[
+        float | None, float | None
+    ]  # of the rows' second moments, which our runs keep
 
     def to_dict(self, movers: int = 100) -> dict[str, Any]:
         """The numbers, and the tokens that moved most, at most so many, as plain values."""

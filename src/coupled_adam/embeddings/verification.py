@@ -38,19 +38,12 @@ _BATCH = 4096  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What a model made of the prompts.
+    """What a model made of the prompts."""
 
-    Attributes:
-        rows: [n], the tokens in doubt.
-        probabilities: [n], of repeating each; the highest over the prompts.
-        controls: [m], the well-trained tokens.
-        control_probabilities: [m], of repeating these.
-    """
-
-    rows: NDArray[np.int64]
-    probabilities: Array
-    controls: NDArray[np.int64]
-    control_probabilities: Array
+    rows: NDArray[np.int64]  # [n], the tokens in doubt
+    probabilities: Array  # [n], of repeating each; the highest over the prompts
+    controls: NDArray[np.int64]  # [m], the well-trained tokens
+    control_probabilities: Array  # [m], of repeating these
 
     @property
     def is_able(self) -> bool:

@@ -50,9 +50,8 @@ def explorer_page(
             for entry, matrix in zip(maps, matrices)
         ],
     }
-    labels = ", ".join(entry.analysis.label for entry in maps)
     values = {
-        "title": f"Tokens: {labels}",
+        "title": f"Tokens: {', '.join(entry.analysis.label for entry in maps)}",
         "data": data,
         "library": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     }
@@ -67,46 +66,42 @@ def _packed(
 ) -> dict[str, Any]:
     """A map for the page: numbers in base64, which is a third of their size as text."""
     vocabulary, counts = entry.analysis.vocabulary, entry.analysis.counts
-    matrix = entry.analysis.embeddings.matrix
-    shown = np.zeros(len(matrix), np.bool_)
-    shown[entry.rows] = True
-    k = min(NEIGHBOURS, len(entry.rows) - 1)
-    nearest_rows = nearest(matrix, entry.rows, k, centered=True, keep=shown, progress=progress)
-    place = np.zeros(len(matrix), np.int64)
-    place[entry.rows] = np.arange(len(entry.rows))
+    matrix, rows = entry.analysis.embeddings.matrix, entry.rows
+    indicated, asked = undertrained.indicated, undertrained.verification
+    shown = np.isin(np.arange(len(matrix)), rows)
+    k = min(NEIGHBOURS, len(rows) - 1)
+    near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
     # By their numbers on the page, of which there are so few that 16 bits hold them.
-    neighbours = place[nearest_rows.neighbours]
-    # An array is a fraction of its size as text in base64 and the smallest type that holds it.
-    alike = np.isin(entry.rows, undertrained.indicated.alike)
-    order = undertrained.indicated.order_by
+    neighbours = np.searchsorted(rows, near.neighbours)
     repeated = None
-    if undertrained.verification is not None:
-        asked = np.full(len(matrix), np.nan, np.float32)
-        asked[undertrained.verification.rows] = undertrained.verification.probabilities
-        repeated = asked[entry.rows]
-    kinds = [CATEGORIES.index(str(kind)) for kind in vocabulary.categories[entry.rows]]
+    if asked is not None:
+        probabilities = np.full(len(matrix), np.nan, np.float32)
+        probabilities[asked.rows] = asked.probabilities
+        repeated = probabilities[rows]
+    kinds = [CATEGORIES.index(kind) for kind in vocabulary.categories[rows].tolist()]
+    # An array is a fraction of its size as text in base64 and the smallest type that holds it.
     columns: Mapping[str, NDArray[Any] | None] = {
         "x": entry.xy[:, 0],
         "y": entry.xy[:, 1],
         "norm": entry.norms.astype(np.float32),
-        "count": None if counts is None else counts[entry.rows].astype(np.float32),
-        "indicator": entry.indicators[order].astype(np.float32),
-        "hub": np.bincount(neighbours.reshape(-1), minlength=len(entry.rows)).astype(np.float32),
+        "count": None if counts is None else counts[rows].astype(np.float32),
+        "indicator": entry.indicators[indicated.order_by].astype(np.float32),
+        "hub": np.bincount(neighbours.reshape(-1), minlength=len(rows)).astype(np.float32),
         "change": cosines,
         "repeated": repeated,
-        "id": entry.rows.astype(np.int32),
+        "id": rows.astype(np.int32),
         "category": np.array(kinds, np.uint8),
-        "alike": alike.astype(np.uint8),
+        "alike": np.isin(rows, indicated.alike).astype(np.uint8),
         "neighbours": neighbours.astype(np.uint16),
         # To less than a hundredth, which is as much as the page shows.
-        "cosines": np.round(nearest_rows.cosines * 127).astype(np.int8),
+        "cosines": np.round(near.cosines * 127).astype(np.int8),
     }
     return {
         "label": entry.analysis.label,
-        "order_by": order,
+        "order_by": indicated.order_by,
         "total": len(matrix),
         "k": k,
-        "tokens": [vocabulary.name(row) for row in entry.rows.tolist()],
+        "tokens": [vocabulary.name(row) for row in rows.tolist()],
         "columns": {
             name: {"type": values.dtype.name, "data": base64.b64encode(values.tobytes()).decode()}
             for name, values in columns.items()

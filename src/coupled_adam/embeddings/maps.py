@@ -79,9 +79,9 @@ def token_maps(
     frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for entry in matrices:
         matrix = entry.analysis.embeddings.matrix
-        rows = _chosen(entry, share)
-        healthy = np.zeros(len(matrix), np.bool_)
-        healthy[_healthy(entry)] = True
+        healthy = np.ones(len(matrix), np.bool_)
+        healthy[entry.indicated.dead] = False
+        rows = _chosen(entry, np.flatnonzero(healthy), share)
         if layout == "umap":
             xy = _umap(geometry.as_array(geometry.as_float64(matrix[rows])))
         else:
@@ -89,12 +89,15 @@ def token_maps(
             # The axes of the first matrix serve all others of its width: maps can then be compared.
             if width not in frames:
                 mean = geometry.mean_and_norms(matrix, healthy)[0]
-                _, basis = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))
-                axes = basis.flip(1)[:, :2]
+                axes = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))[1].flip(1)[:, :2]
                 # The sign of an eigenvector is arbitrary: its largest component is positive.
                 largest = axes.abs().argmax(0)
                 frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
-            xy = _project(matrix, rows, *frames[width])
+            mean, axes = frames[width]
+            xy = np.empty((len(rows), 2), np.float32)
+            for chunk in geometry.row_slices(len(rows), width):
+                block = geometry.as_float64(matrix[rows[chunk]])
+                xy[chunk] = geometry.as_array((block - mean) @ axes)
         indicators: dict[str, Array] = {
             name: values[rows] for name, values in entry.indicated.indicators.items()
         }
@@ -115,32 +118,24 @@ def parquet(maps: Sequence[TokenMap]) -> bytes:
     import pyarrow
     import pyarrow.parquet
 
-    tables = [pyarrow.table(_writable(entry.columns())) for entry in maps]
-    combined = pyarrow.concat_tables(tables, promote_options="permissive")
+    tables = []
+    for entry in maps:
+        columns = entry.columns()
+        # UTF-8 cannot hold lone surrogates.
+        for name in ("model", "token"):
+            columns[name] = [t.encode("utf-8", "replace").decode() for t in columns[name]]
+        tables.append(pyarrow.table(columns))
+    table = pyarrow.concat_tables(tables, promote_options="permissive")
+    table = table.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
     file = io.BytesIO()
-    combined = combined.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
-    pyarrow.parquet.write_table(combined, file)
+    pyarrow.parquet.write_table(table, file)
     return file.getvalue()
 
 
-def _writable(columns: dict[str, Any]) -> dict[str, Any]:
-    """Texts without lone surrogates, which UTF-8 cannot hold."""
-    return {
-        name: [text.encode("utf-8", "replace").decode() for text in values]
-        if isinstance(values, list)
-        else values
-        for name, values in columns.items()
-    }
-
-
-def _healthy(entry: Undertrainedness) -> NDArray[np.int64]:
-    rows = np.arange(len(entry.analysis.embeddings.matrix))
-    return np.setdiff1d(rows, entry.indicated.dead)
-
-
-def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
-    """The rows of a map."""
-    rows = _healthy(entry)
+def _chosen(
+    entry: Undertrainedness, rows: NDArray[np.int64], limit: int | None
+) -> NDArray[np.int64]:
+    """The rows of a map, of all that are healthy."""
     if limit is None or len(rows) <= limit:
         return rows
     # Half of the sample at most is what the page is made for; the rest shows what is usual.
@@ -148,16 +143,6 @@ def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
     chosen = preferred[np.isin(preferred, rows)][: limit // 2]
     sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))
     return np.sort(np.concatenate([chosen, sample[: limit - len(chosen)]])).astype(np.int64)
-
-
-def _project(
-    matrix: torch.Tensor, rows: NDArray[np.int64], mean: torch.Tensor, axes: torch.Tensor
-) -> NDArray[np.float32]:
-    xy = np.empty((len(rows), 2), np.float32)
-    for chunk in geometry.row_slices(len(rows), matrix.shape[1]):
-        block = geometry.as_float64(matrix[rows[chunk]])
-        xy[chunk] = geometry.as_array((block - mean) @ axes)
-    return xy
 
 
 def _umap(rows: Array) -> NDArray[np.float32]:

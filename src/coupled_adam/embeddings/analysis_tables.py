@@ -23,26 +23,25 @@ def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> 
             and the top principal directions removed, and the sources of the healthy ranges.
             Otherwise the measures are the few that come first, of the matrices as they are.
     """
-    rows: list[Row | str] = [*_facts(analyses)]
-    rows += measure_rows([analysis.report for analysis in analyses], all_measures=all_measures)
-    # Matrices of different widths lose different numbers of directions.
+    reports = [analysis.report for analysis in analyses]
+    rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
+    notes: list[str] = []
     if all_measures:
-        tops = sorted({analysis.report.top_directions for analysis in analyses})
+        # Matrices of different widths lose different numbers of directions.
+        tops = sorted({report.top_directions for report in reports})
         removed = f"top {' or '.join(map(str, tops))} principal directions"
-        if tops == [1]:
-            removed = "top principal direction"
-        rows += _word_similarity_rows([analysis.report for analysis in analyses])
+        removed = "top principal direction" if tops == [1] else removed
+        rows += _word_similarity_rows(reports)
         for title, variants in (
-            ("with the mean removed", [a.report.centered for a in analyses]),
-            (
-                f"with the mean and the {removed} removed",
-                [a.report.all_but_the_top for a in analyses],
-            ),
+            ("with the mean removed", [report.centered for report in reports]),
+            (f"with the mean and the {removed} removed", [r.all_but_the_top for r in reports]),
         ):
             rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)
+        shown = " ".join(str(row[-1]) for row in rows if not isinstance(row, str))
+        numbered = ((f"[{number}]", source) for number, source in enumerate(_SOURCES, 1))
+        notes = ["Healthy ranges:", *(f"{tag} {s}." for tag, s in numbered if tag in shown)]
     labels = [analysis.label for analysis in analyses]
-    notes = ["Healthy ranges:", *sources(rows)] if all_measures else []
     return Table(["", "", *labels, "healthy"], rows, "", notes, left=(0, 1, len(labels) + 2))
 
 
@@ -80,29 +79,21 @@ def measure_rows(
     return rows
 
 
-def sources(rows: Sequence[Row | str]) -> list[str]:
-    """The sources of the healthy ranges that rows show, each after its number."""
-    ranges = [str(row[-1]) for row in rows if not isinstance(row, str)]
-    numbered = [(f"[{number}]", source) for number, source in enumerate(_SOURCES, 1)]
-    return [f"{tag} {source}." for tag, source in numbered if any(r.endswith(tag) for r in ranges)]
-
-
 def _facts(analyses: Sequence[Analysis]) -> list[Row]:
     """What was measured, and what was left out."""
-    sizes = [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]
-    rows: list[Row] = [["embeddings", "E", *sizes, ""]]
-    if any(a.embeddings.tensor for a in analyses):
-        rows.insert(0, ["tensor", "", *(a.embeddings.tensor or "–" for a in analyses), ""])
-    for label, numbers in (
-        ("rows that are no token", [a.padding_rows for a in analyses]),
-        ("tokens never seen", [a.report.unseen_tokens for a in analyses]),
-        ("rows that are zero or not finite", [len(a.dead) or None for a in analyses]),
-        ("rows left out of all measures", [a.report.excluded_rows or None for a in analyses]),
-    ):
-        if any(value is not None for value in numbers):
-            texts = ["–" if value is None else str(value) for value in numbers]
-            rows.append([label, "", *texts, ""])
-    return rows
+    facts: list[tuple[str, str, list[Any]]] = [
+        ("tensor", "", [a.embeddings.tensor or None for a in analyses]),
+        ("embeddings", "E", [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]),
+        ("rows that are no token", "", [a.padding_rows for a in analyses]),
+        ("tokens never seen", "", [a.report.unseen_tokens for a in analyses]),
+        ("rows that are zero or not finite", "", [len(a.dead) or None for a in analyses]),
+        ("rows left out of all measures", "", [a.report.excluded_rows or None for a in analyses]),
+    ]
+    return [
+        [label, symbol, *("–" if value is None else str(value) for value in values), ""]
+        for label, symbol, values in facts
+        if any(value is not None for value in values)
+    ]
 
 
 def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
@@ -114,13 +105,10 @@ def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
         for report in reports:
             score = report.sets.get(name) if report else None
             text = "–"
-            if score is not None and score.r is not None:
-                low_high = (
-                    "" if score.interval is None else " [{:.0f}, {:.0f}]".format(*score.interval)
-                )
-                text = f"{score.r:.1f}{low_high} {score.pairs}/{score.total}"
-            elif score is not None:
-                text = f"– {score.pairs}/{score.total}"
+            if score is not None:
+                r = "–" if score.r is None else f"{score.r:.1f}"
+                r += " [{:.0f}, {:.0f}]".format(*score.interval) if score.interval else ""
+                text = f"{r} {score.pairs}/{score.total}"
             texts.append(text)
         rows.append([f"word similarity, {name}", "r", *texts, ""])
     return rows
@@ -132,13 +120,11 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
     for analysis in analyses:
         numbers = analysis.to_dict()
         for variant in ("as is", "centered", "all_but_the_top"):
-            measures = numbers if variant == "as is" else numbers[variant]
+            measures = numbers.get(variant, numbers)
             line = {name: numbers[name] for name in ("model", "role", "tensor")}
             line["variant"] = variant
             line |= {
-                name: value
-                for name, value in measures.items()
-                if not isinstance(value, dict | list)
+                k: value for k, value in measures.items() if not isinstance(value, dict | list)
             }
             similarity = measures["word_similarity"]
             if similarity is not None:

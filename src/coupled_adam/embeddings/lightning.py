@@ -21,13 +21,13 @@ class EmbeddingMeasures(pl.Callback):
             the key ``"output"`` and optionally ``"input"``. By default, the embeddings of the
             transformers model inside the module are used. Sharded matrices (FSDP2, tensor
             parallelism) are gathered.
-        limits: values beyond which a warning is given: ``"mean_norm_ratio"`` (0.9 by default) and
-            ``"largest_logit"`` (100). ``{}`` for none.
+        limits: ``"mean_norm_ratio"`` (0.9 by default) and ``"largest_logit"`` (100); a warning is
+            given when one is exceeded, and again only after the value has been below. ``{}`` for
+            none.
 
     Raises:
-        ValueError: if ``every`` is below 1, a limit has an unknown name, or the
-            module contains no transformers model and ``embeddings`` is not
-            given.
+        ValueError: if ``every`` is below 1, a limit has an unknown name, or the module contains no
+            transformers model and ``embeddings`` is not given.
     """
 
     def __init__(

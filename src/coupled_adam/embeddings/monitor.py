@@ -1,5 +1,6 @@
 """Measure embeddings during training; the part that both training callbacks share."""
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -30,27 +31,11 @@ def _found_embeddings(model: nn.Module) -> dict[str, Tensor]:
     return matrices
 
 
-def full_tensor(matrix: Tensor) -> Tensor:
-    """Detach a matrix, and gather it if it is a DTensor; every process must call this."""
-    matrix = matrix.detach()
-    gather = getattr(matrix, "full_tensor", None)
-    return matrix if gather is None else gather()
-
-
 class Monitor:
     """Tells a training callback when to measure, and returns the numbers to log.
 
-    A measurement is an :func:`analyze` of each matrix and a pass over the logits. It took 0.02 s of
-    processor time for 4,096 x 64, and 6.2 s for 50,304 x 768, with the logits of 4,096 positions
-    (benchmarks/token_questions.py).
-
-    Args:
-        every: the number of steps between two measurements.
-        counts: unigram counts [V], for the correlation of norms with frequency.
-        find: a function that returns the model's matrices by role; by default
-            :func:`model_embeddings`.
-        limits: numbers by name, of which those in :data:`LIMITS` are known; a warning is given
-            when a logged value exceeds its limit, and again only after it has been below.
+    A measurement is an :func:`analyze` of each matrix and a pass over the logits (for what it
+    takes, see docs/analyze.md). The arguments are those of the callbacks.
 
     Raises:
         ValueError: if ``every`` is below 1, or a limit has an unknown name.
@@ -86,7 +71,6 @@ class Monitor:
     def watch(self, model: Any, step: int) -> None:
         """Prepare for the step that ends as number ``step``: note its largest logit if it is due.
 
-        This costs one pass over the logits of the steps that are measured, and nothing in others.
         It needs a transformers model whose head computes logits; a loss that is fused with the
         head does not.
         """
@@ -117,17 +101,19 @@ class Monitor:
             here: whether this process measures. The others only help to gather the matrices.
 
         Returns:
-            The numbers by name; an empty dict unless ``here``. The names are those in
-            :data:`coupled_adam.embeddings.measures.LOGGED` with the prefix ``embeddings/`` for the
-            output embeddings, and ``input_embeddings/`` for the input embeddings if these are
-            another matrix; and ``embeddings/largest_logit``, the largest absolute logit of this
-            process in the step.
+            Those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
+            embeddings, and ``input_embeddings/`` for the input embeddings if these are another
+            matrix; and ``embeddings/largest_logit``, the largest absolute logit of this process in
+            the step. Nothing unless ``here``.
         """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         _reshard(model)
-        matrices = {role: full_tensor(matrix) for role, matrix in self.find(model).items()}
+        matrices = {role: matrix.detach() for role, matrix in self.find(model).items()}
+        for role, matrix in matrices.items():
+            if hasattr(matrix, "full_tensor"):
+                matrices[role] = matrix.full_tensor()
         if not here:
             return {}
         numbers: dict[str, float] = {}
@@ -143,15 +129,11 @@ class Monitor:
 
     def _warn(self, numbers: Mapping[str, float]) -> None:
         """Warn of values that exceed their limits and did not when they were last measured."""
-        exceeded = {
-            name
-            for name, value in numbers.items()
-            if value > self.limits.get(name.rpartition("/")[2], float("inf"))
-        }
+        limits = {name: self.limits.get(name.rpartition("/")[2], math.inf) for name in numbers}
+        exceeded = {name for name, number in numbers.items() if number > limits[name]}
         for name in sorted(exceeded - self._exceeded):
-            limit = self.limits[name.rpartition("/")[2]]
             warnings.warn(
-                f"{name} is {numbers[name]:.4g}, above the limit of {limit:g}", stacklevel=2
+                f"{name} is {numbers[name]:.4g}, above the limit of {limits[name]:g}", stacklevel=2
             )
         self._exceeded = exceeded
 

@@ -24,13 +24,13 @@ class EmbeddingMeasures(TrainerCallback):
         embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
             ``"output"`` and optionally ``"input"``. By default, the embeddings that a transformers
             model returns are used.
-        limits: values beyond which a warning is given: ``"mean_norm_ratio"`` (0.9 by default) and
-            ``"largest_logit"`` (100). ``{}`` for none.
+        limits: ``"mean_norm_ratio"`` (0.9 by default) and ``"largest_logit"`` (100); a warning is
+            given when one is exceeded, and again only after the value has been below. ``{}`` for
+            none.
 
     Raises:
-        ValueError: if ``every`` is below 1, a limit has an unknown name, or the
-            model is not a transformers model and ``embeddings`` is not
-            given.
+        ValueError: if ``every`` is below 1, a limit has an unknown name, or the model is not a
+            transformers model and ``embeddings`` is not given.
     """
 
     def __init__(

@@ -108,14 +108,12 @@ def analyze_model(
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
     Args:
-        model: a folder, a file or an id on the hub, as for :func:`load_embeddings`.
-        source: where to find the tokenizer, the counts and the like.
+        model: as for :func:`load_embeddings`.
         sets, directions: as for :func:`analyze`.
         exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
             tokenizer, ``"unseen"`` for tokens whose count is zero. Rows that are zero or not finite
             are always left out.
         tokens: what the model must have, as :meth:`Vocabulary.row` takes it.
-        device: where to compute the measures.
 
     Raises:
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
@@ -175,11 +173,7 @@ def analyze_model(
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
-    """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept.
-
-    Raises:
-        UsageError: if the folder contains none, or they cannot be downloaded or read.
-    """
+    """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept."""
     folder = Path(place)
     if str(place) == "download":
         try:
@@ -203,7 +197,7 @@ def _kept_rows(
 ) -> NDArray[np.bool_] | None:
     """Which rows to measure, [rows] booleans; None if all."""
     # Without any row to measure, analyze says what is wrong with the matrix.
-    keep = alive.copy() if alive.any() else np.ones_like(alive)
+    keep = alive | (not alive.any())
     if "padding" in exclude and is_token is not None:
         keep &= is_token
     if "unseen" in exclude:
@@ -216,11 +210,7 @@ def _kept_rows(
 
 
 def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none and none is needed.
-
-    Raises:
-        UsageError: if one is needed or named, and cannot be read.
-    """
+    """The model's tokenizer; None if it has none, unless one is needed, named or counts a text."""
     needed = needed or source.text is not None
     name = source.tokenizer or model
     if source.tokenizer is None and Path(model).is_file():

@@ -15,13 +15,10 @@ _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.h
 
 
 def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> Table:
-    """A table with a column for each matrix, and a row for each measure.
+    """A table with a column for each matrix, and a row for each of the first measures.
 
-    Args:
-        analyses: the matrices.
-        all_measures: whether to show all measures, also with the mean removed, and with the mean
-            and the top principal directions removed, and the sources of the healthy ranges.
-            Otherwise the measures are the few that come first, of the matrices as they are.
+    Or for all measures, also with the mean removed, and with the mean and the top principal
+    directions removed, and below it the sources of the healthy ranges.
     """
     reports = [analysis.report for analysis in analyses]
     rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
@@ -51,30 +48,24 @@ def measure_rows(
     all_measures: bool = False,
     as_is: bool = True,
 ) -> list[Row]:
-    """A row for each measure that one of some reports, or of their dicts, has.
+    """A row for each measure, or for each of the first, that one of some reports or dicts has.
 
-    Args:
-        reports: the reports, or one variant of each.
-        all_measures: whether to show all measures, and not only those that come first.
-        as_is: whether they are of the embeddings as they are. Otherwise there are no measures of
-            the mean itself, which say nothing once it is removed, and no healthy ranges.
+    Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
+    say nothing once it is removed, and no healthy ranges.
     """
     rows: list[Row] = []
     for measure in MEASURES.values():
         values = [measure.of(report) for report in reports]
         shown = (all_measures or measure.first) and (as_is or not measure.of_the_mean)
         # Without its mean or top directions a matrix has zeros that mean nothing.
-        has_values = any(value is not None if as_is else value for value in values)
-        if not shown or not has_values:
+        if not shown or not any(value is not None if as_is else value for value in values):
             continue
         healthy = measure.healthy if as_is else None
-        tag = "" if healthy is None else f"{healthy}"
+        tag = "" if healthy is None else str(healthy)
         if healthy is not None and all_measures:
             tag += f" [{_SOURCES.index(healthy.source) + 1}]"
-        cells = [
-            Cell(measure.text(value), outside=as_is and not measure.is_healthy(value))
-            for value in values
-        ]
+        outside = [as_is and not measure.is_healthy(value) for value in values]
+        cells = [Cell(measure.text(value), outside=o) for value, o in zip(values, outside)]
         rows.append([measure.label, measure.symbol, *cells, tag])
     return rows
 
@@ -146,10 +137,9 @@ def analyses_json(
     neighbours: Sequence[Neighbourhood] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> str:
-    """A JSON object for one matrix, or a list of objects for several.
+    """A JSON object for one matrix and its tokens, or a list of objects for several.
 
-    What is said of a matrix's tokens is part of its object. With comparisons, the result is an
-    object of ``models``, the list, and ``changes``.
+    With comparisons, the result is an object of ``models``, the list, and ``changes``.
     """
     entries = [analysis.to_dict() for analysis in analyses]
     for entry, named in zip(entries, undertrained):

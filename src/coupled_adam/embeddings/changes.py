@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
-from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, RowsDone
+from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, rows_done
 from coupled_adam.embeddings.undertrained import finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
@@ -125,7 +125,7 @@ def compare(
     if pairs is None:
         pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
     p = None if counts is None else checked_counts(counts, len(second))
-    on_rows = RowsDone(progress, len(first) + len(second) + 6 * len(pairs.first))
+    on_rows = rows_done(progress, len(first) + len(second) + 6 * len(pairs.first))
     finite, before = finite_rows(first, on_rows)
     finite_second, after = finite_rows(second, on_rows)
     usable = finite[pairs.first] & finite_second[pairs.second]

@@ -222,7 +222,7 @@ def repair_model(
     _check(repair, source, entries[-1].role, config)
 
     passes = 4 + PASSES * repair.undertrained  # norms, mean and covariance, mean of what it becomes
-    on_rows = geometry.RowsDone(progress, passes * sum(len(entry.matrix) for entry in entries))
+    on_rows = geometry.rows_done(progress, passes * sum(len(entry.matrix) for entry in entries))
     reports, changes, shift = [], {}, None
     for entry in entries:
         partner = None

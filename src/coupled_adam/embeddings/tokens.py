@@ -12,7 +12,7 @@ import numpy as np
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
-from coupled_adam.embeddings.geometry import Progress, RowsDone
+from coupled_adam.embeddings.geometry import Progress, rows_done
 from coupled_adam.embeddings.neighbours import Hubness, Neighbours, hubness, nearest
 from coupled_adam.embeddings.undertrained import (
     INDICATORS,
@@ -133,16 +133,8 @@ class Undertrainedness:
 def find_undertrained(
     analysis: Analysis, share: float = 0.02, progress: Progress | None = None
 ) -> Undertrainedness:
-    """Find the under-trained tokens among the reachable ones of an analysis.
-
-    Args:
-        share: as for :func:`undertrained`.
-        progress: called with the number of rows done and of all rows to do, over all passes.
-
-    Raises:
-        UsageError: if no row is finite and different from zero.
-    """
-    on_rows = RowsDone(progress, PASSES * len(analysis.embeddings.matrix))
+    """Find the under-trained tokens of an analysis, or say why there is no row to compare."""
+    on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
     try:
         result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
     except ValueError as error:
@@ -159,14 +151,7 @@ def verify_undertrained(
     """Ask the model to repeat the under-trained tokens, and as many that are well trained.
 
     Those are drawn from the half of the other reachable tokens that is the more frequent one or,
-    without counts, has the higher indicator.
-
-    Args:
-        model: the causal language model that was analyzed.
-        length, progress: as for :func:`verify`.
-
-    Raises:
-        UsageError: if the model has no tokenizer, or as :func:`verify` does.
+    without counts, has the higher indicator. For the rest see :func:`verify`.
     """
     analysis, indicated = undertrained.analysis, undertrained.indicated
     if analysis.tokenizer is None:
@@ -247,13 +232,8 @@ def find_neighbours(
 ) -> Neighbourhood:
     """Find the neighbours of tokens, or of the ten most frequent ones, and the hubs.
 
-    Args:
-        tokens: as :meth:`Vocabulary.row` takes them; none for the most frequent ones, or without
-            counts for none but the hubs.
-        progress: as for :func:`nearest`; called for the hubs, which take the most time.
-
-    Raises:
-        UsageError: if a token is none of the model's, or there are too few rows.
+    Tokens are as :meth:`Vocabulary.row` takes them. Raises UsageError if one of them is none of the
+    model's, or there are too few rows.
     """
     matrix, counts = analysis.embeddings.matrix, analysis.counts
     rows = [analysis.vocabulary.row(token) for token in tokens]
@@ -361,14 +341,8 @@ def compare_analyses(
 ) -> list[Comparison]:
     """Compare the matrices of two models, input with input and output with output.
 
-    A tied matrix is compared with both matrices of a model that is not tied.
-
-    Args:
-        before, after: what is compared.
-        progress: as for :func:`compare`, for each pair of matrices.
-
-    Raises:
-        UsageError: if they have no matrices or no tokens in common.
+    A tied matrix is compared with both matrices of a model that is not tied. Raises UsageError if
+    they have no matrices or no tokens in common.
     """
     comparisons = []
     for first in before:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from coupled_adam.embeddings.geometry import Array, Progress, RowsDone
+from coupled_adam.embeddings.geometry import Array, Progress, rows_done
 from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
@@ -88,17 +88,10 @@ def verify(
     length: int = _LONGEST,
     progress: Progress | None = None,
 ) -> Verification:
-    """Ask a model to repeat tokens, and others that are known to be well trained.
+    """Ask a causal language model to repeat tokens [n], and well-trained ones (controls) [m].
 
-    Args:
-        model, tokenizer: a causal language model, and what the words of the prompts are encoded
-            with; the tokens themselves are put in by their ids, so that none is split.
-        rows, controls: [n] and [m], the ids of the tokens in doubt, and of well-trained ones.
-        length: the largest number of tokens that the model takes.
-        progress: called with the numbers of prompts that are done and of all.
-
-    Raises:
-        UsageError: if the model takes too few tokens, or a logit is not finite.
+    The tokens are put into the prompts by their ids, so that none is split. Raises UsageError if
+    the model takes too few tokens (``length`` is how many), or a logit is not finite.
     """
     tokens = np.concatenate([rows, controls])
     prompts = list(_prompts(tokenizer, min(length, _LONGEST)))
@@ -106,7 +99,7 @@ def verify(
         raise UsageError(
             f"--verify: {model.name_or_path} takes only {length} tokens, and a prompt needs more"
         )
-    on_rows = RowsDone(progress, len(prompts) * len(tokens))
+    on_rows = rows_done(progress, len(prompts) * len(tokens))
     highest = np.zeros(len(tokens))
     for prompt in prompts:
         size = max(1, _BATCH // len(prompt))

@@ -1,7 +1,6 @@
-"""Read the embedding matrices of models, however they were trained.
+"""Read the embedding matrices of models, however they were trained, and nothing else of them.
 
-Only the embeddings are read, never the whole model. They are found by the tensor names that are
-common in the various families of models.
+They are found by the tensor names that are common in the various families of models.
 """
 
 import contextlib
@@ -111,11 +110,9 @@ def load_embeddings(
 
 
 def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters [V, H] of a transformers model, which may be inside another module.
+    """The ``"output"`` embeddings [V, H] of a transformers model, and ``"input"`` if they differ.
 
-    Returns:
-        ``"output"``, and ``"input"`` if it is another matrix. A model without a head has only an
-        input, and a module without such a model nothing.
+    The model may be inside another module; nothing if there is none.
     """
     # The model may be wrapped, by DDP or a LightningModule: the outermost that knows is asked.
     for module in model.modules():

@@ -78,19 +78,12 @@ class RepairedRow:
 
 @dataclasses.dataclass(frozen=True)
 class RepairedMatrix:
-    """What was changed in one matrix.
+    """What was changed in one matrix."""
 
-    Attributes:
-        tensors: the names of the tensors that hold it; several if they are tied.
-        role: as in :class:`EmbeddingMatrix`.
-        rows: the rows that were changed.
-        mean_removed: ||mu|| of the mean that was subtracted from all rows; None if none was.
-    """
-
-    tensors: list[str]
-    role: str
+    tensors: list[str]  # the names of the tensors that hold it; several if they are tied
+    role: str  # as in EmbeddingMatrix
     rows: list[RepairedRow]
-    mean_removed: float | None
+    mean_removed: float | None  # ||mu|| of the mean that was subtracted from all rows, if any
 
 
 def dead_rows(
@@ -113,20 +106,14 @@ def healthy_rows(
     seed: int = 0,
     on_rows: Callable[[int], object] | None = None,
 ) -> Tensor:
-    """New values for some rows of an embedding matrix.
+    """New values [n, H] for some rows [n] of an embedding matrix [V, H], in its dtype.
 
     Args:
-        embeddings: [V, H].
-        rows: [n], the rows that need new values.
         healthy: [V] booleans; the rows on which these are modelled.
         partner: [V, H], the other matrix of the model. With it, a new row has the direction of the
             partner's row, and the mean norm of the healthy rows. Without it, it is drawn from the
             normal distribution that has the mean and the covariance of the healthy rows.
         seed: of the distribution.
-        on_rows: as for :func:`blocks`.
-
-    Returns:
-        The new values [n, H], in the dtype of ``embeddings``, on its device.
 
     Raises:
         ValueError: if fewer than two rows are healthy.
@@ -149,13 +136,7 @@ def healthy_rows(
 def model_folder(model: str, revision: str | None = None) -> Path:
     """The folder of a model: itself, a run's, or that of a model on the hub, which is downloaded.
 
-    Args:
-        model: the folder of a model or a run, or an id on the hub; or a file with a matrix, which
-            is returned as it is.
-        revision: a branch, tag or commit on the hub.
-
-    Raises:
-        UsageError: if there is no such model.
+    A file is returned as it is. Raises UsageError if there is no such model.
     """
     folder = Path(model)
     if folder.is_file():
@@ -196,8 +177,7 @@ def repair_model(
     Args:
         source: a folder with a model in Hugging Face format, as safetensors, sharded or not; or a
             ``.npy`` or ``.safetensors`` file with a matrix.
-        out: the folder, or for a file the file, to write, which must not exist.
-        repair: what to repair.
+        out: the folder or the file to write, which must not exist.
         vocabulary: a function that returns what V rows stand for.
         progress: called with the number of rows done and of all rows to do, over all passes.
 
@@ -382,10 +362,7 @@ def _repaired(
 
 @contextlib.contextmanager
 def _explained(source: Path, out: Path) -> Iterator[None]:
-    """Refuse what others have put at ``out`` meanwhile, as if it had been there from the start.
-
-    What the disk has refused to safetensors is an OSError, too.
-    """
+    """Refuse what others have put at ``out`` meanwhile; make an OSError of safetensors' own."""
     from safetensors import SafetensorError
 
     try:
@@ -436,10 +413,9 @@ def _is_file_of(folder: Path, path: Path) -> bool:
 def _changed_tensors(
     file: Path, changes: Mapping[str, tuple[Tensor, Tensor]], shift: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, str] | None, dict[str, str]]:
-    """The tensors of a file with their changes, its metadata, and what was replaced by which.
+    """The tensors of a file, its metadata, and by which change (before, after) each was replaced.
 
-    Changes are matrices before and after. A tensor with the same bits as one before, and the name
-    of an embedding, is tied to it.
+    A tensor with the same bits as the one before, and the name of an embedding, is tied to it.
     """
     from safetensors import safe_open
 

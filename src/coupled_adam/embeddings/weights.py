@@ -1,10 +1,9 @@
 """Open files of weights safely: list their tensors, and read single ones.
 
-No code from a pickle is ever executed. safetensors files (local, or in parts from the Hugging Face
-hub) contain none; PyTorch's archives are loaded with ``weights_only=True``; ``.npy`` files with
-objects are refused; and the index of a distributed checkpoint is read by an unpickler that creates
-only plain records. No file outside the given folder is read, and no more memory is allocated than
-the files hold data for.
+No code from a pickle is ever executed: PyTorch's archives are loaded with ``weights_only=True``;
+``.npy`` files with objects are refused; and the index of a distributed checkpoint is read by an
+unpickler that creates only plain records. No file outside the given folder is read, and no more
+memory is allocated than the files hold data for. What cannot be read is a ValueError.
 """
 
 import dataclasses
@@ -41,11 +40,7 @@ class Weights:
 
 
 def open_file(path: Path) -> Weights:
-    """Open a file of weights according to its suffix.
-
-    Raises:
-        ValueError: if the suffix is unknown, or the file is damaged or needs unpickling.
-    """
+    """Open a file of weights according to its suffix, which must be known."""
     _check_file(path)
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
@@ -84,8 +79,7 @@ def _open_safetensors(path: Path) -> Weights:
 def read_array(path: Path) -> NDArray[Any]:
     """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file.
 
-    Raises:
-        ValueError: if there is no such file, or it is damaged or contains anything but numbers.
+    Raises ValueError if there is no such file, or it is damaged or contains anything but numbers.
     """
     _check_file(path)
     try:
@@ -109,11 +103,7 @@ def _open_array(path: Path) -> Weights:
 
 
 def open_archive(path: Path) -> Weights:
-    """Open a file written by ``torch.save``; nested keys are joined with dots.
-
-    Raises:
-        ValueError: if the file is damaged or needs unpickling.
-    """
+    """Open a file written by ``torch.save``; nested keys are joined with dots."""
     try:
         # The format before torch 1.6 is not a zip file and cannot be memory-mapped. torch, too,
         # looks at the first bytes, where zipfile looks for an end.
@@ -143,13 +133,11 @@ def _tensors(content: Any) -> dict[str, Tensor]:
     waiting = [("", content)]
     while waiting:
         name, value = waiting.pop()
-        if isinstance(value, Tensor):
-            if _is_plain(value):
-                tensors[name] = value
+        if isinstance(value, Tensor) and _is_plain(value):
+            tensors[name] = value
         elif isinstance(value, Mapping) and id(value) not in visited:
             visited.add(id(value))
-            for key, item in value.items():
-                waiting.append((f"{name}.{key}" if name else str(key), item))
+            waiting += [(f"{name}.{key}" if name else str(key), v) for key, v in value.items()]
     return tensors
 
 
@@ -161,11 +149,7 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def open_distributed(folder: Path) -> Weights:
-    """Open a folder written by torch.distributed.checkpoint, as in sharded training.
-
-    Raises:
-        ValueError: if it is damaged, or its index contains objects of unexpected types.
-    """
+    """Open a folder written by torch.distributed.checkpoint, as in sharded training."""
     try:
         tensors, _ = _index(folder)
     except Exception as error:  # the pickle may contain anything
@@ -183,10 +167,8 @@ def open_distributed(folder: Path) -> Weights:
 
 
 def check_distributed(folder: Path) -> None:
-    """Check that torch, which unpickles a distributed checkpoint, can load this folder safely.
-
-    Raises:
-        ValueError: if its index, or an object in it other than a tensor, could execute code.
+    """Raise ValueError unless torch, which unpickles a distributed checkpoint, can load it safely:
+    its index, or an object in it other than a tensor, could execute code.
     """
     try:
         tensors, places = _index(folder)
@@ -325,10 +307,7 @@ class _IndexUnpickler(pickle._Unpickler):
 def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
     """Open a safetensors file of a model on the hub; only the tensors that are read are downloaded.
 
-    Raises:
-        ValueError: if it is not a safetensors file, or the server returns something else than it
-            was asked for.
-        Exception: from huggingface_hub and its HTTP client.
+    huggingface_hub and its HTTP client raise many types.
     """
     from huggingface_hub import HfApi, hf_hub_url
     from huggingface_hub.errors import SafetensorsParsingError

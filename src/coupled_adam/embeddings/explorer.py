@@ -28,14 +28,8 @@ def explorer_page(
 ) -> str:
     """Make the page; it is self-contained, and loads nothing.
 
-    Args:
-        matrices: the matrices with their indicators.
-        comparisons: what changed; the cosines become a column.
-        layout: see :func:`token_maps`.
-        progress: called as the neighbours are searched, which takes the most time.
-
-    Raises:
-        UsageError: if ``plotly`` is not installed, or a package that the layout needs.
+    The cosines of comparisons become a column. ``progress`` is of the search for neighbours, which
+    takes the most time. Raises UsageError if plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs

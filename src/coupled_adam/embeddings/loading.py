@@ -27,34 +27,18 @@ from coupled_adam.files import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
-INPUT_NAMES = (
-    "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
-    "wte.weight",
-    "embed_tokens.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "token_embedding.weight",
-    "embed_in.weight",
-    "word_embedding.weight",
-    "tokens_embed.weight",
-    "backbone.embeddings.weight",
-    "backbone.embedding.weight",
-    "model.embeddings.weight",
-    "rwkv.embeddings.weight",
-    "emb.weight",
-)
-OUTPUT_NAMES = (
-    "lm_head.weight",
-    "embed_out.weight",
-    "cls.predictions.decoder.weight",
-    "lm_head.decoder.weight",
-    "generator_lm_head.weight",
-    "lm_loss.weight",
-    "proj_out.weight",
-    "output_layer.weight",
-    "output.weight",
-    "head.weight",
-)
+# The names of the families of models. T5's and BART's "shared" is first, since they have it beside
+# the embed_tokens of both sides.
+_INPUTS = """
+    shared wte embed_tokens word_embeddings tok_embeddings token_embedding embed_in word_embedding
+    tokens_embed backbone.embeddings backbone.embedding model.embeddings rwkv.embeddings emb
+"""
+_OUTPUTS = """
+    lm_head embed_out cls.predictions.decoder lm_head.decoder generator_lm_head lm_loss proj_out
+    output_layer output head
+"""
+INPUT_NAMES = tuple(f"{name}.weight" for name in _INPUTS.split())
+OUTPUT_NAMES = tuple(f"{name}.weight" for name in _OUTPUTS.split())
 Role = Literal["input", "output", "tied", "embeddings"]
 _HEADS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "PreTraining")
 

@@ -67,11 +67,8 @@ def token_maps(
     Args:
         matrices: the matrices with their indicators.
         layout: ``"pca"``, or ``"umap"``, which needs the package ``umap-learn``.
-        limit: the most rows in all maps together; None for all. From more, a fixed random sample is
-            drawn in which under-trained tokens and unused rows are kept.
-
-    Raises:
-        UsageError: if ``umap-learn`` is needed and not installed.
+        limit: the most rows in all maps together. From more, a fixed random sample is drawn in
+            which under-trained tokens and unused rows are kept.
     """
     check_installed(layout)
     share = None if limit is None else limit // len(matrices)
@@ -83,7 +80,10 @@ def token_maps(
         healthy[entry.indicated.dead] = False
         rows = _chosen(entry, np.flatnonzero(healthy), share)
         if layout == "umap":
-            xy = _umap(geometry.as_array(geometry.as_float64(matrix[rows])))
+            import umap
+
+            reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
+            xy = reducer.fit_transform(matrix[rows].float().cpu().numpy())
         else:
             width = matrix.shape[1]
             # The axes of the first matrix serve all others of its width: maps can then be compared.
@@ -106,15 +106,7 @@ def token_maps(
 
 
 def parquet(maps: Sequence[TokenMap]) -> bytes:
-    """The maps as one Parquet file, for tools such as embedding-atlas.
-
-    Its columns are ``model``, ``role``, ``id``, ``token``, ``category``, ``x``, ``y``, ``count``
-    (where counted) and the indicators, among them ``norm``.
-
-    Raises:
-        UsageError: if ``pyarrow`` is not installed.
-    """
-    check_installed("pca", as_parquet=True)
+    """The maps as one Parquet file, for tools such as embedding-atlas."""
     import pyarrow
     import pyarrow.parquet
 
@@ -143,11 +135,3 @@ def _chosen(
     chosen = preferred[np.isin(preferred, rows)][: limit // 2]
     sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))
     return np.sort(np.concatenate([chosen, sample[: limit - len(chosen)]])).astype(np.int64)
-
-
-def _umap(rows: Array) -> NDArray[np.float32]:
-    import umap
-
-    reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
-    xy: NDArray[np.float32] = reducer.fit_transform(rows.astype(np.float32))
-    return xy

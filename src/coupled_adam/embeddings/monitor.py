@@ -87,11 +87,9 @@ class Monitor:
     def _note(self, module: nn.Module, inputs: Any, logits: Any) -> None:
         local: Tensor = logits.to_local() if hasattr(logits, "to_local") else logits
         low, high = local.detach().aminmax()  # without a copy of the logits
-        largest = torch.maximum(-low, high).float()
         # A step may have several forward passes, as with gradient accumulation.
-        if self._largest_logit is not None:
-            largest = torch.maximum(largest, self._largest_logit)
-        self._largest_logit = largest
+        earlier = low if self._largest_logit is None else self._largest_logit
+        self._largest_logit = torch.maximum(torch.maximum(-low, high).float(), earlier.float())
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
         """Measure the model's embeddings; every process must call this.
@@ -124,11 +122,7 @@ class Monitor:
         if self._largest_logit is not None:
             numbers["embeddings/largest_logit"] = float(self._largest_logit)
             self._largest_logit = None
-        self._warn(numbers)
-        return numbers
-
-    def _warn(self, numbers: Mapping[str, float]) -> None:
-        """Warn of values that exceed their limits and did not when they were last measured."""
+        # Only what was not exceeded when it was last measured is worth a warning.
         limits = {name: self.limits.get(name.rpartition("/")[2], math.inf) for name in numbers}
         exceeded = {name for name, number in numbers.items() if number > limits[name]}
         for name in sorted(exceeded - self._exceeded):
@@ -136,6 +130,7 @@ class Monitor:
                 f"{name} is {numbers[name]:.4g}, above the limit of {limits[name]:g}", stacklevel=2
             )
         self._exceeded = exceeded
+        return numbers
 
 
 def _reshard(model: Any) -> None:

@@ -42,7 +42,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What changed from the first matrix to the second.
+    """What changed from the first matrix to the second; pairs of numbers are before and after.
 
     Attributes:
         pairs: which rows were compared.
@@ -55,9 +55,8 @@ class Changes:
         cka: the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale).
         mean_shift: ||mu' - mu|| relative to the mean norm in the first matrix; None if the widths
             differ.
-        mean_norm_ratio: ||mu||^r of the pairs' rows, before and after.
-        norm_frequency: the correlation of norm and log count, before and after; None without
-            counts.
+        mean_norm_ratio: ||mu||^r of the pairs' rows.
+        norm_frequency: the correlation of norm and log count; None without counts.
     """
 
     pairs: Pairs

@@ -37,12 +37,12 @@ class Healthy:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        if self.low is None:
-            return "higher" if self.high is None else f"≤ {self.high:g}"
-        if self.high is None:
-            return f"≥ {self.low:g}"
-        symmetric = self.low == -self.high
-        return f"0 ± {self.high:g}" if symmetric else f"{self.low:g} to {self.high:g}"
+        low, high = self.low, self.high
+        if low is None:
+            return "higher" if high is None else f"≤ {high:g}"
+        if high is None:
+            return f"≥ {low:g}"
+        return f"0 ± {high:g}" if low == -high else f"{low:g} to {high:g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,23 +141,22 @@ class Measures:
     the measures of the spectrum and the cosine are not defined.
 
     Attributes:
-        isotropy: the isotropy Iso with both signs of every eigenvector, 0 to 1; higher is better.
-        mean_norm: ||mu||; lower is better.
-        mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
+        isotropy: Iso with both signs of every eigenvector, 0 to 1; higher is better. Also
+            isotropy_unit, after division by the mean row norm, and isotropy_published, with the
+            signs that the linear-algebra library returns.
+        mean_norm: ||mu||; lower is better. Also mean_norm_ratio, ||mu||^r = ||mu|| / mean_i
+            ||e_i||, 0 to 1.
         word_similarity: the word-similarity scores; None if no sets were given.
         norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
             occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
-            equal.
+            equal. Also norm_frequency_correlation_published, over all tokens, with log(p_i +
+            1e-10).
+        mean_frequency_correlation: that of e_i . mu and log p_i; near 0 is better. None in the same
+            cases, and if the mean is zero.
         condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
         mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
-        effective_rank: 1 to min(V, H); higher is better.
+        effective_rank, participation_ratio: 1 to min(V, H); higher is better.
         iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
-        participation_ratio: 1 to min(V, H); higher is better.
-        isotropy_unit: the isotropy after division by the mean row norm, 0 to 1; higher is better.
-        isotropy_published: the isotropy with the signs that the linear-algebra library returns.
-        norm_frequency_correlation_published: rho over all tokens, with log(p_i + 1e-10).
-        mean_frequency_correlation: the correlation of e_i . mu and log p_i, -1 to 1; near 0 is
-            better. None in the same cases as rho, and if the mean is zero.
         norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
         singular_values: [min(V, H)], descending.
     """
@@ -363,14 +362,13 @@ MEASURES = {
 }
 """All measures by key, in the order of tables."""
 
-_CENTRED = {
+LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | {
     f"{key}_centered": dataclasses.replace(
         measure, key=f"{key}_centered", path=("centered", *measure.path), header=measure.centred
     )
     for key, measure in MEASURES.items()
     if measure.centred
 }
-LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | _CENTRED
 """The measures that are logged in training and recorded by the study, by key."""
 
 

@@ -227,7 +227,7 @@ def repair_model(
     clear_leftovers(out.parent)
     if source.suffix == ".npy" and is_file:
         array = io.BytesIO()
-        np.save(array, (matrix if changes else entries[0].matrix).numpy())
+        np.save(array, matrix.numpy())
         write_atomically(out, array.getvalue())
     elif is_file:
         write_atomically(out, save(*_changed_tensors(source, changes, None)[:2]))

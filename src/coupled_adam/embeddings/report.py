@@ -163,19 +163,17 @@ def analyze(
     error of the isotropy is then at most 1e-4 (see :func:`sum_partitions`).
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Or a module with one
             such matrix, such as ``nn.Embedding``, or a model of transformers, whose output
-            embeddings are measured if it has any, and otherwise its input embeddings. Or a path, or
-            the name of a model on the hub, as :func:`load_embeddings` takes it: the same matrix of
-            that model, without rows that are zero or not finite.
+            embeddings are measured if it has any, and otherwise its input embeddings. Or what
+            :func:`load_embeddings` takes, without rows that are zero or not finite.
         counts: unigram counts or probabilities [V], for the correlations with frequency; those of a
             run's folder are found in it.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
         token_ids: a function from a word to its token id, needed with ``sets``; see
             :func:`single_tokens`.
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
-        directions: the number of top principal directions to remove; by default H / 100, rounded
-            up. See :func:`all_but_the_top`.
+        directions: as for :func:`all_but_the_top`.
         on_rows: called with the number of rows of each block that a pass is done with: together
             :data:`PASSES` times the number of rows that are measured.
 

@@ -318,15 +318,10 @@ class Comparison:
         for name, group in numbers["groups"].items():
             rows, *statistics = group.values()
             groups.append([name, str(rows), *map(_shown, statistics)])
-        movers = [
-            [
-                str(token["id"]),
-                self.after.vocabulary.name(token["id"]),
-                _shown(token["cosine"]),
-                _shown(token["norm_ratio"]),
-            ]
-            for token in numbers["movers"]
-        ]
+        movers = []
+        for token in numbers["movers"]:
+            change = _shown(token["cosine"]), _shown(token["norm_ratio"])
+            movers.append([str(token["id"]), self.after.vocabulary.name(token["id"]), *change])
         heads = ["", "rows", "median cos", "lowest cos", "norm after / before", "norm / mean"]
         moved = ["id", "token", "cos", "norm after / before"]
         return [

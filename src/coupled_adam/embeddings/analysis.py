@@ -28,7 +28,7 @@ from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line, printable
+from coupled_adam.errors import UsageError, one_line, printable, refused
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
@@ -122,11 +122,9 @@ def analyze_model(
     needed = bool(sets) or "padding" in exclude
     # One that is named is loaded before the work, since it may be misspelt.
     tokenizer = None if source.tokenizer is None else find_tokenizer(model, source, needed)
-    try:
+    option = "" if source.tensor is None else f"--tensor {source.tensor}: "
+    with refused(option, (ValueError, OSError)):
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
-    except (ValueError, OSError) as error:
-        option = "" if source.tensor is None else f"--tensor {source.tensor}: "
-        raise UsageError(f"{option}{error}") from None
     for entry in matrices:
         width = entry.matrix.shape[1]
         if (directions or 0) > width:
@@ -143,7 +141,7 @@ def analyze_model(
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
-        try:
+        with refused(f"{model}: "):
             is_token = token_ids = padding = None
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
@@ -165,8 +163,6 @@ def analyze_model(
                     directions=directions,
                     on_rows=bar.update,
                 )
-        except ValueError as error:
-            raise UsageError(f"{model}: {error}") from None
         dead = np.flatnonzero(~alive).tolist()
         analyses.append(Analysis(model, entry, report, padding, counts, keep, dead, tokenizer))
     return analyses
@@ -183,10 +179,8 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
                 f"--word-similarity download: {one_line(error)}. Put the published files into a "
                 "folder and pass --word-similarity FOLDER instead"
             ) from None
-    try:
+    with refused("--word-similarity: ", (OSError, ValueError)):
         return read_word_similarity(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--word-similarity: {error}") from None
 
 
 def _kept_rows(
@@ -256,10 +250,8 @@ def _counts(
     if source.counts is None and not path.exists():
         return None
     option = "--counts " if source.counts else ""
-    try:
+    with refused(option):
         counts = read_array(path)
-    except ValueError as error:
-        raise UsageError(f"{option}{error}") from None
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
     missing_are_padding = is_token is not None and not is_token[counts.size :].any()
     if counts.ndim != 1 or not (
@@ -288,9 +280,7 @@ def _counted(
         pieces = (tokens[start : start + 2**24] for start in bar)
         given = f"--tokens {' '.join(map(str, source.tokens))}"
     counts = np.zeros(rows, dtype=np.int64)
-    try:
+    with refused(f"{model}: {given}: "):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
-    except ValueError as error:
-        raise UsageError(f"{model}: {given}: {error}") from None
     return counts

@@ -39,13 +39,10 @@ def explorer_page(
     data = {
         "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
         "categories": CATEGORIES,
-        "maps": [
-            _packed(entry, matrix, _cosines(entry, comparisons), progress)
-            for entry, matrix in zip(maps, matrices)
-        ],
+        "maps": [_packed(entry, _cosines(entry, comparisons), progress) for entry in maps],
     }
     values = {
-        "title": f"Tokens: {', '.join(entry.analysis.label for entry in maps)}",
+        "title": f"Tokens: {', '.join(entry.tokens.analysis.label for entry in maps)}",
         "data": data,
         "library": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     }
@@ -53,15 +50,12 @@ def explorer_page(
 
 
 def _packed(
-    entry: TokenMap,
-    undertrained: Undertrainedness,
-    cosines: NDArray[np.float32] | None,
-    progress: Progress | None,
+    entry: TokenMap, cosines: NDArray[np.float32] | None, progress: Progress | None
 ) -> dict[str, Any]:
     """A map for the page: numbers in base64, which is a third of their size as text."""
-    vocabulary, counts = entry.analysis.vocabulary, entry.analysis.counts
-    matrix, rows = entry.analysis.embeddings.matrix, entry.rows
-    indicated, asked = undertrained.indicated, undertrained.verification
+    analysis, rows = entry.tokens.analysis, entry.rows
+    vocabulary, counts, matrix = analysis.vocabulary, analysis.counts, analysis.embeddings.matrix
+    indicated, asked = entry.tokens.indicated, entry.tokens.verification
     shown = np.isin(np.arange(len(matrix)), rows)
     k = min(NEIGHBOURS, len(rows) - 1)
     near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
@@ -77,9 +71,9 @@ def _packed(
     columns: Mapping[str, NDArray[Any] | None] = {
         "x": entry.xy[:, 0],
         "y": entry.xy[:, 1],
-        "norm": entry.norms.astype(np.float32),
+        "norm": indicated.indicators["norm"][rows].astype(np.float32),
         "count": None if counts is None else counts[rows].astype(np.float32),
-        "indicator": entry.indicators[indicated.order_by].astype(np.float32),
+        "indicator": indicated.indicators[indicated.order_by][rows].astype(np.float32),
         "hub": np.bincount(neighbours.reshape(-1), minlength=len(rows)).astype(np.float32),
         "change": cosines,
         "repeated": repeated,
@@ -91,7 +85,7 @@ def _packed(
         "cosines": np.round(near.cosines * 127).astype(np.int8),
     }
     return {
-        "label": entry.analysis.label,
+        "label": analysis.label,
         "order_by": indicated.order_by,
         "total": len(matrix),
         "k": k,
@@ -106,9 +100,10 @@ def _packed(
 
 def _cosines(entry: TokenMap, comparisons: Sequence[Comparison]) -> NDArray[np.float32] | None:
     """How far each token turned in the first comparison that ends in this matrix; NaN if new."""
+    analysis = entry.tokens.analysis
     for comparison in comparisons:
-        if comparison.after is entry.analysis and comparison.changes.cosines is not None:
-            values = np.full(len(entry.analysis.embeddings.matrix), np.nan, np.float32)
-            values[comparison.changes.pairs.second] = comparison.changes.cosines
-            return values[entry.rows]
+        if comparison.after is analysis and comparison.changes.cosines is not None:
+            cosines = np.full(len(analysis.embeddings.matrix), np.nan, np.float32)
+            cosines[comparison.changes.pairs.second] = comparison.changes.cosines
+            return cosines[entry.rows]
     return None

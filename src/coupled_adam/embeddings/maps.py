@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.geometry import Array
 from coupled_adam.embeddings.tokens import Undertrainedness
 from coupled_adam.errors import UsageError
 
@@ -21,30 +19,11 @@ Layout = Literal["pca", "umap"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenMap:
-    """A map of n rows of one matrix."""
+    """A map of n rows of one matrix: all that are finite and different from zero, or a sample."""
 
-    analysis: Analysis  # the matrix, its tokens and counts
-    rows: NDArray[np.int64]  # [n]; all that are finite and different from zero, or a sample
+    tokens: Undertrainedness  # the matrix, its tokens, and how little they were trained
+    rows: NDArray[np.int64]  # [n], ascending
     xy: NDArray[np.float32]  # [n, 2], the coordinates
-    norms: Array  # [n]
-    indicators: dict[str, Array]  # by name, [n]; how little the rows were trained
-
-    def columns(self) -> dict[str, Any]:
-        """The map as a table: a list or an array for each column."""
-        vocabulary, counts = self.analysis.vocabulary, self.analysis.counts
-        entry = self.analysis.embeddings
-        table: dict[str, Any] = {
-            "model": [self.analysis.model] * len(self.rows),
-            "role": [entry.role] * len(self.rows),
-            "id": self.rows,
-            "token": [vocabulary.texts[row] for row in self.rows.tolist()],
-            "category": vocabulary.categories[self.rows].tolist(),
-            "x": self.xy[:, 0],
-            "y": self.xy[:, 1],
-        }
-        if counts is not None:
-            table["count"] = counts[self.rows]
-        return {**table, **self.indicators}
 
 
 def check_installed(layout: Layout, as_parquet: bool = False) -> None:
@@ -98,10 +77,7 @@ def token_maps(
             for chunk in geometry.row_slices(len(rows), width):
                 block = geometry.as_float64(matrix[rows[chunk]])
                 xy[chunk] = geometry.as_array((block - mean) @ axes)
-        indicators: dict[str, Array] = {
-            name: values[rows] for name, values in entry.indicated.indicators.items()
-        }
-        maps.append(TokenMap(entry.analysis, rows, xy, indicators["norm"], indicators))
+        maps.append(TokenMap(entry, rows, xy))
     return maps
 
 
@@ -112,7 +88,20 @@ def parquet(maps: Sequence[TokenMap]) -> bytes:
 
     tables = []
     for entry in maps:
-        columns = entry.columns()
+        analysis, rows = entry.tokens.analysis, entry.rows
+        vocabulary = analysis.vocabulary
+        columns: dict[str, Any] = {
+            "model": [analysis.model] * len(rows),
+            "role": [analysis.embeddings.role] * len(rows),
+            "id": rows,
+            "token": [vocabulary.texts[row] for row in rows.tolist()],
+            "category": vocabulary.categories[rows].tolist(),
+            "x": entry.xy[:, 0],
+            "y": entry.xy[:, 1],
+        }
+        if analysis.counts is not None:
+            columns["count"] = analysis.counts[rows]
+        columns |= {name: v[rows] for name, v in entry.tokens.indicated.indicators.items()}
         # UTF-8 cannot hold lone surrogates.
         for name in ("model", "token"):
             columns[name] = [t.encode("utf-8", "replace").decode() for t in columns[name]]

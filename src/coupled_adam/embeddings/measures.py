@@ -110,15 +110,18 @@ _ONE_RUN = "one run each of the recipe tiny"
 
 def _measure(
     function: Callable[[Summary], float | WordSimilarityReport | None],
-    label: str,
-    symbol: str = "",
+    shown: tuple[str, str, int, Better | None],
     *,
-    digits: int,
-    better: Better | None = None,
+    tags: str = "",
     **details: Any,
 ) -> Any:
-    """Declare a measure, None where the function returns None or NaN, with details to show it."""
-    details |= {"label": label, "symbol": symbol, "digits": digits, "better": better}
+    """Declare a measure, None where the function returns None or NaN.
+
+    It is shown with a label, a symbol, so many digits, and as better where it is higher or lower.
+    Tags are those flags of :class:`Measure` that are set, and details its other attributes.
+    """
+    details |= dict(zip(("label", "symbol", "digits", "better"), shown))
+    details |= dict.fromkeys(tags.split(), True)
     return dataclasses.field(metadata={"function": function, "details": details})
 
 
@@ -164,92 +167,59 @@ class Measures:
     # In the order of the paper's Table 1, then as they are shown.
     isotropy: float = _measure(
         lambda rows: isotropy_of(rows.log_z),
-        "isotropy",
-        "Iso",
-        digits=2,
-        better="higher",
+        ("isotropy", "Iso", 2, "higher"),
         meaning="isotropy, 0 to 1, for both signs of every eigenvector",
         healthy=Healthy(
             f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8
         ),
-        first=True,
-        column=True,
-        logged=True,
         centred="Iso centred",
+        tags="first column logged",
     )
     mean_norm: float = _measure(
         lambda rows: rows.mean_norm,
-        "mean norm",
-        "‖μ‖",
-        digits=3,
-        better="lower",
+        ("mean norm", "‖μ‖", 3, "lower"),
         meaning="norm of the mean embedding",
-        of_the_mean=True,
-        column=True,
-        logged=True,
+        tags="column logged of_the_mean",
     )
     mean_norm_ratio: float | None = _measure(
         _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
-        "relative mean norm",
-        "‖μ‖ʳ",
-        digits=3,
-        better="lower",
+        ("relative mean norm", "‖μ‖ʳ", 3, "lower"),
         meaning="that norm relative to the mean norm",
         healthy=Healthy(
             f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05
         ),
-        of_the_mean=True,
-        first=True,
-        column=True,
-        logged=True,
+        tags="first column logged of_the_mean",
     )
     word_similarity: WordSimilarityReport | None = _measure(  # noqa: RUF009  # it is a field
         lambda rows: rows.word_similarity,
-        "word similarity, mean of the sets",
-        "r̄",
-        digits=1,
-        better="higher",
+        ("word similarity, mean of the sets", "r̄", 1, "higher"),
         path=("word_similarity", "mean"),
         meaning="the mean over the sets of r, which is 100 × the correlation of similarity with "
         "human ratings",
         healthy=Healthy(
             "57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"
         ),
-        first=True,
-        column=True,
+        tags="first column",
     )
     norm_frequency_correlation: float | None = _measure(
         lambda rows: _correlation(rows.norms, rows.p),
-        "norm vs. log frequency",
-        "ρ",
-        digits=2,
-        better="higher",
+        ("norm vs. log frequency", "ρ", 2, "higher"),
         meaning="correlation of norm and log frequency, over the tokens that occur",
         healthy=Healthy(
             f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY})", low=0.5
         ),
-        first=True,
-        column=True,
-        logged=True,
+        tags="first column logged",
     )
     condition: float | None = _measure(
         _of_length(lambda rows: geometry.condition_of(rows.values)),
-        "condition, 100 σ_min/σ_max",
-        "κ",
-        digits=2,
-        better="higher",
+        ("condition, 100 σ_min/σ_max", "κ", 2, "higher"),
         meaning="100 × smallest / largest singular value",
         healthy=Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
-        first=True,
-        column=True,
-        logged=True,
+        tags="first column logged",
     )
     mean_cosine_similarity: float | None = _measure(
         lambda rows: rows.mean_cosine,
-        "mean cosine similarity",
-        "cos",
-        digits=3,
-        better="lower",
+        ("mean cosine similarity", "cos", 3, "lower"),
         meaning="mean cosine over all pairs of rows",
         healthy=Healthy(
             "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
@@ -257,67 +227,52 @@ class Measures:
             -0.05,
             0.05,
         ),
-        first=True,
-        logged=True,
+        tags="first logged",
     )
     effective_rank: float | None = _measure(
         _of_length(lambda rows: geometry.effective_rank_of(rows.values)),
-        "effective rank",
-        digits=1,
-        better="higher",
+        ("effective rank", "", 1, "higher"),
         meaning="exponential of the entropy of the singular values (Roy & Vetterli 2007)",
         healthy=Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
-        first=True,
-        logged=True,
+        tags="first logged",
     )
     iso_score: float | None = _measure(
         _iso_score,
-        "IsoScore",
-        digits=3,
-        better="higher",
+        ("IsoScore", "", 3, "higher"),
         meaning="how evenly the variance is spread over the directions, 0 to 1",
         healthy=Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
-        first=True,
-        logged=True,
+        tags="first logged",
     )
     participation_ratio: float | None = _measure(
         _of_length(lambda rows: geometry.participation_ratio_of(rows.values)),
-        "participation ratio",
-        digits=1,
-        better="higher",
+        ("participation ratio", "", 1, "higher"),
         meaning="how many directions have most of the variance",
         healthy=Healthy("H if all directions are used equally; outliers lower it first"),
     )
     isotropy_unit: float | None = _measure(
         _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
-        "isotropy at unit mean norm",
-        digits=2,
-        better="higher",
+        ("isotropy at unit mean norm", "", 2, "higher"),
         header="Iso at unit norm",
         meaning="isotropy after division by the mean norm, with which isotropy falls",
-        logged=True,
         centred="Iso centred, at unit norm",
+        tags="logged",
     )
     isotropy_published: float = _measure(
         lambda rows: isotropy_of(rows.log_z[:1]),
-        "isotropy, as published",
-        digits=2,
+        ("isotropy, as published", "", 2, None),
         meaning="isotropy with the signs of the eigenvectors that the library happens to return",
-        of_the_mean=True,
+        tags="of_the_mean",
     )
     norm_frequency_correlation_published: float | None = _measure(
         lambda rows: _correlation(rows.norms, rows.p, "published"),
-        "norm vs. log frequency, as published",
-        digits=2,
-        better="higher",
+        ("norm vs. log frequency, as published", "", 2, "higher"),
         header="ρ as published",
         meaning="the same correlation over all tokens, with log(p + 1e-10)",
-        logged=True,
+        tags="logged",
     )
     mean_frequency_correlation: float | None = _measure(
         lambda rows: None if rows.along is None else _correlation(rows.along, rows.p),
-        "along the mean vs. log frequency",
-        digits=2,
+        ("along the mean vs. log frequency", "", 2, None),
         meaning="correlation of e · μ and log frequency",
         healthy=Healthy(
             "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
@@ -325,16 +280,18 @@ class Measures:
             -0.5,
             0.5,
         ),
-        of_the_mean=True,
+        tags="of_the_mean",
     )
     norm_mean: float = _measure(
-        lambda rows: float(rows.norms.mean()), "norm, mean over rows", "‖e‖", digits=3
+        lambda rows: float(rows.norms.mean()), ("norm, mean over rows", "‖e‖", 3, None)
     )
     norm_std: float = _measure(
-        lambda rows: float(rows.norms.std()), "norm, standard deviation", digits=3
+        lambda rows: float(rows.norms.std()), ("norm, standard deviation", "", 3, None)
     )
-    norm_min: float = _measure(lambda rows: float(rows.norms.min()), "norm, smallest", digits=3)
-    norm_max: float = _measure(lambda rows: float(rows.norms.max()), "norm, largest", digits=3)
+    norm_min: float = _measure(
+        lambda rows: float(rows.norms.min()), ("norm, smallest", "", 3, None)
+    )
+    norm_max: float = _measure(lambda rows: float(rows.norms.max()), ("norm, largest", "", 3, None))
     singular_values: list[float] = dataclasses.field(repr=False)
 
     @classmethod

@@ -32,7 +32,7 @@ from coupled_adam.embeddings.loading import (
 from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, refused
 from coupled_adam.files import clear_leftovers, new_folder, write_atomically
 from coupled_adam.runs import MODEL, inner_runs, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -191,11 +191,9 @@ def repair_model(
 
     is_file = source.is_file()
     _check_out(source, out)
-    try:
+    with refused("", (ValueError, OSError)):
         entries = load_embeddings(source)
         config = {} if is_file else json.loads((source / "config.json").read_text("utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from None
     if is_file and len(entries) > 1:
         raise UsageError(f"{source} has input and output embeddings: name the model's folder")
     shards = [] if is_file else _shards(source)
@@ -208,11 +206,9 @@ def repair_model(
         partner = None
         if repair.method == "partner":
             (partner,) = (side.matrix for side in entries if side is not entry)
-        try:
+        with refused(f"{source}: "):
             tokens = vocabulary(len(entry.matrix))
             rows, matrix = _repaired(entry, partner, repair, tokens, config, on_rows)
-        except ValueError as error:
-            raise UsageError(f"{source}: {error}") from None
         mean = None
         if repair.recenter and entry.role != "input":
             mean = geometry.mean_and_norms(matrix, on_rows=on_rows)[0]

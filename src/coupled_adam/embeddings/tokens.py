@@ -24,7 +24,7 @@ from coupled_adam.embeddings.undertrained import (
 from coupled_adam.embeddings.verification import Verification, verify
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, refused
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import SECOND_MOMENTS, by_step
 
@@ -135,10 +135,8 @@ def find_undertrained(
 ) -> Undertrainedness:
     """Find the under-trained tokens of an analysis, or say why there is no row to compare."""
     on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
-    try:
+    with refused(f"{analysis.model}: "):
         result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
-    except ValueError as error:
-        raise UsageError(f"{analysis.model}: {error}") from None
     return Undertrainedness(analysis, result)
 
 
@@ -241,13 +239,11 @@ def find_neighbours(
         order = np.argsort(-counts, kind="stable")
         rows = order[~np.isin(order, analysis.dead)][:NEIGHBOURS].tolist()
     near, hubs = {}, {}
-    try:
+    with refused(f"{analysis.model}: "):
         for variant in _VARIANTS:
             centered = variant == "centered"
             near[variant] = nearest(matrix, rows, NEIGHBOURS, centered=centered)
             hubs[variant] = hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
-    except ValueError as error:
-        raise UsageError(f"{analysis.model}: {error}") from None
     return Neighbourhood(analysis, near, hubs)
 
 
@@ -346,11 +342,9 @@ def compare_analyses(
             if {first.embeddings.role, second.embeddings.role} == {"input", "output"}:
                 continue
             matrices = first.embeddings.matrix, second.embeddings.matrix
-            try:
+            with refused(f"--compare {first.model} {second.model}: "):
                 pairs = match_rows(first.vocabulary, second.vocabulary)
                 changes = compare(*matrices, pairs, second.counts, progress=progress)
-            except ValueError as error:
-                raise UsageError(f"--compare {first.model} {second.model}: {error}") from None
             norms, moments = zip(_slopes(first), _slopes(second))
             comparisons.append(Comparison(first, second, changes, norms, moments))
     if not comparisons:
@@ -369,10 +363,8 @@ def _slopes(analysis: Analysis) -> tuple[float | None, float | None]:
     saved = by_step(Path(analysis.model) / SECOND_MOMENTS, ".npy")
     if not saved:
         return norms, None
-    try:
+    with refused("--compare: "):
         moments = read_array(saved[max(saved)])
-    except ValueError as error:
-        raise UsageError(f"--compare: {error}") from None
     if moments.shape != (len(matrix),):
         return norms, None
     return norms, frequency_slope(moments.astype(np.float64), counts)

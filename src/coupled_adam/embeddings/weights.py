@@ -6,13 +6,14 @@ unpickler that creates only plain records. No file outside the given folder is r
 memory is allocated than the files hold data for. What cannot be read is a ValueError.
 """
 
+import contextlib
 import dataclasses
 import io
 import math
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ class Weights:
     config: Mapping[str, Any] | None = None
 
 
+@contextlib.contextmanager
+def _readable(otherwise: str, hint: str = "") -> Iterator[None]:
+    """Make a ValueError of what libraries raise, of many types, for what is damaged or unsafe."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{otherwise} ({one_line(error)}){hint}") from None
+
+
 def open_file(path: Path) -> Weights:
     """Open a file of weights according to its suffix, which must be known."""
     _check_file(path)
@@ -58,19 +68,15 @@ def _check_file(path: Path) -> None:
 
 
 def _open_safetensors(path: Path) -> Weights:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
+    with _readable(f"{path}: not a whole safetensors file"):
         file: Any = safe_open(path, framework="pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a whole safetensors file ({error})") from None
 
     def read(name: str) -> Tensor:
-        try:
+        with _readable(f"{path}: {name} cannot be read"):  # in a dtype that this torch lacks
             tensor: Tensor = file.get_tensor(name)
-        except Exception as error:  # for example, for dtypes that this torch does not have
-            raise ValueError(f"{path}: {name} cannot be read ({one_line(error)})") from None
         return tensor
 
     return Weights(str(path), shapes, read)
@@ -82,11 +88,9 @@ def read_array(path: Path) -> NDArray[Any]:
     Raises ValueError if there is no such file, or it is damaged or contains anything but numbers.
     """
     _check_file(path)
-    try:
+    with _readable(f"{path}: not a .npy file of numbers"):
         # This function never unpickles, and compares the size of the file with its header.
         array = np.lib.format.open_memmap(path, mode="c")
-    except Exception as error:  # from NumPy, or from Python's parser, which reads the header
-        raise ValueError(f"{path}: not a .npy file of numbers ({one_line(error)})") from None
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
     return array
@@ -104,7 +108,8 @@ def _open_array(path: Path) -> Weights:
 
 def open_archive(path: Path) -> Weights:
     """Open a file written by ``torch.save``; nested keys are joined with dots."""
-    try:
+    unsafe = f"{path} cannot be read without executing a pickle, which is not safe, or is damaged"
+    with _readable(unsafe, ": save the weights as safetensors"):
         # The format before torch 1.6 is not a zip file and cannot be memory-mapped. torch, too,
         # looks at the first bytes, where zipfile looks for an end.
         with path.open("rb") as file:
@@ -116,11 +121,6 @@ def open_archive(path: Path) -> Weights:
                     if entry.compress_type or entry.file_size != entry.compress_size:
                         raise ValueError(f"its entry {entry.filename} is compressed")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # from pickle, zipfile or torch
-        raise ValueError(
-            f"{path} cannot be read without executing a pickle, which is not safe, or is damaged "
-            f"({one_line(error)}): save the weights as safetensors"
-        ) from None
     tensors = _tensors(content)
     shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     return Weights(str(path), shapes, tensors.__getitem__)
@@ -150,18 +150,12 @@ def _is_plain(x: Tensor) -> bool:
 
 def open_distributed(folder: Path) -> Weights:
     """Open a folder written by torch.distributed.checkpoint, as in sharded training."""
-    try:
+    with _readable(f"{folder}: not a whole distributed checkpoint"):
         tensors, _ = _index(folder)
-    except Exception as error:  # the pickle may contain anything
-        raise ValueError(
-            f"{folder}: not a whole distributed checkpoint ({one_line(error)})"
-        ) from None
 
     def read(name: str) -> Tensor:
-        try:
+        with _readable(f"{folder}: {name} cannot be read"):
             return tensors[name].read(folder)
-        except Exception as error:  # from torch or the operating system
-            raise ValueError(f"{folder}: {name} cannot be read ({one_line(error)})") from None
 
     return Weights(str(folder), {name: entry.shape for name, entry in tensors.items()}, read)
 
@@ -170,16 +164,12 @@ def check_distributed(folder: Path) -> None:
     """Raise ValueError unless torch, which unpickles a distributed checkpoint, can load it safely:
     its index, or an object in it other than a tensor, could execute code.
     """
-    try:
+    unsafe = "cannot be loaded without executing a pickle, which is not safe, or is damaged"
+    with _readable(f"{folder} {unsafe}"):
         tensors, places = _index(folder)
         for (name, _), place in places.items():
             if name not in tensors:
                 place.load(folder)
-    except Exception as error:  # the pickles may contain anything
-        raise ValueError(
-            f"{folder} cannot be loaded without executing a pickle, which is not safe, or is "
-            f"damaged ({one_line(error)})"
-        ) from None
 
 
 def check_inside(folder: Path, name: str) -> None:

@@ -1,10 +1,11 @@
 """The errors with which a command ends, and how their messages are printed."""
 
+import contextlib
 import difflib
 import importlib.metadata
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 from urllib.parse import unquote, urlparse
 
@@ -13,6 +14,17 @@ E = TypeVar("E", bound=BaseException)
 
 class UsageError(Exception):
     """Raised if the user's input cannot be used; the message says what to do instead."""
+
+
+@contextlib.contextmanager
+def refused(
+    prefix: str, errors: type[Exception] | tuple[type[Exception], ...] = ValueError
+) -> Iterator[None]:
+    """Make a :class:`UsageError` of an error, with something before its message."""
+    try:
+        yield
+    except errors as error:
+        raise UsageError(f"{prefix}{error}") from None
 
 
 class TrainingError(Exception):

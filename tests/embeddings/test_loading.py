@@ -626,7 +626,7 @@ def end_record(size, start):
 
 @pytest.mark.parametrize("tail", ["second end", "shifted", "empty directory", "junk", "comment"])
 def test_an_archive_that_hides_its_directory(tail, tmp_path):
-    """A check of one directory says nothing of the other, which torch would follow."""
+    """What zipfile does not see in an archive, torch refuses to read."""
     torch.save({"wte.weight": torch.zeros(1000, 8)}, tmp_path / "stored.pt")
     packed, path = io.BytesIO(), tmp_path / "model.pt"
     with zipfile.ZipFile(tmp_path / "stored.pt") as stored, zipfile.ZipFile(packed, "w", 8) as new:
@@ -648,7 +648,7 @@ def test_an_archive_that_hides_its_directory(tail, tmp_path):
     with pytest.raises(ValueError, match=r"model\.pt cannot be read"):
         load_embeddings(path)
     (tmp_path / "longer.pt").write_bytes((tmp_path / "stored.pt").read_bytes() + end_record(0, 0))
-    with pytest.raises(ValueError, match="its directory is not where its end says"):
+    with pytest.raises(ValueError, match=r"longer\.pt cannot be read"):
         load_embeddings(tmp_path / "longer.pt")
     assert load_embeddings(tmp_path / "stored.pt")[0].matrix.shape == (1000, 8)
 

@@ -28,7 +28,7 @@ from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line, printable
+from coupled_adam.errors import UsageError, one_line, printable, refused
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
@@ -41,48 +41,27 @@ Excluded = Literal["padding", "unseen"]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where to find what an analysis needs and the model's folder does not contain.
+    """Where to find what an analysis needs and the model's folder does not contain."""
 
-    Attributes:
-        tensor: the name of the embedding tensor in the file; None to find it by known names.
-        revision: a branch, tag or commit, for models on the Hugging Face hub.
-        tokenizer: a folder, or an id on the hub; None for the model's own tokenizer.
-        counts: a ``.npy`` file with unigram counts [V].
-        text: a file or folder of text, whose tokens are counted.
-        tokens: token files in the formats of nanoGPT and llm.c, whose tokens are counted.
-    """
-
-    tensor: str | None = None
-    revision: str | None = None
-    tokenizer: str | None = None
-    counts: Path | None = None
-    text: Path | None = None
-    tokens: Sequence[Path] = ()
+    tensor: str | None = None  # the embeddings in the file; None to find them by known names
+    revision: str | None = None  # a branch, tag or commit, for models on the Hugging Face hub
+    tokenizer: str | None = None  # a folder, or an id on the hub; None for the model's own
+    counts: Path | None = None  # a .npy file with unigram counts [V]
+    text: Path | None = None  # a file or folder of text, whose tokens are counted
+    tokens: Sequence[Path] = ()  # token files of nanoGPT and llm.c, whose tokens are counted
 
 
 @dataclasses.dataclass(frozen=True)
 class Analysis:
-    """The report of one embedding matrix of a model.
+    """The report of one embedding matrix of a model."""
 
-    Attributes:
-        model: the model as the user gave it.
-        embeddings: the matrix, its role and its name in the file.
-        report: the measures.
-        padding_rows: the number of rows that belong to no token of the tokenizer; None without a
-            tokenizer.
-        counts: unigram counts [V], or None.
-        keep: which rows were measured, [V] booleans; None if all were.
-        dead: the rows that are zero or not finite, which are never measured.
-        tokenizer: the model's tokenizer; None if it has none.
-    """
-
-    model: str
+    model: str  # as the user gave it
     embeddings: EmbeddingMatrix
     report: EmbeddingReport
-    padding_rows: int | None
-    counts: NDArray[Any] | None
-    keep: NDArray[np.bool_] | None
-    dead: list[int]
+    padding_rows: int | None  # rows that belong to no token; None without a tokenizer
+    counts: NDArray[Any] | None  # unigram counts [V]
+    keep: NDArray[np.bool_] | None  # the rows that were measured, [V]; None if all were
+    dead: list[int]  # the rows that are zero or not finite, which are never measured
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
@@ -129,16 +108,12 @@ def analyze_model(
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
     Args:
-        model: a folder, a file or an id on the hub, as for :func:`load_embeddings`.
-        source: where to find the tokenizer, the counts and the like.
-        sets: word-similarity sets, by name.
+        model: as for :func:`load_embeddings`.
+        sets, directions: as for :func:`analyze`.
         exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
             tokenizer, ``"unseen"`` for tokens whose count is zero. Rows that are zero or not finite
             are always left out.
-        directions: the number of top principal directions to remove; see :func:`analyze`.
-        tokens: what the model must have, as :meth:`Vocabulary.row` takes it; checked before the
-            measures are computed.
-        device: where to compute the measures.
+        tokens: what the model must have, as :meth:`Vocabulary.row` takes it.
 
     Raises:
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
@@ -146,21 +121,18 @@ def analyze_model(
     """
     needed = bool(sets) or "padding" in exclude
     # One that is named is loaded before the work, since it may be misspelt.
-    tokenizer = None
-    if source.tokenizer is not None:
-        tokenizer = find_tokenizer(model, source, needed)
-    try:
+    tokenizer = None if source.tokenizer is None else find_tokenizer(model, source, needed)
+    option = "" if source.tensor is None else f"--tensor {source.tensor}: "
+    with refused(option, (ValueError, OSError)):
         matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
-    except (ValueError, OSError) as error:
-        option = "" if source.tensor is None else f"--tensor {source.tensor}: "
-        raise UsageError(f"{option}{error}") from None
     for entry in matrices:
         width = entry.matrix.shape[1]
-        if directions is not None and directions > width:
+        if (directions or 0) > width:
             raise UsageError(
                 f"--top {directions}: the embeddings of {model} have only {width} directions"
             )
-    tokenizer = tokenizer or find_tokenizer(model, source, needed)
+    if source.tokenizer is None:
+        tokenizer = find_tokenizer(model, source, needed)
     # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
         vocabulary = read_vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
@@ -169,49 +141,35 @@ def analyze_model(
     analyses = []
     for entry in matrices:
         rows = len(entry.matrix)
-        try:
-            is_token = None
+        with refused(f"{model}: "):
+            is_token = token_ids = padding = None
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
+                token_ids, padding = single_tokens(tokenizer), int((~is_token).sum())
             counts = _counts(model, source, tokenizer, rows, is_token)
             alive = alive_rows(entry.matrix)
             keep = _kept_rows(exclude, alive, is_token, counts)
-            dead = np.flatnonzero(~alive).tolist()
-            measured = rows if keep is None else int(keep.sum())
+            total = PASSES * (rows if keep is None else int(keep.sum()))
+            label = f"measuring {printable(Path(model).name)}"
             with tqdm(
-                total=PASSES * measured,
-                desc=f"measuring {printable(Path(model).name)}",
-                unit=" rows",
-                unit_scale=True,
-                disable=None,
-                leave=False,
+                total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
             ) as bar:
                 report = analyze(
                     entry.matrix.to(device),
                     counts,
                     sets=sets,
-                    token_ids=None if tokenizer is None else single_tokens(tokenizer),
+                    token_ids=token_ids,
                     keep=keep,
                     directions=directions,
                     on_rows=bar.update,
                 )
-        except ValueError as error:
-            raise UsageError(f"{model}: {error}") from None
-        padding = None if is_token is None else int((~is_token).sum())
+        dead = np.flatnonzero(~alive).tolist()
         analyses.append(Analysis(model, entry, report, padding, counts, keep, dead, tokenizer))
     return analyses
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
-    """The word-similarity sets for ``--word-similarity``.
-
-    Args:
-        place: the folder with their files as published, or ``"download"`` to download the files and
-            keep them.
-
-    Raises:
-        UsageError: if the folder contains none, or they cannot be downloaded or read.
-    """
+    """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept."""
     folder = Path(place)
     if str(place) == "download":
         try:
@@ -221,10 +179,8 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
                 f"--word-similarity download: {one_line(error)}. Put the published files into a "
                 "folder and pass --word-similarity FOLDER instead"
             ) from None
-    try:
+    with refused("--word-similarity: ", (OSError, ValueError)):
         return read_word_similarity(folder)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--word-similarity: {error}") from None
 
 
 def _kept_rows(
@@ -235,7 +191,7 @@ def _kept_rows(
 ) -> NDArray[np.bool_] | None:
     """Which rows to measure, [rows] booleans; None if all."""
     # Without any row to measure, analyze says what is wrong with the matrix.
-    keep = alive.copy() if alive.any() else np.ones_like(alive)
+    keep = alive | (not alive.any())
     if "padding" in exclude and is_token is not None:
         keep &= is_token
     if "unseen" in exclude:
@@ -248,11 +204,7 @@ def _kept_rows(
 
 
 def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none and none is needed.
-
-    Raises:
-        UsageError: if one is needed or named, and cannot be read.
-    """
+    """The model's tokenizer; None if it has none, unless one is needed, named or counts a text."""
     needed = needed or source.text is not None
     name = source.tokenizer or model
     if source.tokenizer is None and Path(model).is_file():
@@ -281,9 +233,7 @@ def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> ND
             f"the tokenizer has a token with id {ids[-1]}, but the embeddings have only {rows} "
             "rows. --exclude padding needs the model's own tokenizer"
         )
-    is_token = np.zeros(rows, dtype=np.bool_)
-    is_token[ids[ids < rows]] = True
-    return is_token
+    return np.isin(np.arange(rows), ids)
 
 
 def _counts(
@@ -294,41 +244,43 @@ def _counts(
     is_token: NDArray[np.bool_] | None,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
-    run_counts = Path(model) / COUNTS
-    pieces: Iterable[NDArray[Any]] | None = None
-    if source.text is not None and tokenizer is not None:
-        pieces = token_pieces(source.text, tokenizer)
-    elif source.tokens:
-        tokens = Tokens([token_file(path, rows) for path in source.tokens])
-        starts = range(0, len(tokens), 2**24)
-        bar = tqdm(starts, "counting tokens", disable=None, leave=False)
-        pieces = (tokens[start : start + 2**24] for start in bar)
-    if pieces is not None:
-        counted = np.zeros(rows, dtype=np.int64)
-        paths = source.tokens if source.text is None else [source.text]
-        option = "--tokens" if source.text is None else "--text"
-        try:
-            for piece in pieces:  # in bounded memory
-                counted += unigram_counts(piece, rows)
-        except ValueError as error:
-            raise UsageError(f"{model}: {option} {' '.join(map(str, paths))}: {error}") from None
-        return counted
-    path = source.counts or (run_counts if run_counts.exists() else None)
-    if path is None:
+    if source.text is not None or source.tokens:
+        return _counted(model, source, tokenizer, rows)
+    path = source.counts or Path(model) / COUNTS
+    if source.counts is None and not path.exists():
         return None
-    shown = path if source.counts is None else f"--counts {path}"
-    try:
+    option = "--counts " if source.counts else ""
+    with refused(option):
         counts = read_array(path)
-    except ValueError as error:
-        raise UsageError(str(error) if source.counts is None else f"--counts {error}") from None
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
     missing_are_padding = is_token is not None and not is_token[counts.size :].any()
     if counts.ndim != 1 or not (
         len(counts) == rows or (len(counts) < rows and missing_are_padding)
     ):
         raise UsageError(
-            f"{shown} has the shape {list(counts.shape)}, but must hold one number for each of "
-            f"the {rows} rows of the embeddings; only padding at their end may be left out, where "
-            "a tokenizer tells which rows are padding"
+            f"{option}{path} has the shape {list(counts.shape)}, but must hold one number for each "
+            f"of the {rows} rows of the embeddings; only padding at their end may be left out, "
+            "where a tokenizer tells which rows are padding"
         )
     return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])
+
+
+def _counted(
+    model: str, source: Source, tokenizer: PreTrainedTokenizerBase | None, rows: int
+) -> NDArray[np.int64]:
+    """How often each token occurs in a text or in token files, [rows]; in bounded memory."""
+    pieces: Iterable[NDArray[Any]]
+    if source.text is not None:
+        assert tokenizer is not None
+        given, pieces = f"--text {source.text}", token_pieces(source.text, tokenizer)
+    else:
+        tokens = Tokens([token_file(path, rows) for path in source.tokens])
+        starts = range(0, len(tokens), 2**24)
+        bar = tqdm(starts, "counting tokens", disable=None, leave=False)
+        pieces = (tokens[start : start + 2**24] for start in bar)
+        given = f"--tokens {' '.join(map(str, source.tokens))}"
+    counts = np.zeros(rows, dtype=np.int64)
+    with refused(f"{model}: {given}: "):
+        for piece in pieces:
+            counts += unigram_counts(piece, rows)
+    return counts

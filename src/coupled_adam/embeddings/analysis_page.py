@@ -1,6 +1,7 @@
 """Reports on the embeddings of several models as a page of HTML with pictures."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import matplotlib
 import numpy as np
@@ -23,9 +24,7 @@ def analyses_page(
 ) -> str:
     """The diagnosis, the first measures, the pictures, and all measures as one page of HTML.
 
-    Args:
-        analyses: the matrices.
-        undertrained: the under-trained tokens of each, which are then named, too.
+    If the under-trained tokens of each matrix are given, they are named, too.
     """
     labels = [analysis.label for analysis in analyses]
     values = {
@@ -57,6 +56,32 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
         ax.set_title(_plain(analysis.label))
     for ax in panels:
         ax.set_axis_off()
+    labels = [_plain(analysis.label) for analysis in analyses]
+    norms = [row_norms(matrix) for matrix in matrices]
+
+    def draw_spectrum(ax: Axes, i: int) -> None:
+        values = np.array(analyses[i].report.singular_values)
+        pictures.plot_spectrum(ax, values, colors[i], labels[i])
+
+    def draw_similarities(ax: Axes, i: int) -> None:
+        pictures.plot_similarities(ax, matrices[i], colors[i], labels[i])
+
+    def draw_histogram(ax: Axes, i: int) -> None:
+        pictures.plot_norm_histogram(ax, norms[i], colors[i], labels[i])
+
+    def draw_norms(ax: Axes, i: int) -> None:
+        counts, keep = analyses[i].counts, analyses[i].keep
+        if counts is not None:
+            used = counts if keep is None else counts[keep]
+            pictures.plot_norms(ax, norms[i], used, colors[i], labels[i])
+
+    plots: dict[str, Callable[[Axes, int], None]] = {
+        "Singular values relative to the largest.": draw_spectrum,
+        "Cosine similarities of pairs of rows drawn at random.": draw_similarities,
+        "Norms of the embeddings.": draw_histogram,
+    }
+    if any(analysis.counts is not None for analysis in analyses):
+        plots["Norms against how often the tokens occur."] = draw_norms
     drawn = [
         Picture(
             clouds,
@@ -66,38 +91,11 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
         )
     ]
 
-    def draw(caption: str, plot: Callable[[Axes, int], None]) -> None:
-        def draw_all(ax: Axes) -> None:
-            for index in range(len(analyses)):
-                plot(ax, index)
+    def draw_each(plot: Callable[[Axes, int], None], ax: Axes) -> None:
+        for i in range(len(analyses)):
+            plot(ax, i)
 
-        drawn.append(single(draw_all, caption))
-
-    labels = [_plain(analysis.label) for analysis in analyses]
-    norms = [row_norms(matrix) for matrix in matrices]
-    draw(
-        "Singular values relative to the largest.",
-        lambda ax, i: pictures.plot_spectrum(
-            ax, np.array(analyses[i].report.singular_values), colors[i], labels[i]
-        ),
-    )
-    draw(
-        "Cosine similarities of pairs of rows drawn at random.",
-        lambda ax, i: pictures.plot_similarities(ax, matrices[i], colors[i], labels[i]),
-    )
-    draw(
-        "Norms of the embeddings.",
-        lambda ax, i: pictures.plot_norm_histogram(ax, norms[i], colors[i], labels[i]),
-    )
-
-    def draw_norms(ax: Axes, i: int) -> None:
-        counts, keep = analyses[i].counts, analyses[i].keep
-        if counts is not None:
-            used = counts if keep is None else counts[keep]
-            pictures.plot_norms(ax, norms[i], used, colors[i], labels[i])
-
-    if any(analysis.counts is not None for analysis in analyses):
-        draw("Norms against how often the tokens occur.", draw_norms)
+    drawn += [single(partial(draw_each, plot), caption) for caption, plot in plots.items()]
     return drawn
 
 
@@ -107,8 +105,7 @@ def _plain(label: str) -> str:
 
 
 def _colors(number: int) -> list[str]:
-    if number <= 10:
-        colors = matplotlib.colormaps["tab10"](np.arange(number))
-    else:
-        colors = matplotlib.colormaps["turbo"](np.linspace(0, 1, number))
+    few = number <= 10
+    places = np.arange(number) if few else np.linspace(0, 1, number)
+    colors = matplotlib.colormaps["tab10" if few else "turbo"](places)
     return [matplotlib.colors.to_hex(color) for color in colors.tolist()]

@@ -15,34 +15,30 @@ _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.h
 
 
 def analyses_table(analyses: Sequence[Analysis], all_measures: bool = False) -> Table:
-    """A table with a column for each matrix, and a row for each measure.
+    """A table with a column for each matrix, and a row for each of the first measures.
 
-    Args:
-        analyses: the matrices.
-        all_measures: whether to show all measures, also with the mean removed, and with the mean
-            and the top principal directions removed, and the sources of the healthy ranges.
-            Otherwise the measures are the few that come first, of the matrices as they are.
+    Or for all measures, also with the mean removed, and with the mean and the top principal
+    directions removed, and below it the sources of the healthy ranges.
     """
-    rows: list[Row | str] = [*_facts(analyses)]
-    rows += measure_rows([analysis.report for analysis in analyses], all_measures=all_measures)
-    # Matrices of different widths lose different numbers of directions.
+    reports = [analysis.report for analysis in analyses]
+    rows: list[Row | str] = [*_facts(analyses), *measure_rows(reports, all_measures=all_measures)]
+    notes: list[str] = []
     if all_measures:
-        tops = sorted({analysis.report.top_directions for analysis in analyses})
+        # Matrices of different widths lose different numbers of directions.
+        tops = sorted({report.top_directions for report in reports})
         removed = f"top {' or '.join(map(str, tops))} principal directions"
-        if tops == [1]:
-            removed = "top principal direction"
-        rows += _word_similarity_rows([analysis.report for analysis in analyses])
+        removed = "top principal direction" if tops == [1] else removed
+        rows += _word_similarity_rows(reports)
         for title, variants in (
-            ("with the mean removed", [a.report.centered for a in analyses]),
-            (
-                f"with the mean and the {removed} removed",
-                [a.report.all_but_the_top for a in analyses],
-            ),
+            ("with the mean removed", [report.centered for report in reports]),
+            (f"with the mean and the {removed} removed", [r.all_but_the_top for r in reports]),
         ):
             rows += [title, *measure_rows(variants, all_measures=True, as_is=False)]
             rows += _word_similarity_rows(variants)
+        shown = " ".join(str(row[-1]) for row in rows if not isinstance(row, str))
+        numbered = ((f"[{number}]", source) for number, source in enumerate(_SOURCES, 1))
+        notes = ["Healthy ranges:", *(f"{tag} {s}." for tag, s in numbered if tag in shown)]
     labels = [analysis.label for analysis in analyses]
-    notes = ["Healthy ranges:", *sources(rows)] if all_measures else []
     return Table(["", "", *labels, "healthy"], rows, "", notes, left=(0, 1, len(labels) + 2))
 
 
@@ -52,57 +48,43 @@ def measure_rows(
     all_measures: bool = False,
     as_is: bool = True,
 ) -> list[Row]:
-    """A row for each measure that one of some reports, or of their dicts, has.
+    """A row for each measure, or for each of the first, that one of some reports or dicts has.
 
-    Args:
-        reports: the reports, or one variant of each.
-        all_measures: whether to show all measures, and not only those that come first.
-        as_is: whether they are of the embeddings as they are. Otherwise there are no measures of
-            the mean itself, which say nothing once it is removed, and no healthy ranges.
+    Unless these are of the embeddings ``as_is``, there are no measures of the mean itself, which
+    say nothing once it is removed, and no healthy ranges.
     """
     rows: list[Row] = []
     for measure in MEASURES.values():
         values = [measure.of(report) for report in reports]
         shown = (all_measures or measure.first) and (as_is or not measure.of_the_mean)
         # Without its mean or top directions a matrix has zeros that mean nothing.
-        has_values = any(value is not None if as_is else value for value in values)
-        if not shown or not has_values:
+        if not shown or not any(value is not None if as_is else value for value in values):
             continue
         healthy = measure.healthy if as_is else None
-        tag = "" if healthy is None else f"{healthy}"
+        tag = "" if healthy is None else str(healthy)
         if healthy is not None and all_measures:
             tag += f" [{_SOURCES.index(healthy.source) + 1}]"
-        cells = [
-            Cell(measure.text(value), outside=as_is and not measure.is_healthy(value))
-            for value in values
-        ]
+        outside = [as_is and not measure.is_healthy(value) for value in values]
+        cells = [Cell(measure.text(value), outside=o) for value, o in zip(values, outside)]
         rows.append([measure.label, measure.symbol, *cells, tag])
     return rows
 
 
-def sources(rows: Sequence[Row | str]) -> list[str]:
-    """The sources of the healthy ranges that rows show, each after its number."""
-    ranges = [str(row[-1]) for row in rows if not isinstance(row, str)]
-    numbered = [(f"[{number}]", source) for number, source in enumerate(_SOURCES, 1)]
-    return [f"{tag} {source}." for tag, source in numbered if any(r.endswith(tag) for r in ranges)]
-
-
 def _facts(analyses: Sequence[Analysis]) -> list[Row]:
     """What was measured, and what was left out."""
-    sizes = [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]
-    rows: list[Row] = [["embeddings", "E", *sizes, ""]]
-    if any(a.embeddings.tensor for a in analyses):
-        rows.insert(0, ["tensor", "", *(a.embeddings.tensor or "–" for a in analyses), ""])
-    for label, numbers in (
-        ("rows that are no token", [a.padding_rows for a in analyses]),
-        ("tokens never seen", [a.report.unseen_tokens for a in analyses]),
-        ("rows that are zero or not finite", [len(a.dead) or None for a in analyses]),
-        ("rows left out of all measures", [a.report.excluded_rows or None for a in analyses]),
-    ):
-        if any(value is not None for value in numbers):
-            texts = ["–" if value is None else str(value) for value in numbers]
-            rows.append([label, "", *texts, ""])
-    return rows
+    facts: list[tuple[str, str, list[Any]]] = [
+        ("tensor", "", [a.embeddings.tensor or None for a in analyses]),
+        ("embeddings", "E", [f"{a.report.vocab_size} x {a.report.hidden_size}" for a in analyses]),
+        ("rows that are no token", "", [a.padding_rows for a in analyses]),
+        ("tokens never seen", "", [a.report.unseen_tokens for a in analyses]),
+        ("rows that are zero or not finite", "", [len(a.dead) or None for a in analyses]),
+        ("rows left out of all measures", "", [a.report.excluded_rows or None for a in analyses]),
+    ]
+    return [
+        [label, symbol, *("–" if value is None else str(value) for value in values), ""]
+        for label, symbol, values in facts
+        if any(value is not None for value in values)
+    ]
 
 
 def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
@@ -114,13 +96,10 @@ def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
         for report in reports:
             score = report.sets.get(name) if report else None
             text = "–"
-            if score is not None and score.r is not None:
-                low_high = (
-                    "" if score.interval is None else " [{:.0f}, {:.0f}]".format(*score.interval)
-                )
-                text = f"{score.r:.1f}{low_high} {score.pairs}/{score.total}"
-            elif score is not None:
-                text = f"– {score.pairs}/{score.total}"
+            if score is not None:
+                r = "–" if score.r is None else f"{score.r:.1f}"
+                r += " [{:.0f}, {:.0f}]".format(*score.interval) if score.interval else ""
+                text = f"{r} {score.pairs}/{score.total}"
             texts.append(text)
         rows.append([f"word similarity, {name}", "r", *texts, ""])
     return rows
@@ -132,13 +111,11 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
     for analysis in analyses:
         numbers = analysis.to_dict()
         for variant in ("as is", "centered", "all_but_the_top"):
-            measures = numbers if variant == "as is" else numbers[variant]
+            measures = numbers.get(variant, numbers)
             line = {name: numbers[name] for name in ("model", "role", "tensor")}
             line["variant"] = variant
             line |= {
-                name: value
-                for name, value in measures.items()
-                if not isinstance(value, dict | list)
+                k: value for k, value in measures.items() if not isinstance(value, dict | list)
             }
             similarity = measures["word_similarity"]
             if similarity is not None:
@@ -160,10 +137,9 @@ def analyses_json(
     neighbours: Sequence[Neighbourhood] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> str:
-    """A JSON object for one matrix, or a list of objects for several.
+    """A JSON object for one matrix and its tokens, or a list of objects for several.
 
-    What is said of a matrix's tokens is part of its object. With comparisons, the result is an
-    object of ``models``, the list, and ``changes``.
+    With comparisons, the result is an object of ``models``, the list, and ``changes``.
     """
     entries = [analysis.to_dict() for analysis in analyses]
     for entry, named in zip(entries, undertrained):

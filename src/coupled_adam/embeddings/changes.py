@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
-from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, RowsDone
+from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, rows_done
 from coupled_adam.embeddings.undertrained import finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
@@ -21,44 +20,29 @@ Rows = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """Which rows of two matrices belong to the same token.
+    """Which rows of two matrices belong to the same token."""
 
-    Attributes:
-        first, second: [n], the row of each common token in the two matrices.
-        by: ``"id"`` or ``"text"``: how they were found.
-        new: the rows of the second matrix whose tokens the first does not have.
-        gone: the rows of the first matrix whose tokens the second does not have.
-    """
-
-    first: Rows
-    second: Rows
-    by: str
-    new: Rows
-    gone: Rows
+    first: Rows  # [n], the row of each common token in the first matrix
+    second: Rows  # [n], and in the second
+    by: str  # "id" or "text": what they have in common
+    new: Rows  # the rows of the second matrix whose tokens the first does not have
+    gone: Rows  # the rows of the first matrix whose tokens the second does not have
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """How a group of rows changed; None for what is not defined for it.
+    """How a group of rows changed; None for what is not defined for it."""
 
-    Attributes:
-        rows: how many rows.
-        cosine_median, cosine_min: of the cosine similarities of each row, before and after.
-        norm_ratio_median: of ||e_i|| after / before.
-        norm_relative: the mean norm of these rows, relative to that of all rows of the second
-            matrix.
-    """
-
-    rows: int
-    cosine_median: float | None
+    rows: int  # how many
+    cosine_median: float | None  # of the cosine similarities of each row, before and after
     cosine_min: float | None
-    norm_ratio_median: float | None
-    norm_relative: float | None
+    norm_ratio_median: float | None  # of ||e_i|| after / before
+    norm_relative: float | None  # the mean norm, relative to that of all rows of the second matrix
 
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What changed from the first matrix to the second.
+    """What changed from the first matrix to the second; pairs of numbers are before and after.
 
     Attributes:
         pairs: which rows were compared.
@@ -71,9 +55,8 @@ class Changes:
         cka: the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale).
         mean_shift: ||mu' - mu|| relative to the mean norm in the first matrix; None if the widths
             differ.
-        mean_norm_ratio: ||mu||^r of the pairs' rows, before and after.
-        norm_frequency: the correlation of norm and log count, before and after; None without
-            counts.
+        mean_norm_ratio: ||mu||^r of the pairs' rows.
+        norm_frequency: the correlation of norm and log count; None without counts.
     """
 
     pairs: Pairs
@@ -86,12 +69,8 @@ class Changes:
     norm_frequency: tuple[float, float] | None
 
     def movers(self, number: int) -> NDArray[np.int64]:
-        """The pairs that turned most, or if the widths differ, whose norms changed most; indices
-        into ``pairs``.
-        """
-        order = self.cosines
-        if order is None:
-            order = -np.abs(np.log(self.norm_ratios))
+        """Indices of the pairs that turned most or, if the widths differ, whose norms changed."""
+        order = -np.abs(np.log(self.norm_ratios)) if self.cosines is None else self.cosines
         return np.argsort(np.where(np.isnan(order), np.inf, order), kind="stable")[:number]
 
 
@@ -101,35 +80,22 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
     Rows match by id if no id has different texts in the two, as when one vocabulary extends the
     other, or if there is no tokenizer. Otherwise they match by the text of reachable tokens.
     """
+    has_first, has_second = (np.asarray(v.categories != "none") for v in (first, second))
     common = min(len(first), len(second))
     # Ids that have a text in both must have the same one, or ids mean nothing across the two.
     named = [(a, b) for a, b in zip(first.texts, second.texts) if a and b]
     if all(a == b for a, b in named):
-        has_first, has_second = _has_token(first)[:common], _has_token(second)[:common]
         # In two vocabularies of ids alone all common rows match, as do rows without a token.
-        same = np.flatnonzero(has_first == has_second) if named else np.arange(common)
+        same = np.flatnonzero((has_first[:common] == has_second[:common]) | (not named))
         new = np.setdiff1d(np.arange(len(second)), same)
-        gone = np.setdiff1d(np.flatnonzero(_has_token(first) | (not named)), same)
+        gone = np.setdiff1d(np.flatnonzero(has_first | (not named)), same)
         return Pairs(same, same, "id", new, gone)
-    rows = {
-        first.texts[row]: row for row in np.flatnonzero(first.categories != "none")[::-1].tolist()
-    }
-    # Several tokens may have one text: the one that the tokenizer uses comes first.
-    rows |= {first.texts[row]: row for row in np.flatnonzero(first.categories == "ok").tolist()}
-    matches = {}
-    for row in np.flatnonzero(second.categories != "none").tolist():
-        text = second.texts[row]
-        if text in rows and (text not in matches or second.categories[row] == "ok"):
-            matches[text] = row
-    pairs = sorted((row, rows[text]) for text, row in matches.items())
+    rows = {text: row for text, row in first.rows.items() if text}
+    pairs = sorted((row, rows[text]) for text, row in second.rows.items() if text in rows)
     second_rows, first_rows = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    new = np.setdiff1d(np.flatnonzero(second.categories != "none"), second_rows)
-    gone = np.setdiff1d(np.flatnonzero(_has_token(first)), first_rows)
+    new = np.setdiff1d(np.flatnonzero(has_second), second_rows)
+    gone = np.setdiff1d(np.flatnonzero(has_first), first_rows)
     return Pairs(first_rows, second_rows, "text", new, gone)
-
-
-def _has_token(vocabulary: Vocabulary) -> NDArray[np.bool_]:
-    return np.asarray(vocabulary.categories != "none")
 
 
 def compare(
@@ -158,26 +124,25 @@ def compare(
     if pairs is None:
         pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
     p = None if counts is None else checked_counts(counts, len(second))
-    on_rows = RowsDone(progress, len(first) + len(second) + 6 * len(pairs.first))
+    on_rows = rows_done(progress, len(first) + len(second) + 6 * len(pairs.first))
     finite, before = finite_rows(first, on_rows)
     finite_second, after = finite_rows(second, on_rows)
     usable = finite[pairs.first] & finite_second[pairs.second]
     if not usable.any():
         raise ValueError("the two matrices have no finite rows of the same tokens")
-    used = dataclasses.replace(pairs, first=pairs.first[usable], second=pairs.second[usable])
+    rows, rows_of_second = pairs.first[usable], pairs.second[usable]
     same_width = first.shape[1] == second.shape[1]
     # Rows that are zero or not finite on either side have no ratio.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = after[pairs.second] / before[pairs.first]
     ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
 
-    norms = before[used.first].mean(), after[used.second].mean()
+    norms = before[rows].mean(), after[rows_of_second].mean()
     geometry.check_not_zero(min(norms))
     # The norms of A^T A and B^T B, and below that of B^T A, all with the means removed.
     means, grams = [], []
-    for matrix, rows in ((first, used.first), (second, used.second)):
-        keep = np.zeros(len(matrix), np.bool_)
-        keep[rows] = True
+    for matrix, used in ((first, rows), (second, rows_of_second)):
+        keep = np.isin(np.arange(len(matrix)), used)
         mean = geometry.mean_and_norms(matrix, keep, on_rows)[0]
         means.append(mean.cpu())
         grams.append(float(geometry.gram(matrix, mean, keep, on_rows).norm()))
@@ -185,31 +150,27 @@ def compare(
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
     cross = torch.zeros(len(means[0]), len(means[1]), dtype=torch.float64)
     cosines = np.full(len(pairs.first), np.nan) if same_width else None
-    places = np.flatnonzero(usable)
-    start = 0
-    for a, b in _chunks(first, second, used):
+    for chunk in geometry.row_slices(len(rows), max(first.shape[1], second.shape[1])):
+        a = geometry.as_float64(first[rows[chunk]]).cpu()
+        b = geometry.as_float64(second[rows_of_second[chunk]]).cpu()
         cross.addmm_((a - means[0]).T, b - means[1])
         if cosines is not None:
             scale = a.norm(dim=1) * b.norm(dim=1)
-            values = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
-            cosines[places[start : start + len(a)]] = values.numpy()
-        start += len(a)
+            of_rows = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
+            cosines[np.flatnonzero(usable)[chunk]] = of_rows.numpy()
         on_rows(2 * len(a))
 
-    frequency = None
+    frequency, seen = None, np.ones(len(pairs.first), np.bool_)
     if p is not None:
-        usable_counts = p[used.second]
-        frequency = (
-            correlation_with_log(before[used.first], usable_counts),
-            correlation_with_log(after[used.second], usable_counts),
-        )
-    seen = np.ones(len(pairs.first), np.bool_) if p is None else p[pairs.second] > 0
-    mean_norm = float(np.nanmean(after))
-    groups = {
-        "old": _group(cosines, ratios, after[pairs.second], mean_norm, seen),
-        "unseen": _group(cosines, ratios, after[pairs.second], mean_norm, ~seen),
-        "new": _group(None, _EMPTY, after[pairs.new], mean_norm, np.ones(len(pairs.new), np.bool_)),
-    }
+        used_p = p[rows_of_second]
+        rho = correlation_with_log(before[rows], used_p)
+        frequency = rho, correlation_with_log(after[rows_of_second], used_p)
+        seen = p[pairs.second] > 0
+    mean_norm, groups = float(np.nanmean(after)), {}
+    for name, chosen in (("old", seen), ("unseen", ~seen)):
+        turned = None if cosines is None else cosines[chosen]
+        groups[name] = _group(after[pairs.second][chosen], mean_norm, ratios[chosen], turned)
+    groups["new"] = _group(after[pairs.new], mean_norm)
     return Changes(
         pairs,
         cosines,
@@ -220,9 +181,6 @@ def compare(
         (float(means[0].norm() / norms[0]), float(means[1].norm() / norms[1])),
         frequency,
     )
-
-
-_EMPTY = np.zeros(0)
 
 
 def linear_cka(first: Embeddings, second: Embeddings) -> float:
@@ -254,28 +212,17 @@ def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | Non
 
 
 def _group(
-    cosines: Array | None, ratios: Array, norms: Array, mean_norm: float, chosen: NDArray[np.bool_]
+    norms: Array, mean_norm: float, ratios: Array | None = None, cosines: Array | None = None
 ) -> Group:
-    def of(values: Array | None, function: Any) -> float | None:
-        if values is None or len(values) != len(chosen):
-            return None
-        finite = values[chosen & np.isfinite(values)]
+    def of(numbers: Array | None, function: Any) -> float | None:
+        finite = np.zeros(0) if numbers is None else numbers[np.isfinite(numbers)]
         return float(function(finite)) if len(finite) else None
 
     relative = of(norms, np.mean)
     return Group(
-        int(chosen.sum()),
+        len(norms),
         of(cosines, np.median),
         of(cosines, np.min),
         of(ratios, np.median),
         None if relative is None else relative / mean_norm,
     )
-
-
-def _chunks(first: Embeddings, second: Embeddings, pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
-    """The rows of both matrices in float64 on the CPU, some thousands at a time."""
-    for chunk in geometry.row_slices(len(pairs.first), max(first.shape[1], second.shape[1])):
-        yield (
-            geometry.as_float64(first[pairs.first[chunk]]).cpu(),
-            geometry.as_float64(second[pairs.second[chunk]]).cpu(),
-        )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from coupled_adam.embeddings.measures import MEASURES, Measures
 
 _NAMED = 5  # dead rows
+_ISO = MEASURES["isotropy"]
 
 
 def diagnose(
@@ -28,28 +29,44 @@ def diagnose(
         role: what the matrix is in it, as in :class:`EmbeddingMatrix`.
         dead: the names of the rows that are zero or not finite.
     """
+    sentences = []
+    if dead:
+        named = ", ".join(dead[:_NAMED]) + (", ..." if len(dead) > _NAMED else "")
+        rows = "1 row is" if len(dead) == 1 else f"{len(dead)} rows are"
+        sentences.append(
+            f"{rows} zero or not finite, and left out of all measures ({named}): coupled-adam "
+            f"repair {model} --out NEW gives them healthy values."
+        )
     limited = {
-        key: measure.of(measures)
+        key: value
         for key, measure in MEASURES.items()
-        if measure.healthy is not None
+        if measure.healthy
         and (measure.healthy.low, measure.healthy.high) != (None, None)
+        and (value := measure.of(measures)) is not None
     }
     outside = {key for key, value in limited.items() if not MEASURES[key].is_healthy(value)}
     # A scale is no disease, and nor is chance; the sentences below say what the values are due to.
     excused = set()
-    if _is_healthy("isotropy", measures.isotropy_unit):
+    if _ISO.is_healthy(measures.isotropy_unit):
         excused.add("isotropy")
     # The mean of V random rows with the mean 0 has the length of one of them, divided by sqrt(V).
-    chance = 1 / math.sqrt(size[0])
-    if (measures.mean_norm_ratio or 0) <= 1.5 * chance:
+    chance, ratio = 1 / math.sqrt(size[0]), measures.mean_norm_ratio
+    if (ratio or 0) <= 1.5 * chance:
         excused.add("mean_norm_ratio")
-    sentences = [*_dead(dead, model), _verdict(limited, outside - excused, excused & outside)]
+    # Those that are outside say what is wrong; if none is, all of them say that nothing is.
+    wrong = outside - excused
+    said = ", ".join(
+        f"{MEASURES[key].label} {MEASURES[key].text(value)} (healthy: {MEASURES[key].healthy})"
+        for key, value in limited.items()
+        if key in (wrong or limited.keys() - (excused & outside))
+    )
+    sentences.append(f"The embeddings are {'not healthy' if wrong else 'healthy'}: {said}.")
     if "isotropy" in outside:
         sentences += _low_isotropy(measures, centered, size)
     if "mean_norm_ratio" in outside & excused:
         sentences.append(
-            f"A relative mean norm of {_text('mean_norm_ratio', measures.mean_norm_ratio)} is what "
-            f"chance gives to so few rows: about 1 / √{size[0]} = {chance:.2f}."
+            f"A relative mean norm of {MEASURES['mean_norm_ratio'].text(ratio)} is what chance "
+            f"gives to so few rows: about 1 / √{size[0]} = {chance:.2f}."
         )
     elif "mean_norm_ratio" in outside:
         if role in ("output", "tied"):
@@ -73,60 +90,25 @@ def diagnose(
     return sentences
 
 
-def _verdict(limited: dict[str, float | None], outside: set[str], excused: set[str]) -> str:
-    """Healthy or not, with the measures that have limits."""
-    # Those that are outside say what is wrong; if none is, all of them say that nothing is.
-    inside = {key for key, value in limited.items() if value is not None} - excused
-    named = ", ".join(
-        f"{MEASURES[key].label} {_text(key, limited[key])} (healthy: {MEASURES[key].healthy})"
-        for key in limited
-        if key in (outside or inside)
-    )
-    return f"The embeddings are {'not healthy' if outside else 'healthy'}: {named}."
-
-
 def _low_isotropy(measures: Measures, centered: Measures, size: tuple[int, int]) -> list[str]:
     """Why isotropy is low: the simplest of the causes that fits, as each has its own remedy."""
-    value = _text("isotropy", measures.isotropy)
-    if _is_healthy("isotropy", measures.isotropy_unit):
+    low, without_mean = _ISO.text(measures.isotropy), _ISO.text(centered.isotropy)
+    if _ISO.is_healthy(measures.isotropy_unit):
         return [
-            f"Isotropy is {value} only because the rows are long: at unit mean norm it is "
-            f"{_text('isotropy', measures.isotropy_unit)} "
-            f"(healthy: {MEASURES['isotropy'].healthy})."
+            f"Isotropy is {low} only because the rows are long: at unit mean norm it is "
+            f"{_ISO.text(measures.isotropy_unit)} (healthy: {_ISO.healthy})."
         ]
-    if _is_healthy("isotropy", centered.isotropy):
-        without = _text("isotropy", centered.isotropy)
-        return [f"Only the mean is off: without it, isotropy is {without}."]
-    if _is_healthy("isotropy", centered.isotropy_unit):
+    if _ISO.is_healthy(centered.isotropy):
+        return [f"Only the mean is off: without it, isotropy is {without_mean}."]
+    if _ISO.is_healthy(centered.isotropy_unit):
         return [
-            f"Isotropy is {value} because of the mean and the length of the rows: without the mean "
-            f"it is {_text('isotropy', centered.isotropy)}, and at unit mean norm then "
-            f"{_text('isotropy', centered.isotropy_unit)}."
+            f"Isotropy is {low} because of the mean and the length of the rows: without the mean "
+            f"it is {without_mean}, and at unit mean norm then {_ISO.text(centered.isotropy_unit)}."
         ]
     sentences = [
-        f"Removing the mean does not mend it (isotropy {_text('isotropy', centered.isotropy)}): "
-        f"the rows use few directions (IsoScore {_text('iso_score', measures.iso_score)})."
+        f"Removing the mean does not mend it (isotropy {without_mean}): the rows use few "
+        f"directions (IsoScore {MEASURES['iso_score'].text(measures.iso_score)})."
     ]
     if size[0] <= size[1]:
         sentences.append(f"{size[0]} rows cannot use all of {size[1]} directions.")
     return sentences
-
-
-def _dead(dead: Sequence[str], model: str) -> list[str]:
-    """The sentence about rows that are zero or not finite, if there are any."""
-    if not dead:
-        return []
-    named = ", ".join(dead[:_NAMED]) + (", ..." if len(dead) > _NAMED else "")
-    rows = "1 row is" if len(dead) == 1 else f"{len(dead)} rows are"
-    return [
-        f"{rows} zero or not finite, and left out of all measures ({named}): coupled-adam repair "
-        f"{model} --out NEW gives them healthy values."
-    ]
-
-
-def _is_healthy(key: str, value: float | None) -> bool:
-    return MEASURES[key].is_healthy(value)
-
-
-def _text(key: str, value: float | None) -> str:
-    return MEASURES[key].text(value)

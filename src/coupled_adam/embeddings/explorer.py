@@ -28,14 +28,8 @@ def explorer_page(
 ) -> str:
     """Make the page; it is self-contained, and loads nothing.
 
-    Args:
-        matrices: the matrices with their indicators.
-        comparisons: what changed; the cosines become a column.
-        layout: see :func:`token_maps`.
-        progress: called as the neighbours are searched, which takes the most time.
-
-    Raises:
-        UsageError: if ``plotly`` is not installed, or a package that the layout needs.
+    The cosines of comparisons become a column. ``progress`` is of the search for neighbours, which
+    takes the most time. Raises UsageError if plotly is not installed.
     """
     try:
         from plotly.offline import get_plotlyjs
@@ -45,14 +39,10 @@ def explorer_page(
     data = {
         "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
         "categories": CATEGORIES,
-        "maps": [
-            _packed(entry, matrix, _cosines(entry, comparisons), progress)
-            for entry, matrix in zip(maps, matrices)
-        ],
+        "maps": [_packed(entry, _cosines(entry, comparisons), progress) for entry in maps],
     }
-    labels = ", ".join(entry.analysis.label for entry in maps)
     values = {
-        "title": f"Tokens: {labels}",
+        "title": f"Tokens: {', '.join(entry.tokens.analysis.label for entry in maps)}",
         "data": data,
         "library": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     }
@@ -60,53 +50,46 @@ def explorer_page(
 
 
 def _packed(
-    entry: TokenMap,
-    undertrained: Undertrainedness,
-    cosines: NDArray[np.float32] | None,
-    progress: Progress | None,
+    entry: TokenMap, cosines: NDArray[np.float32] | None, progress: Progress | None
 ) -> dict[str, Any]:
     """A map for the page: numbers in base64, which is a third of their size as text."""
-    vocabulary, counts = entry.analysis.vocabulary, entry.analysis.counts
-    matrix = entry.analysis.embeddings.matrix
-    shown = np.zeros(len(matrix), np.bool_)
-    shown[entry.rows] = True
-    k = min(NEIGHBOURS, len(entry.rows) - 1)
-    nearest_rows = nearest(matrix, entry.rows, k, centered=True, keep=shown, progress=progress)
-    place = np.zeros(len(matrix), np.int64)
-    place[entry.rows] = np.arange(len(entry.rows))
+    analysis, rows = entry.tokens.analysis, entry.rows
+    vocabulary, counts, matrix = analysis.vocabulary, analysis.counts, analysis.embeddings.matrix
+    indicated, asked = entry.tokens.indicated, entry.tokens.verification
+    shown = np.isin(np.arange(len(matrix)), rows)
+    k = min(NEIGHBOURS, len(rows) - 1)
+    near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
     # By their numbers on the page, of which there are so few that 16 bits hold them.
-    neighbours = place[nearest_rows.neighbours]
-    # An array is a fraction of its size as text in base64 and the smallest type that holds it.
-    alike = np.isin(entry.rows, undertrained.indicated.alike)
-    order = undertrained.indicated.order_by
+    neighbours = np.searchsorted(rows, near.neighbours)
     repeated = None
-    if undertrained.verification is not None:
-        asked = np.full(len(matrix), np.nan, np.float32)
-        asked[undertrained.verification.rows] = undertrained.verification.probabilities
-        repeated = asked[entry.rows]
-    kinds = [CATEGORIES.index(str(kind)) for kind in vocabulary.categories[entry.rows]]
+    if asked is not None:
+        probabilities = np.full(len(matrix), np.nan, np.float32)
+        probabilities[asked.rows] = asked.probabilities
+        repeated = probabilities[rows]
+    kinds = [CATEGORIES.index(kind) for kind in vocabulary.categories[rows].tolist()]
+    # An array is a fraction of its size as text in base64 and the smallest type that holds it.
     columns: Mapping[str, NDArray[Any] | None] = {
         "x": entry.xy[:, 0],
         "y": entry.xy[:, 1],
-        "norm": entry.norms.astype(np.float32),
-        "count": None if counts is None else counts[entry.rows].astype(np.float32),
-        "indicator": entry.indicators[order].astype(np.float32),
-        "hub": np.bincount(neighbours.reshape(-1), minlength=len(entry.rows)).astype(np.float32),
+        "norm": indicated.indicators["norm"][rows].astype(np.float32),
+        "count": None if counts is None else counts[rows].astype(np.float32),
+        "indicator": indicated.indicators[indicated.order_by][rows].astype(np.float32),
+        "hub": np.bincount(neighbours.reshape(-1), minlength=len(rows)).astype(np.float32),
         "change": cosines,
         "repeated": repeated,
-        "id": entry.rows.astype(np.int32),
+        "id": rows.astype(np.int32),
         "category": np.array(kinds, np.uint8),
-        "alike": alike.astype(np.uint8),
+        "alike": np.isin(rows, indicated.alike).astype(np.uint8),
         "neighbours": neighbours.astype(np.uint16),
         # To less than a hundredth, which is as much as the page shows.
-        "cosines": np.round(nearest_rows.cosines * 127).astype(np.int8),
+        "cosines": np.round(near.cosines * 127).astype(np.int8),
     }
     return {
-        "label": entry.analysis.label,
-        "order_by": order,
+        "label": analysis.label,
+        "order_by": indicated.order_by,
         "total": len(matrix),
         "k": k,
-        "tokens": [vocabulary.name(row) for row in entry.rows.tolist()],
+        "tokens": [vocabulary.name(row) for row in rows.tolist()],
         "columns": {
             name: {"type": values.dtype.name, "data": base64.b64encode(values.tobytes()).decode()}
             for name, values in columns.items()
@@ -117,9 +100,10 @@ def _packed(
 
 def _cosines(entry: TokenMap, comparisons: Sequence[Comparison]) -> NDArray[np.float32] | None:
     """How far each token turned in the first comparison that ends in this matrix; NaN if new."""
+    analysis = entry.tokens.analysis
     for comparison in comparisons:
-        if comparison.after is entry.analysis and comparison.changes.cosines is not None:
-            values = np.full(len(entry.analysis.embeddings.matrix), np.nan, np.float32)
-            values[comparison.changes.pairs.second] = comparison.changes.cosines
-            return values[entry.rows]
+        if comparison.after is analysis and comparison.changes.cosines is not None:
+            cosines = np.full(len(analysis.embeddings.matrix), np.nan, np.float32)
+            cosines[comparison.changes.pairs.second] = comparison.changes.cosines
+            return cosines[entry.rows]
     return None

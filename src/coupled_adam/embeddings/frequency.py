@@ -22,14 +22,11 @@ Convention = Literal["seen", "published"]
 
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
-    """Count how often each token id occurs.
+    """Count how often each token id occurs, [vocab_size], int64.
 
     Args:
         tokens: token ids of any shape and integer dtype; may be memory-mapped.
         vocab_size: V, the number of token ids.
-
-    Returns:
-        The counts, [vocab_size], int64.
 
     Raises:
         ValueError: if an id is not between 0 and V - 1.

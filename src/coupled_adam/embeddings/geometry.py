@@ -1,9 +1,8 @@
 """The geometry of an embedding matrix: mean, spectrum, norms and angles.
 
 Matrices are measured in float64, a block of rows at a time, on their own device (on the CPU if that
-is an MPS device, which lacks float64). All functions raise
-ValueError unless they are given a non-empty matrix [V, H] of finite real numbers, and TypeError
-unless this is a tensor or an array.
+is an MPS device, which lacks float64). All functions raise ValueError unless they are given a
+non-empty matrix [V, H] of finite real numbers, and TypeError unless this is a tensor or an array.
 """
 
 from collections.abc import Callable, Iterator
@@ -233,10 +232,7 @@ def check(embeddings: Embeddings) -> None:
     shape = list(embeddings.shape)
     if len(shape) != 2 or 0 in shape:
         raise ValueError(f"embeddings must be a non-empty matrix [V, H], but has the shape {shape}")
-    is_complex = (
-        embeddings.is_complex() if isinstance(embeddings, Tensor) else np.iscomplexobj(embeddings)
-    )
-    if is_complex:
+    if "complex" in str(embeddings.dtype):
         raise ValueError(f"embeddings must be real, but has the dtype {embeddings.dtype}")
 
 
@@ -246,9 +242,8 @@ def blocks(
     on_rows: Callable[[int], object] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Iterator[Tensor]:
-    """Yield a matrix's rows (all, or those to keep) block by block, by default in float64.
+    """Yield a matrix's rows (all, or those to keep) block by block, and check them.
 
-    They are checked, too.
     ``on_rows`` is called with the number of rows of each block once that has been dealt with.
     """
     check(embeddings)
@@ -256,7 +251,7 @@ def blocks(
     size = max(1, _BLOCK_BYTES // (8 * columns))
     largest = tiny = 0.0
     for start in range(0, rows, size):
-        block = _converted(embeddings[start : start + size], dtype)
+        block = as_float64(embeddings[start : start + size], dtype)
         if keep is not None:
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
@@ -285,32 +280,24 @@ def row_slices(rows: int, columns: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-class RowsDone:
-    """Counts the rows that several passes have dealt with, and reports them.
+def rows_done(progress: Progress | None, total: int) -> Callable[[int], object]:
+    """Count the rows that several passes have dealt with, and report them and the rows to do.
 
-    Args:
-        progress: called with the rows done and the rows to do, over all passes.
-        total: the rows to do; the last passes may turn out to be unnecessary.
+    The last passes may turn out to be unnecessary.
     """
+    done = 0
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress = progress
-        self.total = total
-        self.done = 0
+    def count(rows: int) -> None:
+        nonlocal done
+        done = min(done + rows, total)
+        if progress is not None:
+            progress(done, total)
 
-    def __call__(self, rows: int) -> None:
-        """Count the rows of a block."""
-        self.done = min(self.done + rows, self.total)
-        if self.progress is not None:
-            self.progress(self.done, self.total)
+    return count
 
 
-def as_float64(values: Embeddings) -> Tensor:
+def as_float64(values: Embeddings, dtype: torch.dtype = torch.float64) -> Tensor:
     """A tensor in float64, on its own device, or on the CPU if that does not support float64."""
-    return _converted(values, torch.float64)
-
-
-def _converted(values: Embeddings, dtype: torch.dtype) -> Tensor:
     if not isinstance(values, Tensor):
         return torch.from_numpy(np.array(values, dtype=np.float64)).to(dtype)
     device = "cpu" if values.device.type == "mps" else values.device

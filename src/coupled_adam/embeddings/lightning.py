@@ -17,17 +17,16 @@ class EmbeddingMeasures(pl.Callback):
         every: the number of optimizer steps between two measurements. The first measurement takes
             place before the first step.
         counts: unigram counts [V], for the correlation of norms with frequency.
-        embeddings: a function that maps the LightningModule to a dict of its matrices [V, H], with
-            the key ``"output"`` and optionally ``"input"``. By default, the embeddings of the
-            transformers model inside the module are used. Sharded matrices (FSDP2, tensor
-            parallelism) are gathered.
-        limits: values beyond which a warning is given: ``"mean_norm_ratio"`` (0.9 by default) and
-            ``"largest_logit"`` (100). ``{}`` for none.
+        embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
+            ``"output"`` and optionally ``"input"``; by default, to those of the transformers model
+            that it is or contains. Sharded matrices (FSDP2, tensor parallelism) are gathered.
+        limits: ``"mean_norm_ratio"`` (0.9 by default) and ``"largest_logit"`` (100); a warning is
+            given when one is exceeded, and again only after the value has been below. ``{}`` for
+            none.
 
     Raises:
-        ValueError: if ``every`` is below 1, a limit has an unknown name, or the
-            module contains no transformers model and ``embeddings`` is not
-            given.
+        ValueError: if ``every`` is below 1, a limit has an unknown name, or the model contains no
+            transformers model and ``embeddings`` is not given.
     """
 
     def __init__(

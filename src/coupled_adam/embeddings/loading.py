@@ -1,9 +1,9 @@
-"""Read the embedding matrices of models, however they were trained.
+"""Read the embedding matrices of models, however they were trained, and nothing else of them.
 
-Only the embeddings are read, never the whole model. They are found by the tensor names that are
-common in the various families of models.
+They are found by the tensor names that are common in the various families of models.
 """
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coupled_adam.embeddings.weights import (
     SUFFIXES,
@@ -27,34 +27,19 @@ from coupled_adam.files import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
-INPUT_NAMES = (
-    "shared.weight",  # T5, BART, where it is the embed_tokens of both sides
-    "wte.weight",
-    "embed_tokens.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-    "token_embedding.weight",
-    "embed_in.weight",
-    "word_embedding.weight",
-    "tokens_embed.weight",
-    "backbone.embeddings.weight",
-    "backbone.embedding.weight",
-    "model.embeddings.weight",
-    "rwkv.embeddings.weight",
-    "emb.weight",
-)
-OUTPUT_NAMES = (
-    "lm_head.weight",
-    "embed_out.weight",
-    "cls.predictions.decoder.weight",
-    "lm_head.decoder.weight",
-    "generator_lm_head.weight",
-    "lm_loss.weight",
-    "proj_out.weight",
-    "output_layer.weight",
-    "output.weight",
-    "head.weight",
-)
+# The names of the families of models. T5's and BART's "shared" is first, since they have it beside
+# the embed_tokens of both sides.
+_INPUTS = """
+    shared wte embed_tokens word_embeddings tok_embeddings token_embedding embed_in word_embedding
+    tokens_embed backbone.embeddings backbone.embedding model.embeddings rwkv.embeddings emb
+"""
+_OUTPUTS = """
+    lm_head embed_out cls.predictions.decoder lm_head.decoder generator_lm_head lm_loss proj_out
+    output_layer output head
+"""
+INPUT_NAMES = tuple(f"{name}.weight" for name in _INPUTS.split())
+OUTPUT_NAMES = tuple(f"{name}.weight" for name in _OUTPUTS.split())
+Role = Literal["input", "output", "tied", "embeddings"]
 _HEADS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "PreTraining")
 
 
@@ -70,7 +55,7 @@ class EmbeddingMatrix:
     """
 
     matrix: Tensor
-    role: Literal["input", "output", "tied", "embeddings"]
+    role: Role
     tensor: str
 
 
@@ -87,8 +72,8 @@ def load_embeddings(
         revision: a branch, tag or commit of a model on the hub.
 
     Returns:
-        The input and the output embeddings, or a single matrix if they are tied or only one of them
-        was found.
+        The input and the output embeddings, or a single matrix if they are tied or there is only
+        one of them.
 
     Raises:
         FileNotFoundError: if there is no such file, folder or model.
@@ -108,38 +93,61 @@ def load_embeddings(
     return _find(weights, tensor)
 
 
+def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
+    """The ``"output"`` embeddings [V, H] of a transformers model, and ``"input"`` if they differ.
+
+    The model may be inside another module; nothing if there is none.
+    """
+    # The model may be wrapped, by DDP or a LightningModule: the outermost that knows is asked.
+    for module in model.modules():
+        weights = {}
+        for role in ("output", "input"):
+            getter = getattr(module, f"get_{role}_embeddings", None)
+            with contextlib.suppress(NotImplementedError):  # of models without a text
+                if callable(getter) and (layer := getter()) is not None:
+                    weights[role] = layer.weight
+        if weights:
+            is_tied = weights.get("output") is weights.get("input")
+            return {"output": weights["output"]} if is_tied else weights
+    return {}
+
+
 def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     """Choose the tensors that are embeddings."""
     matrices = {name: shape for name, shape in weights.shapes.items() if len(shape) == 2}
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
+
+    def read(name: str, role: Role) -> EmbeddingMatrix:
+        return EmbeddingMatrix(_read(weights, name), role, name)
+
     if tensor is not None:
         if tensor not in matrices:
             hint = f"it contains {listed}" if any(matrices) else "its matrix has no name"
             raise ValueError(f"{weights.source} has no matrix {tensor!r}; {hint}")
-        return [EmbeddingMatrix(_read(weights, tensor), "embeddings", tensor)]
+        return [read(tensor, "embeddings")]
     inputs, output = _named(matrices, INPUT_NAMES), _named(matrices, OUTPUT_NAMES)
-    if inputs is None and output is None:
-        if len(matrices) == 1:
-            (name,) = matrices
-            return [EmbeddingMatrix(_read(weights, name), "embeddings", name)]
-        hint = f"name one of {listed}" if matrices else "there are no matrices in it"
-        raise ValueError(f"{weights.source}: no embeddings under a known name; {hint}")
     # The heads of classification and regression models have such names as well.
-    if inputs and output and matrices[inputs] != matrices[output]:
-        same_width = matrices[inputs][1] == matrices[output][1]
-        if not same_width or matrices[output][0] < matrices[inputs][0] / 2:
+    if inputs and output:
+        (tokens, width), (labels, width_of_head) = matrices[inputs], matrices[output]
+        if width != width_of_head or labels < tokens / 2:
             output = None
-    if inputs is None or output is None:
-        name = inputs or output or ""
-        role: Literal["input", "output", "tied"] = "input" if inputs else "output"
-        if inputs and _is_tied(weights.config):
-            role = "tied"
-        return [EmbeddingMatrix(_read(weights, name), role, name)]
-    # Some files hold a tied matrix under both names.
-    first, second = _read(weights, inputs), _read(weights, output)
-    if first.shape == second.shape and torch.equal(first, second):
-        return [EmbeddingMatrix(first, "tied", inputs)]
-    return [EmbeddingMatrix(first, "input", inputs), EmbeddingMatrix(second, "output", output)]
+    if inputs and output:
+        first, second = read(inputs, "input"), read(output, "output")
+        # Some files hold a tied matrix under both names.
+        if first.matrix.shape == second.matrix.shape and torch.equal(first.matrix, second.matrix):
+            return [dataclasses.replace(first, role="tied")]
+        return [first, second]
+    if inputs:
+        config = weights.config or {}
+        has_head = any(head in str(config.get("architectures")) for head in _HEADS)
+        is_tied = has_head and config.get("tie_word_embeddings", True)
+        return [read(inputs, "tied" if is_tied else "input")]
+    if output:
+        return [read(output, "output")]
+    if len(matrices) == 1:
+        return [read(next(iter(matrices)), "embeddings")]
+    hint = f"name one of {listed}" if matrices else "there are no matrices in it"
+    raise ValueError(f"{weights.source}: no embeddings under a known name; {hint}")
 
 
 def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
@@ -149,18 +157,11 @@ def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
 def _named(matrices: Mapping[str, tuple[int, ...]], endings: tuple[str, ...]) -> str | None:
     """The matrix with the first of the known names that occurs, after any module prefix."""
     for ending in endings:
-        matches = [name for name in matrices if name == ending or name.endswith(f".{ending}")]
+        matches = {name: matrices[name] for name in matrices if f".{name}".endswith(f".{ending}")}
         if matches:
             # If there are several, as in a model that contains a smaller one, take the largest.
-            return min(matches, key=lambda name: _largest((name, matrices[name])))
+            return min(matches.items(), key=_largest)[0]
     return None
-
-
-def _is_tied(config: Mapping[str, Any] | None) -> bool:
-    """Whether a model without stored output embeddings uses its input embeddings as such."""
-    if config is None or not config.get("tie_word_embeddings", True):
-        return False
-    return any(head in str(config.get("architectures")) for head in _HEADS)
 
 
 def _read(weights: Weights, name: str) -> Tensor:
@@ -180,41 +181,34 @@ def _read(weights: Weights, name: str) -> Tensor:
 
 def _open_folder(folder: Path) -> Weights:
     if is_run(folder):
-        return _open_run(folder)
+        if (folder / MODEL).exists():
+            return _open_folder(folder / MODEL)
+        # While a run is being trained, its last checkpoint is what there is.
+        checkpoints = by_step(folder / CHECKPOINTS)
+        if not checkpoints:
+            raise ValueError(f"{folder} is a run that has neither a model nor a checkpoint yet")
+        last = checkpoints[max(checkpoints)]
+        return _open_folder(last) if last.is_dir() else open_archive(last)
     if (folder / ".metadata").exists():
         return open_distributed(folder)
     config = _json(folder / "config.json") if (folder / "config.json").exists() else None
     # safetensors first, which execute no code and are read in part.
-    for stem in ("model", "pytorch_model"):
-        ending = ".safetensors" if stem == "model" else ".bin"
-        index = folder / f"{stem}{ending}.index.json"
-        weights_file = folder / f"{stem}{ending}"
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
         if index.exists():
             files = _indexed(_json(index), index)
             for file in sorted({*files.values()}):
                 check_inside(folder, file)
             return _join(str(folder), files, lambda file: open_file(folder / file), config)
-        if weights_file.exists():
-            opened = open_file(weights_file)
+        if (folder / name).exists():
+            opened = open_file(folder / name)
             return dataclasses.replace(opened, source=str(folder), config=config)
-    runs = inner_runs(folder)
-    if runs:
+    if runs := inner_runs(folder):
         raise ValueError(f"{folder} is not a model, but holds runs: name one, such as {runs[0]}")
     raise ValueError(
         f"{folder} has no weights that can be read: no model.safetensors (or its index), no "
         "pytorch_model.bin, no distributed checkpoint"
     )
-
-
-def _open_run(folder: Path) -> Weights:
-    """Open a run of this package: its model, or its last checkpoint while it is being trained."""
-    if (folder / MODEL).exists():
-        return _open_folder(folder / MODEL)
-    checkpoints = by_step(folder / CHECKPOINTS)
-    if not checkpoints:
-        raise ValueError(f"{folder} is a run that has neither a model nor a checkpoint yet")
-    last = checkpoints[max(checkpoints)]
-    return _open_folder(last) if last.is_dir() else open_archive(last)
 
 
 def _indexed(index: Mapping[str, Any], source: object) -> dict[str, str]:
@@ -231,26 +225,20 @@ def _indexed(index: Mapping[str, Any], source: object) -> dict[str, str]:
 def _join(
     source: str,
     files: Mapping[str, str],
-    open_file: Callable[[str], Weights],
+    open_shard: Callable[[str], Weights],
     config: Mapping[str, Any] | None,
 ) -> Weights:
     """Join a model's shards; only shards that may contain embeddings are opened."""
-    embedding_files = {
-        name: file
-        for name, file in files.items()
-        if any(
-            name == ending or name.endswith(f".{ending}")
-            for ending in (*INPUT_NAMES, *OUTPUT_NAMES)
-        )
-    }
+    endings = tuple(f".{name}" for name in (*INPUT_NAMES, *OUTPUT_NAMES))
+    embeddings = {name: file for name, file in files.items() if f".{name}".endswith(endings)}
     # Without a known name in the index any of them may have the embeddings.
-    opened = {file: open_file(file) for file in sorted({*(embedding_files or files).values()})}
-    places = {name: shard for shard in opened.values() for name in shard.shapes}
-    for name, file in embedding_files.items():
+    opened = {file: open_shard(file) for file in sorted({*(embeddings or files).values()})}
+    for name, file in embeddings.items():
         if name not in opened[file].shapes:
             raise ValueError(f"{source}: {name} is not in {file}, where the index has it")
-    shapes = {name: shard.shapes[name] for name, shard in places.items()}
-    return Weights(source, shapes, lambda name: places[name].read(name), config)
+    shards = {name: shard for shard in opened.values() for name in shard.shapes}
+    shapes = {name: shard.shapes[name] for name, shard in shards.items()}
+    return Weights(source, shapes, lambda name: shards[name].read(name), config)
 
 
 def _open_hub(name: str, revision: str | None) -> Weights:

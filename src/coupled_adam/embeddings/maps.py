@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.analysis import Analysis
-from coupled_adam.embeddings.geometry import Array
 from coupled_adam.embeddings.tokens import Undertrainedness
 from coupled_adam.errors import UsageError
 
@@ -21,38 +19,11 @@ Layout = Literal["pca", "umap"]
 
 @dataclasses.dataclass(frozen=True)
 class TokenMap:
-    """A map of n rows of one matrix.
+    """A map of n rows of one matrix: all that are finite and different from zero, or a sample."""
 
-    Attributes:
-        analysis: the matrix, its tokens and counts.
-        rows: [n], the rows; all that are finite and different from zero, or a sample.
-        xy: [n, 2], the coordinates.
-        norms: [n].
-        indicators: by name, [n]; how little the rows were trained.
-    """
-
-    analysis: Analysis
-    rows: NDArray[np.int64]
-    xy: NDArray[np.float32]
-    norms: Array
-    indicators: dict[str, Array]
-
-    def columns(self) -> dict[str, Any]:
-        """The map as a table: a list or an array for each column."""
-        vocabulary, counts = self.analysis.vocabulary, self.analysis.counts
-        entry = self.analysis.embeddings
-        table: dict[str, Any] = {
-            "model": [self.analysis.model] * len(self.rows),
-            "role": [entry.role] * len(self.rows),
-            "id": self.rows,
-            "token": [vocabulary.texts[row] for row in self.rows.tolist()],
-            "category": vocabulary.categories[self.rows].tolist(),
-            "x": self.xy[:, 0],
-            "y": self.xy[:, 1],
-        }
-        if counts is not None:
-            table["count"] = counts[self.rows]
-        return {**table, **self.indicators}
+    tokens: Undertrainedness  # the matrix, its tokens, and how little they were trained
+    rows: NDArray[np.int64]  # [n], ascending
+    xy: NDArray[np.float32]  # [n, 2], the coordinates
 
 
 def check_installed(layout: Layout, as_parquet: bool = False) -> None:
@@ -75,11 +46,8 @@ def token_maps(
     Args:
         matrices: the matrices with their indicators.
         layout: ``"pca"``, or ``"umap"``, which needs the package ``umap-learn``.
-        limit: the most rows in all maps together; None for all. From more, a fixed random sample is
-            drawn in which under-trained tokens and unused rows are kept.
-
-    Raises:
-        UsageError: if ``umap-learn`` is needed and not installed.
+        limit: the most rows in all maps together. From more, a fixed random sample is drawn in
+            which under-trained tokens and unused rows are kept.
     """
     check_installed(layout)
     share = None if limit is None else limit // len(matrices)
@@ -87,68 +55,68 @@ def token_maps(
     frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for entry in matrices:
         matrix = entry.analysis.embeddings.matrix
-        rows = _chosen(entry, share)
-        healthy = np.zeros(len(matrix), np.bool_)
-        healthy[_healthy(entry)] = True
+        healthy = np.ones(len(matrix), np.bool_)
+        healthy[entry.indicated.dead] = False
+        rows = _chosen(entry, np.flatnonzero(healthy), share)
         if layout == "umap":
-            xy = _umap(geometry.as_array(geometry.as_float64(matrix[rows])))
+            import umap
+
+            reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
+            xy = reducer.fit_transform(matrix[rows].float().cpu().numpy())
         else:
             width = matrix.shape[1]
             # The axes of the first matrix serve all others of its width: maps can then be compared.
             if width not in frames:
                 mean = geometry.mean_and_norms(matrix, healthy)[0]
-                _, basis = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))
-                axes = basis.flip(1)[:, :2]
+                axes = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))[1].flip(1)[:, :2]
                 # The sign of an eigenvector is arbitrary: its largest component is positive.
                 largest = axes.abs().argmax(0)
                 frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
-            xy = _project(matrix, rows, *frames[width])
-        indicators: dict[str, Array] = {
-            name: values[rows] for name, values in entry.indicated.indicators.items()
-        }
-        maps.append(TokenMap(entry.analysis, rows, xy, indicators["norm"], indicators))
+            mean, axes = frames[width]
+            xy = np.empty((len(rows), 2), np.float32)
+            for chunk in geometry.row_slices(len(rows), width):
+                block = geometry.as_float64(matrix[rows[chunk]])
+                xy[chunk] = geometry.as_array((block - mean) @ axes)
+        maps.append(TokenMap(entry, rows, xy))
     return maps
 
 
 def parquet(maps: Sequence[TokenMap]) -> bytes:
-    """The maps as one Parquet file, for tools such as embedding-atlas.
-
-    Its columns are ``model``, ``role``, ``id``, ``token``, ``category``, ``x``, ``y``, ``count``
-    (where counted) and the indicators, among them ``norm``.
-
-    Raises:
-        UsageError: if ``pyarrow`` is not installed.
-    """
-    check_installed("pca", as_parquet=True)
+    """The maps as one Parquet file, for tools such as embedding-atlas."""
     import pyarrow
     import pyarrow.parquet
 
-    tables = [pyarrow.table(_writable(entry.columns())) for entry in maps]
-    combined = pyarrow.concat_tables(tables, promote_options="permissive")
+    tables = []
+    for entry in maps:
+        analysis, rows = entry.tokens.analysis, entry.rows
+        vocabulary = analysis.vocabulary
+        columns: dict[str, Any] = {
+            "model": [analysis.model] * len(rows),
+            "role": [analysis.embeddings.role] * len(rows),
+            "id": rows,
+            "token": [vocabulary.texts[row] for row in rows.tolist()],
+            "category": vocabulary.categories[rows].tolist(),
+            "x": entry.xy[:, 0],
+            "y": entry.xy[:, 1],
+        }
+        if analysis.counts is not None:
+            columns["count"] = analysis.counts[rows]
+        columns |= {name: v[rows] for name, v in entry.tokens.indicated.indicators.items()}
+        # UTF-8 cannot hold lone surrogates.
+        for name in ("model", "token"):
+            columns[name] = [t.encode("utf-8", "replace").decode() for t in columns[name]]
+        tables.append(pyarrow.table(columns))
+    table = pyarrow.concat_tables(tables, promote_options="permissive")
+    table = table.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
     file = io.BytesIO()
-    combined = combined.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
-    pyarrow.parquet.write_table(combined, file)
+    pyarrow.parquet.write_table(table, file)
     return file.getvalue()
 
 
-def _writable(columns: dict[str, Any]) -> dict[str, Any]:
-    """Texts without lone surrogates, which UTF-8 cannot hold."""
-    return {
-        name: [text.encode("utf-8", "replace").decode() for text in values]
-        if isinstance(values, list)
-        else values
-        for name, values in columns.items()
-    }
-
-
-def _healthy(entry: Undertrainedness) -> NDArray[np.int64]:
-    rows = np.arange(len(entry.analysis.embeddings.matrix))
-    return np.setdiff1d(rows, entry.indicated.dead)
-
-
-def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
-    """The rows of a map."""
-    rows = _healthy(entry)
+def _chosen(
+    entry: Undertrainedness, rows: NDArray[np.int64], limit: int | None
+) -> NDArray[np.int64]:
+    """The rows of a map, of all that are healthy."""
     if limit is None or len(rows) <= limit:
         return rows
     # Half of the sample at most is what the page is made for; the rest shows what is usual.
@@ -156,21 +124,3 @@ def _chosen(entry: Undertrainedness, limit: int | None) -> NDArray[np.int64]:
     chosen = preferred[np.isin(preferred, rows)][: limit // 2]
     sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))
     return np.sort(np.concatenate([chosen, sample[: limit - len(chosen)]])).astype(np.int64)
-
-
-def _project(
-    matrix: torch.Tensor, rows: NDArray[np.int64], mean: torch.Tensor, axes: torch.Tensor
-) -> NDArray[np.float32]:
-    xy = np.empty((len(rows), 2), np.float32)
-    for chunk in geometry.row_slices(len(rows), matrix.shape[1]):
-        block = geometry.as_float64(matrix[rows[chunk]])
-        xy[chunk] = geometry.as_array((block - mean) @ axes)
-    return xy
-
-
-def _umap(rows: Array) -> NDArray[np.float32]:
-    import umap
-
-    reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
-    xy: NDArray[np.float32] = reducer.fit_transform(rows.astype(np.float32))
-    return xy

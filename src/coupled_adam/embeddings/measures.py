@@ -24,15 +24,12 @@ Better = Literal["higher", "lower"]
 
 @dataclasses.dataclass(frozen=True)
 class Healthy:
-    """The range of a measure for healthy embeddings, and where the range comes from.
+    """The range of a measure for healthy embeddings, its ends included.
 
-    Attributes:
-        source: what the range is based on, as a sentence fragment.
-        low, high: the ends of the range, which belong to it; None where there is no end. If both
-            are None, more is better, without a limit that would hold for matrices of any size.
+    Without any end more is better, without a limit that would hold for matrices of any size.
     """
 
-    source: str
+    source: str  # what the range is based on, a fragment of a sentence
     low: float | None = None
     high: float | None = None
 
@@ -40,80 +37,49 @@ class Healthy:
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
-        if self.low is None:
-            return "higher" if self.high is None else f"≤ {self.high:g}"
-        if self.high is None:
-            return f"≥ {self.low:g}"
-        symmetric = self.low == -self.high
-        return f"0 ± {self.high:g}" if symmetric else f"{self.low:g} to {self.high:g}"
+        low, high = self.low, self.high
+        if low is None:
+            return "higher" if high is None else f"≤ {high:g}"
+        if high is None:
+            return f"≥ {low:g}"
+        return f"0 ± {high:g}" if low == -high else f"{low:g} to {high:g}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What the measures are functions of; :func:`analyze` collects it in passes over the rows.
+    """What the measures are functions of; :func:`analyze` collects it in passes over the rows."""
 
-    Attributes:
-        columns: H.
-        norms: [V], ||e_i||.
-        mean_norm: ||mu||.
-        values: [min(V, H)], the singular values, descending.
-        spread: the same with the mean removed; None if all rows are equal.
-        log_z: [2, n], log Z(c) and log Z(-c) for the directions c that isotropy may need.
-        unit_log_z: the same for the rows divided by their mean norm.
-        mean_cosine: the mean cosine over all pairs of rows; NaN if there are no two directions.
-        along: [V], e_i . mu; None if the mean is zero.
-        p: [V], counts or probabilities of the tokens; None if they are not known.
-        word_similarity: the word-similarity scores; None if no sets were given.
-    """
-
-    columns: int
-    norms: Array
-    mean_norm: float
-    values: Array
-    spread: Array | None
-    log_z: Array
-    unit_log_z: Array
-    mean_cosine: float
-    along: Array | None
-    p: Array | None
+    columns: int  # H
+    norms: Array  # [V], ||e_i||
+    mean_norm: float  # ||mu||
+    values: Array  # [min(V, H)], the singular values, descending
+    spread: Array | None  # the same with the mean removed; None if all rows are equal
+    log_z: Array  # [2, n], log Z(c) and log Z(-c) for the directions c that isotropy may need
+    unit_log_z: Array  # the same for the rows divided by their mean norm
+    mean_cosine: float  # over all pairs of rows; NaN if there are no two directions
+    along: Array | None  # [V], e_i . mu; None if the mean is zero
+    p: Array | None  # [V], counts or probabilities of the tokens
     word_similarity: WordSimilarityReport | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """A number that is measured, and how it is shown.
+    """A number that is measured, and how it is shown."""
 
-    Attributes:
-        key: its name in Python, JSON, CSV and logs.
-        label: its name in tables, in words.
-        symbol: the letter for it in the paper; may be empty.
-        digits: how many decimals to show.
-        better: which values are better; None for those that only describe.
-        path: where it is in a report or in an ``evaluation.json``, as a path of keys.
-        meaning: what it says, a fragment of a sentence.
-        header: its name above a column.
-        healthy: what is healthy for a matrix as it is; None if that cannot be said.
-        of_the_mean: whether it says nothing once the mean is removed.
-        first: whether a report shows it without being asked for all measures.
-        column: whether the table of runs has a column for it, as the paper's tables have.
-        logged: whether it is logged in training, and recorded by the study.
-        centred: the header of its value with the mean removed, if that is logged as well.
-    """
-
-    key: str
-    label: str
-    symbol: str
-    digits: int
-    better: Better | None
-    path: tuple[str, ...]
-    meaning: str = ""
-    header: str = ""
-    healthy: Healthy | None = None
-    of_the_mean: bool = False
-    first: bool = False
-    column: bool = False
-    logged: bool = False
-    centred: str = ""
+    key: str  # its name in Python, JSON, CSV and logs
+    label: str  # its name in tables, in words
+    symbol: str  # the letter for it in the paper; may be empty
+    digits: int  # how many decimals to show
+    better: Better | None  # which values are better; None for those that only describe
+    path: tuple[str, ...]  # where it is in a report or in an evaluation.json, as keys
+    meaning: str = ""  # what it says, a fragment of a sentence
+    header: str = ""  # its name above a column
+    healthy: Healthy | None = None  # for a matrix as it is; None if that cannot be said
+    of_the_mean: bool = False  # whether it says nothing once the mean is removed
+    first: bool = False  # whether a report shows it without being asked for all measures
+    column: bool = False  # whether the table of runs has a column for it, as the paper's tables
+    logged: bool = False  # whether it is logged in training, and recorded by the study
+    centred: str = ""  # the header of its value with the mean removed, if that is logged as well
 
     @property
     def title(self) -> str:
@@ -144,19 +110,18 @@ _ONE_RUN = "one run each of the recipe tiny"
 
 def _measure(
     function: Callable[[Summary], float | WordSimilarityReport | None],
-    label: str,
-    symbol: str = "",
+    shown: tuple[str, str, int, Better | None],
     *,
-    digits: int,
-    better: Better | None = None,
+    tags: str = "",
     **details: Any,
 ) -> Any:
-    """Declare a measure; ``details`` are further attributes of :class:`Measure`.
+    """Declare a measure, None where the function returns None or NaN.
 
-    Args:
-        function: what computes it. The measure is None where the result is None or NaN.
+    It is shown with a label, a symbol, so many digits, and as better where it is higher or lower.
+    Tags are those flags of :class:`Measure` that are set, and details its other attributes.
     """
-    details |= {"label": label, "symbol": symbol, "digits": digits, "better": better}
+    details |= dict(zip(("label", "symbol", "digits", "better"), shown))
+    details |= dict.fromkeys(tags.split(), True)
     return dataclasses.field(metadata={"function": function, "details": details})
 
 
@@ -179,23 +144,22 @@ class Measures:
     the measures of the spectrum and the cosine are not defined.
 
     Attributes:
-        isotropy: the isotropy Iso with both signs of every eigenvector, 0 to 1; higher is better.
-        mean_norm: ||mu||; lower is better.
-        mean_norm_ratio: ||mu||^r = ||mu|| / mean_i ||e_i||, 0 to 1; lower is better.
+        isotropy: Iso with both signs of every eigenvector, 0 to 1; higher is better. Also
+            isotropy_unit, after division by the mean row norm, and isotropy_published, with the
+            signs that the linear-algebra library returns.
+        mean_norm: ||mu||; lower is better. Also mean_norm_ratio, ||mu||^r = ||mu|| / mean_i
+            ||e_i||, 0 to 1.
         word_similarity: the word-similarity scores; None if no sets were given.
         norm_frequency_correlation: rho, the correlation of ||e_i|| and log p_i over the tokens that
             occur, -1 to 1; higher is better. None without counts, or if all norms or all counts are
-            equal.
+            equal. Also norm_frequency_correlation_published, over all tokens, with log(p_i +
+            1e-10).
+        mean_frequency_correlation: that of e_i . mu and log p_i; near 0 is better. None in the same
+            cases, and if the mean is zero.
         condition: kappa = 100 sigma_min / sigma_max, 0 to 100; higher is better.
         mean_cosine_similarity: the mean over all pairs of rows, -1 to 1; lower is better.
-        effective_rank: 1 to min(V, H); higher is better.
+        effective_rank, participation_ratio: 1 to min(V, H); higher is better.
         iso_score: IsoScore, 0 to 1; higher is better. It does not depend on the mean.
-        participation_ratio: 1 to min(V, H); higher is better.
-        isotropy_unit: the isotropy after division by the mean row norm, 0 to 1; higher is better.
-        isotropy_published: the isotropy with the signs that the linear-algebra library returns.
-        norm_frequency_correlation_published: rho over all tokens, with log(p_i + 1e-10).
-        mean_frequency_correlation: the correlation of e_i . mu and log p_i, -1 to 1; near 0 is
-            better. None in the same cases as rho, and if the mean is zero.
         norm_mean, norm_std, norm_min, norm_max: statistics of ||e_i|| over the rows.
         singular_values: [min(V, H)], descending.
     """
@@ -203,92 +167,59 @@ class Measures:
     # In the order of the paper's Table 1, then as they are shown.
     isotropy: float = _measure(
         lambda rows: isotropy_of(rows.log_z),
-        "isotropy",
-        "Iso",
-        digits=2,
-        better="higher",
+        ("isotropy", "Iso", 2, "higher"),
         meaning="isotropy, 0 to 1, for both signs of every eigenvector",
         healthy=Healthy(
             f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8
         ),
-        first=True,
-        column=True,
-        logged=True,
         centred="Iso centred",
+        tags="first column logged",
     )
     mean_norm: float = _measure(
         lambda rows: rows.mean_norm,
-        "mean norm",
-        "‖μ‖",
-        digits=3,
-        better="lower",
+        ("mean norm", "‖μ‖", 3, "lower"),
         meaning="norm of the mean embedding",
-        of_the_mean=True,
-        column=True,
-        logged=True,
+        tags="column logged of_the_mean",
     )
     mean_norm_ratio: float | None = _measure(
         _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
-        "relative mean norm",
-        "‖μ‖ʳ",
-        digits=3,
-        better="lower",
+        ("relative mean norm", "‖μ‖ʳ", 3, "lower"),
         meaning="that norm relative to the mean norm",
         healthy=Healthy(
             f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05
         ),
-        of_the_mean=True,
-        first=True,
-        column=True,
-        logged=True,
+        tags="first column logged of_the_mean",
     )
     word_similarity: WordSimilarityReport | None = _measure(  # noqa: RUF009  # it is a field
         lambda rows: rows.word_similarity,
-        "word similarity, mean of the sets",
-        "r̄",
-        digits=1,
-        better="higher",
+        ("word similarity, mean of the sets", "r̄", 1, "higher"),
         path=("word_similarity", "mean"),
         meaning="the mean over the sets of r, which is 100 × the correlation of similarity with "
         "human ratings",
         healthy=Healthy(
             "57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"
         ),
-        first=True,
-        column=True,
+        tags="first column",
     )
     norm_frequency_correlation: float | None = _measure(
         lambda rows: _correlation(rows.norms, rows.p),
-        "norm vs. log frequency",
-        "ρ",
-        digits=2,
-        better="higher",
+        ("norm vs. log frequency", "ρ", 2, "higher"),
         meaning="correlation of norm and log frequency, over the tokens that occur",
         healthy=Healthy(
             f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY})", low=0.5
         ),
-        first=True,
-        column=True,
-        logged=True,
+        tags="first column logged",
     )
     condition: float | None = _measure(
         _of_length(lambda rows: geometry.condition_of(rows.values)),
-        "condition, 100 σ_min/σ_max",
-        "κ",
-        digits=2,
-        better="higher",
+        ("condition, 100 σ_min/σ_max", "κ", 2, "higher"),
         meaning="100 × smallest / largest singular value",
         healthy=Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
-        first=True,
-        column=True,
-        logged=True,
+        tags="first column logged",
     )
     mean_cosine_similarity: float | None = _measure(
         lambda rows: rows.mean_cosine,
-        "mean cosine similarity",
-        "cos",
-        digits=3,
-        better="lower",
+        ("mean cosine similarity", "cos", 3, "lower"),
         meaning="mean cosine over all pairs of rows",
         healthy=Healthy(
             "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
@@ -296,67 +227,52 @@ class Measures:
             -0.05,
             0.05,
         ),
-        first=True,
-        logged=True,
+        tags="first logged",
     )
     effective_rank: float | None = _measure(
         _of_length(lambda rows: geometry.effective_rank_of(rows.values)),
-        "effective rank",
-        digits=1,
-        better="higher",
+        ("effective rank", "", 1, "higher"),
         meaning="exponential of the entropy of the singular values (Roy & Vetterli 2007)",
         healthy=Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
-        first=True,
-        logged=True,
+        tags="first logged",
     )
     iso_score: float | None = _measure(
         _iso_score,
-        "IsoScore",
-        digits=3,
-        better="higher",
+        ("IsoScore", "", 3, "higher"),
         meaning="how evenly the variance is spread over the directions, 0 to 1",
         healthy=Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
-        first=True,
-        logged=True,
+        tags="first logged",
     )
     participation_ratio: float | None = _measure(
         _of_length(lambda rows: geometry.participation_ratio_of(rows.values)),
-        "participation ratio",
-        digits=1,
-        better="higher",
+        ("participation ratio", "", 1, "higher"),
         meaning="how many directions have most of the variance",
         healthy=Healthy("H if all directions are used equally; outliers lower it first"),
     )
     isotropy_unit: float | None = _measure(
         _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
-        "isotropy at unit mean norm",
-        digits=2,
-        better="higher",
+        ("isotropy at unit mean norm", "", 2, "higher"),
         header="Iso at unit norm",
         meaning="isotropy after division by the mean norm, with which isotropy falls",
-        logged=True,
         centred="Iso centred, at unit norm",
+        tags="logged",
     )
     isotropy_published: float = _measure(
         lambda rows: isotropy_of(rows.log_z[:1]),
-        "isotropy, as published",
-        digits=2,
+        ("isotropy, as published", "", 2, None),
         meaning="isotropy with the signs of the eigenvectors that the library happens to return",
-        of_the_mean=True,
+        tags="of_the_mean",
     )
     norm_frequency_correlation_published: float | None = _measure(
         lambda rows: _correlation(rows.norms, rows.p, "published"),
-        "norm vs. log frequency, as published",
-        digits=2,
-        better="higher",
+        ("norm vs. log frequency, as published", "", 2, "higher"),
         header="ρ as published",
         meaning="the same correlation over all tokens, with log(p + 1e-10)",
-        logged=True,
+        tags="logged",
     )
     mean_frequency_correlation: float | None = _measure(
         lambda rows: None if rows.along is None else _correlation(rows.along, rows.p),
-        "along the mean vs. log frequency",
-        digits=2,
+        ("along the mean vs. log frequency", "", 2, None),
         meaning="correlation of e · μ and log frequency",
         healthy=Healthy(
             "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
@@ -364,16 +280,18 @@ class Measures:
             -0.5,
             0.5,
         ),
-        of_the_mean=True,
+        tags="of_the_mean",
     )
     norm_mean: float = _measure(
-        lambda rows: float(rows.norms.mean()), "norm, mean over rows", "‖e‖", digits=3
+        lambda rows: float(rows.norms.mean()), ("norm, mean over rows", "‖e‖", 3, None)
     )
     norm_std: float = _measure(
-        lambda rows: float(rows.norms.std()), "norm, standard deviation", digits=3
+        lambda rows: float(rows.norms.std()), ("norm, standard deviation", "", 3, None)
     )
-    norm_min: float = _measure(lambda rows: float(rows.norms.min()), "norm, smallest", digits=3)
-    norm_max: float = _measure(lambda rows: float(rows.norms.max()), "norm, largest", digits=3)
+    norm_min: float = _measure(
+        lambda rows: float(rows.norms.min()), ("norm, smallest", "", 3, None)
+    )
+    norm_max: float = _measure(lambda rows: float(rows.norms.max()), ("norm, largest", "", 3, None))
     singular_values: list[float] = dataclasses.field(repr=False)
 
     @classmethod
@@ -382,9 +300,9 @@ class Measures:
         numbers: dict[str, Any] = {}
         for field in dataclasses.fields(Measures):
             if "function" in field.metadata:
-                value = field.metadata["function"](rows)
-                undefined = isinstance(value, float) and math.isnan(value)
-                numbers[field.name] = None if undefined else value
+                number = field.metadata["function"](rows)
+                undefined = isinstance(number, float) and math.isnan(number)
+                numbers[field.name] = None if undefined else number
         return cls(**numbers, singular_values=rows.values.tolist())
 
 
@@ -401,14 +319,13 @@ MEASURES = {
 }
 """All measures by key, in the order of tables."""
 
-_CENTRED = {
+LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | {
     f"{key}_centered": dataclasses.replace(
         measure, key=f"{key}_centered", path=("centered", *measure.path), header=measure.centred
     )
     for key, measure in MEASURES.items()
     if measure.centred
 }
-LOGGED = {key: measure for key, measure in MEASURES.items() if measure.logged} | _CENTRED
 """The measures that are logged in training and recorded by the study, by key."""
 
 

@@ -1,7 +1,8 @@
 """Measure embeddings during training; the part that both training callbacks share."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from coupled_adam.embeddings.loading import model_embeddings
 from coupled_adam.embeddings.measures import logged
 from coupled_adam.embeddings.report import analyze
 
@@ -18,53 +20,22 @@ LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
 """Values that healthy training does not reach; beyond them, a callback warns."""
 
 
-def model_embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """The embeddings of a transformers model, which may be inside another module.
-
-    Returns:
-        The parameters [V, H], which may be sharded: ``"output"``, and ``"input"`` if it is another
-        matrix. A model without a head has only an input.
-
-    Raises:
-        ValueError: if the module contains no such model.
-    """
-    # The model may be wrapped, by DDP or a LightningModule: the outermost that knows is asked.
-    for module in cast(Iterator[Any], model.modules()):
-        if hasattr(module, "get_output_embeddings") and hasattr(module, "get_input_embeddings"):
-            head, inputs = module.get_output_embeddings(), module.get_input_embeddings()
-            layers = {"output": head, "input": inputs}
-            weights = {role: layer.weight for role, layer in layers.items() if layer is not None}
-            if weights.get("input") is weights.get("output"):
-                del weights["input"]
-            if weights:
-                return weights
-    raise ValueError(
-        f"{type(model).__name__} contains no transformers model: pass embeddings=, a function that "
-        'returns its matrices, such as lambda model: {"output": model.head.weight}'
-    )
-
-
-def full_tensor(matrix: Tensor) -> Tensor:
-    """Detach a matrix, and gather it if it is a DTensor; every process must call this."""
-    matrix = matrix.detach()
-    gather = getattr(matrix, "full_tensor", None)
-    return matrix if gather is None else gather()
+def _found_embeddings(model: nn.Module) -> dict[str, Tensor]:
+    """Those of :func:`model_embeddings`, of which there must be one."""
+    matrices = model_embeddings(model)
+    if not matrices:
+        raise ValueError(
+            f"{type(model).__name__} contains no transformers model: pass embeddings=, a function "
+            'that returns its matrices, such as lambda model: {"output": model.head.weight}'
+        )
+    return matrices
 
 
 class Monitor:
     """Tells a training callback when to measure, and returns the numbers to log.
 
-    A measurement is an :func:`analyze` of each matrix and a pass over the logits. It took 0.02 s of
-    processor time for 4,096 x 64, and 6.2 s for 50,304 x 768, with the logits of 4,096 positions
-    (benchmarks/token_questions.py).
-
-    Args:
-        every: the number of steps between two measurements.
-        counts: unigram counts [V], for the correlation of norms with frequency.
-        find: a function that returns the model's matrices by role; by default
-            :func:`model_embeddings`.
-        limits: numbers by name, of which those in :data:`LIMITS` are known; a warning is given
-            when a logged value exceeds its limit, and again only after it has been below.
+    A measurement is an :func:`analyze` of each matrix and a pass over the logits (for what it
+    takes, see docs/analyze.md). The arguments are those of the callbacks.
 
     Raises:
         ValueError: if ``every`` is below 1, or a limit has an unknown name.
@@ -83,7 +54,7 @@ class Monitor:
             raise ValueError(f"limits has the name {unknown[0]!r}; known: {', '.join(LIMITS)}")
         self.every = every
         self.counts = counts
-        self.find = find or model_embeddings
+        self.find = find or _found_embeddings
         self.limits = limits
         self._last = -1
         self._exceeded: set[str] = set()
@@ -100,7 +71,6 @@ class Monitor:
     def watch(self, model: Any, step: int) -> None:
         """Prepare for the step that ends as number ``step``: note its largest logit if it is due.
 
-        This costs one pass over the logits of the steps that are measured, and nothing in others.
         It needs a transformers model whose head computes logits; a loss that is fused with the
         head does not.
         """
@@ -117,11 +87,9 @@ class Monitor:
     def _note(self, module: nn.Module, inputs: Any, logits: Any) -> None:
         local: Tensor = logits.to_local() if hasattr(logits, "to_local") else logits
         low, high = local.detach().aminmax()  # without a copy of the logits
-        largest = torch.maximum(-low, high).float()
         # A step may have several forward passes, as with gradient accumulation.
-        if self._largest_logit is not None:
-            largest = torch.maximum(largest, self._largest_logit)
-        self._largest_logit = largest
+        earlier = low if self._largest_logit is None else self._largest_logit
+        self._largest_logit = torch.maximum(torch.maximum(-low, high).float(), earlier.float())
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
         """Measure the model's embeddings; every process must call this.
@@ -131,17 +99,19 @@ class Monitor:
             here: whether this process measures. The others only help to gather the matrices.
 
         Returns:
-            The numbers by name; an empty dict unless ``here``. The names are those in
-            :data:`coupled_adam.embeddings.measures.LOGGED` with the prefix ``embeddings/`` for the
-            output embeddings, and ``input_embeddings/`` for the input embeddings if these are
-            another matrix; and ``embeddings/largest_logit``, the largest absolute logit of this
-            process in the step.
+            Those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
+            embeddings, and ``input_embeddings/`` for the input embeddings if these are another
+            matrix; and ``embeddings/largest_logit``, the largest absolute logit of this process in
+            the step. Nothing unless ``here``.
         """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
         _reshard(model)
-        matrices = {role: full_tensor(matrix) for role, matrix in self.find(model).items()}
+        matrices = {role: matrix.detach() for role, matrix in self.find(model).items()}
+        for role, matrix in matrices.items():
+            if hasattr(matrix, "full_tensor"):
+                matrices[role] = matrix.full_tensor()
         if not here:
             return {}
         numbers: dict[str, float] = {}
@@ -152,22 +122,15 @@ class Monitor:
         if self._largest_logit is not None:
             numbers["embeddings/largest_logit"] = float(self._largest_logit)
             self._largest_logit = None
-        self._warn(numbers)
-        return numbers
-
-    def _warn(self, numbers: Mapping[str, float]) -> None:
-        """Warn of values that exceed their limits and did not when they were last measured."""
-        exceeded = {
-            name
-            for name, value in numbers.items()
-            if value > self.limits.get(name.rpartition("/")[2], float("inf"))
-        }
+        # Only what was not exceeded when it was last measured is worth a warning.
+        limits = {name: self.limits.get(name.rpartition("/")[2], math.inf) for name in numbers}
+        exceeded = {name for name, number in numbers.items() if number > limits[name]}
         for name in sorted(exceeded - self._exceeded):
-            limit = self.limits[name.rpartition("/")[2]]
             warnings.warn(
-                f"{name} is {numbers[name]:.4g}, above the limit of {limit:g}", stacklevel=2
+                f"{name} is {numbers[name]:.4g}, above the limit of {limits[name]:g}", stacklevel=2
             )
         self._exceeded = exceeded
+        return numbers
 
 
 def _reshard(model: Any) -> None:

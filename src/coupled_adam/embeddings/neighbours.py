@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.geometry import Array, Embeddings, Progress
-from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.undertrained import alive_rows
 
 _QUERIES = 4096  # rows compared with all others in one pass
 _ALL = 2**16  # rows of a matrix in which hubs are counted exactly
@@ -19,17 +19,11 @@ _ALL = 2**16  # rows of a matrix in which hubs are counted exactly
 
 @dataclasses.dataclass(frozen=True)
 class Neighbours:
-    """The nearest neighbours of n rows, nearest first.
+    """The nearest neighbours of n rows, nearest first."""
 
-    Attributes:
-        rows: [n], the rows whose neighbours these are.
-        neighbours: [n, k], rows.
-        cosines: [n, k], the cosine similarities, -1 to 1.
-    """
-
-    rows: NDArray[np.int64]
-    neighbours: NDArray[np.int64]
-    cosines: NDArray[np.float32]
+    rows: NDArray[np.int64]  # [n], whose neighbours these are
+    neighbours: NDArray[np.int64]  # [n, k], rows
+    cosines: NDArray[np.float32]  # [n, k], -1 to 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +31,10 @@ class Hubness:
     """How unevenly the rows are distributed among each other's nearest neighbours.
 
     Attributes:
-        skewness: the skewness of N_k over the rows; about 0 without hubs, 10 and more with strong
-            ones. None if all N_k are equal.
-        occurrences: [V], N_k: for how many rows this row is among the k nearest; estimated from
-            the sample where not all rows were asked. Its mean is k over the rows that have a
-            direction.
+        skewness: that of N_k over the rows; about 0 without hubs, 10 and more with strong ones.
+            None if all N_k are equal.
+        occurrences: [V], N_k: for how many rows this row is among the k nearest; estimated where
+            not all rows were asked. Its mean is k over the rows that have a direction.
         k: the number of neighbours.
         queries: the number of rows whose neighbours were searched.
         exact: whether these were all rows, so that nothing is estimated.
@@ -85,8 +78,7 @@ def nearest(
     Raises:
         ValueError: if a row is not between 0 and V - 1 or has no direction, or k is out of range.
     """
-    finite, norms = finite_rows(embeddings)
-    usable = finite & (norms > 0)
+    usable = alive_rows(embeddings)
     total = len(usable)
     queries = np.asarray(rows, dtype=np.int64)
     outside = queries[(queries < 0) | (queries >= total)]
@@ -106,9 +98,8 @@ def nearest(
     for start in range(0, len(queries), _QUERIES):
         chunk = slice(start, start + _QUERIES)
 
-        def report(rows_done: int, first: int = start, size: int = len(queries[chunk])) -> None:
+        def report(share: float, first: int = start, size: int = len(queries[chunk])) -> None:
             if progress is not None:
-                share = rows_done / total if total else 1.0
                 progress(int(first + share * size), len(queries))
 
         neighbours[chunk], cosines[chunk] = _search(
@@ -138,19 +129,16 @@ def hubness(
             same fraction of Q and V.
         progress: as for :func:`nearest`.
     """
-    finite, norms = finite_rows(embeddings)
-    rows = np.flatnonzero(finite & (norms > 0))
-    queried = rows
+    queried = rows = np.flatnonzero(alive_rows(embeddings))
     if sample is None:
         sample = len(rows) if len(rows) <= _ALL else _QUERIES
     if sample < len(rows):
         queried = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
-    neighbours = nearest(embeddings, queried, k, centered=centered, progress=progress)
-    counts = np.bincount(neighbours.neighbours.reshape(-1), minlength=len(norms)).astype(np.float64)
-    skewness = _skewness(counts[rows], len(queried), len(rows))
-    return Hubness(
-        skewness, counts * (len(rows) / len(queried)), k, len(queried), len(queried) == len(rows)
-    )
+    neighbours = nearest(embeddings, queried, k, centered=centered, progress=progress).neighbours
+    counts = np.bincount(neighbours.reshape(-1), minlength=len(embeddings)).astype(np.float64)
+    asked, total = len(queried), len(rows)
+    skewness = _skewness(counts[rows], asked, total)
+    return Hubness(skewness, counts * (total / asked), k, asked, exact=asked == total)
 
 
 def _skewness(counts: Array, queries: int, total: int) -> float | None:
@@ -177,7 +165,7 @@ def _search(
     k: int,
     mean: torch.Tensor,
     candidates: NDArray[np.bool_],
-    report: Callable[[int], None],
+    report: Callable[[float], None],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The k nearest of some rows, and the cosines, in one pass over the matrix."""
     queries = _directions(geometry.as_float64(embeddings[rows]), mean)
@@ -185,9 +173,9 @@ def _search(
     best = torch.full((len(rows), k), -math.inf, device=queries.device)
     where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)
     places = torch.from_numpy(np.flatnonzero(candidates)).to(queries.device)
-    start = 0
+    total = len(places)
     for block in geometry.blocks(embeddings, candidates):
-        here = places[start : start + len(block)]
+        here, places = places.tensor_split([len(block)])
         cosines = queries @ _directions(block, mean).T
         inside = torch.isin(query_rows, here)
         if inside.any():  # no row is a neighbour of its own
@@ -197,8 +185,7 @@ def _search(
         new, index = cosines.topk(min(k, len(block)))
         best, order = torch.cat([best, new], 1).topk(k)
         where = torch.cat([where, here[index]], 1).gather(1, order)
-        start += len(block)
-        report(int(here[-1]) + 1)
+        report(1 - len(places) / total)
     return where.cpu().numpy(), best.clamp(-1, 1).cpu().numpy()
 
 

@@ -1,8 +1,7 @@
 """The isotropy of an embedding matrix, from the partition function Z(c) = sum_i exp(c . e_i).
 
 Z is computed only for directions c that can have the largest or smallest: :class:`Moments` leaves
-the others out. Exponents are computed in float64, or for large matrices in float32, if the error
-is small (see :func:`sum_partitions`).
+the others out. The exponents of large matrices are in float32 (see :func:`sum_partitions`).
 """
 
 import dataclasses
@@ -75,7 +74,7 @@ def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool
     longest = float(norms.max())
     moments = Moments(means, squares / len(norms) - means**2, longest + float(mean.norm()))
     views = [(unit, moments.can_be_extreme(unit, published))]
-    directions = Directions(axes, longest, views, published=published)
+    directions = Directions(axes, longest, views)
     sum_partitions(embeddings, [directions])
     return directions.log_z(0)
 
@@ -86,11 +85,9 @@ def isotropy_of(log_z: Array) -> float:
 
 
 def project(rows: Tensor, directions: Tensor) -> Tensor:
-    """Project rows onto directions, the columns of [H, n]; the result is [rows, n].
-
-    The result is stored column by column, which makes sums over the rows about 1.5 times as fast.
-    If the directions are, too, the product in float64 is twice as fast.
-    """
+    """Project rows onto directions, the columns of [H, n]; the result is [rows, n]."""
+    # Stored column by column, sums over the rows are about 1.5 times as fast; if the directions
+    # are, too, the product in float64 is twice as fast.
     return (directions.T @ rows.T).T
 
 
@@ -105,21 +102,16 @@ class Moments:
 
     A direction whose bounds lie between those of others can have neither the largest nor the
     smallest Z. In trained embeddings, whose variances differ a lot, those are most directions.
-
-    Attributes:
-        means, variances: m and v of each direction, [n].
-        reach: R, or a bound on it.
     """
 
-    means: Tensor
-    variances: Tensor
-    reach: float
+    means: Tensor  # [n], m of each direction
+    variances: Tensor  # [n], v
+    reach: float  # R, or a bound on it
 
     def can_be_extreme(self, unit: float, published: bool) -> Tensor:
         """Which directions can have the largest or smallest Z of E / unit, [n] booleans.
 
-        Args:
-            published: whether they are compared with one sign each, too, and not only with both.
+        If ``published``, they are compared with one sign each, too, and not only with both.
         """
         reach, means = self.reach / unit, self.means / unit
         if reach > 300 or not len(means):
@@ -136,11 +128,7 @@ class Moments:
 
 
 def _can_be_extreme(lower: Tensor, upper: Tensor, published: bool) -> Tensor:
-    """Which directions can be extreme, [n] booleans, given bounds on log Z for both signs, [2, n].
-
-    Args:
-        published: whether they are compared with one sign each, too, and not only with both.
-    """
+    """The same, given bounds on log Z for both signs, [2, n]."""
     extreme = torch.zeros_like(lower[0], dtype=torch.bool)
     if not len(extreme):
         return extreme
@@ -198,29 +186,18 @@ class LogPartition:
         return as_array((self._log_sums[1::2] - self._log_sums[::2]).exp())
 
 
+@dataclasses.dataclass
 class Directions:
     """Eigenvectors of a cloud of rows, and log Z of those that can have the largest or smallest.
 
-    Attributes:
-        axes: [H, n], the eigenvectors.
-        longest: the largest norm of the rows with the center subtracted.
-        views: for which matrices Z is needed: what the rows are divided by, and which of the first
-            m eigenvectors can be extreme, [m] booleans.
-        center: [H], what is subtracted from the rows.
-        published: whether a direction can be extreme by one of its signs alone.
+    A view is a matrix for which Z is needed: what the rows are divided by, and which of the first m
+    eigenvectors can be extreme, [m] booleans.
     """
 
-    def __init__(
-        self,
-        axes: Tensor,
-        longest: float,
-        views: Sequence[tuple[float, Tensor]],
-        center: Tensor | float = 0.0,
-        published: bool = True,
-    ) -> None:
-        self.axes, self.longest, self.center = axes, longest, center
-        self.views, self.published = views, published
-        self._partitions: dict[float, LogPartition] = {}
+    axes: Tensor  # [H, n], the eigenvectors
+    longest: float  # the largest norm of the rows with the center subtracted
+    views: list[tuple[float, Tensor]]
+    center: Tensor | float = 0.0  # [H], what is subtracted from the rows
 
     @property
     def chosen(self) -> Tensor:
@@ -268,12 +245,11 @@ class Directions:
     def narrow(self) -> None:
         """Choose only the eigenvectors that can be extreme, if log Z is that of float32."""
         views = []
-        for number, (unit, extreme) in enumerate(self.views):
-            log_z, errors = self.log_z(number), self.errors(number)
-            lower, upper = (torch.from_numpy(log_z + side * errors) for side in (-1, 1))
+        for view, (unit, extreme) in enumerate(self.views):
+            log_z, errors = (torch.from_numpy(of(view)) for of in (self.log_z, self.errors))
             narrowed = torch.zeros_like(extreme)
             narrowed[self.chosen[: len(extreme)]] = _can_be_extreme(
-                lower, upper, self.published
+                log_z - errors, log_z + errors, published=True
             ).to(extreme.device)
             views.append((unit, narrowed))
         self.views = views
@@ -290,12 +266,7 @@ def sum_partitions(
     In a large matrix the exponents c . e_i are computed in float32 first. As the isotropy is a
     ratio of two Z, its relative error is at most twice that of :meth:`Directions.errors`. If that
     is below 1e-4, the fourth digit is right. Otherwise the directions that can still be extreme are
-    computed once more in float64.
-
-    Args:
-        embeddings: [V, H].
-        clouds: what is to be computed, of the same rows.
-        keep, on_rows: as for :func:`blocks`; ``on_rows`` is called for the first pass.
+    computed once more in float64. ``on_rows`` is called for the first pass.
     """
 
     def add_all(dtype: torch.dtype, on_rows: Callable[[int], object] | None) -> None:
@@ -310,7 +281,7 @@ def sum_partitions(
         add_all(torch.float64, on_rows)
         return
     add_all(torch.float32, on_rows)
-    errors = [cloud.errors(view) for cloud in clouds for view in range(len(cloud.views))]
+    errors = (cloud.errors(view) for cloud in clouds for view in range(len(cloud.views)))
     if 2 * max(error.max(initial=0) for error in errors) > 1e-4:
         for cloud in clouds:
             cloud.narrow()

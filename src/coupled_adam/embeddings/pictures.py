@@ -15,10 +15,9 @@ _PAIRS = 200_000
 
 
 def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None = None) -> None:
-    """Draw the rows, projected onto their mean and the perpendicular direction of most variance.
+    """Draw the rows, projected onto their mean (X) and the direction across it of most variance.
 
-    The mean is marked with an X. For a large matrix a fixed random sample of the rows is drawn; the
-    mean is always that of all rows.
+    Of a large matrix a fixed random sample of the rows is drawn; the mean is that of all rows.
     """
     mean = mean_embedding(embeddings)
     sample = _sample(embeddings, _ROWS)

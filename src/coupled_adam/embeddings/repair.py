@@ -9,14 +9,13 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from coupled_adam.embeddings.loading import (
 from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
-from coupled_adam.errors import UsageError, one_line
+from coupled_adam.errors import UsageError, refused
 from coupled_adam.files import clear_leftovers, new_folder, write_atomically
 from coupled_adam.runs import MODEL, inner_runs, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
@@ -43,97 +42,6 @@ Reason = Literal["not finite", "nearly zero", "under-trained"]
 _NEARLY_ZERO = 0.01  # of the median norm
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md")
 _POSITIONS = "wpe.weight"  # GPT-2's positions, which are added to the input embeddings
-
-
-@dataclasses.dataclass(frozen=True)
-class RepairedRow:
-    """A row that was changed: why and how, and its norm before (None if not finite) and after."""
-
-    row: int
-    token: str
-    reason: Reason
-    method: Method
-    norm_before: float | None
-    norm_after: float
-
-
-@dataclasses.dataclass(frozen=True)
-class RepairedMatrix:
-    """What was changed in one matrix.
-
-    Attributes:
-        tensors: the names of the tensors that hold it; several if they are tied.
-        role: as in :class:`EmbeddingMatrix`.
-        rows: the rows that were changed.
-        mean_removed: ||mu|| of the mean that was subtracted from all rows; None if none was.
-    """
-
-    tensors: list[str]
-    role: str
-    rows: list[RepairedRow]
-    mean_removed: float | None
-
-
-def dead_rows(embeddings: geometry.Embeddings) -> dict[int, Reason]:
-    """The rows that are not finite, or have less than a hundredth of the median norm."""
-    return _dead(*finite_rows(embeddings))
-
-
-def _dead(finite: NDArray[np.bool_], norms: geometry.Array) -> dict[int, Reason]:
-    """The same, from what :func:`finite_rows` returns."""
-    if not finite.any():
-        return dict.fromkeys(range(len(norms)), "not finite")
-    small = finite & (norms <= _NEARLY_ZERO * np.median(norms[finite]))
-    return {
-        row: "nearly zero" if finite[row] else "not finite"
-        for row in np.flatnonzero(small | ~finite).tolist()
-    }
-
-
-def healthy_rows(
-    embeddings: Tensor,
-    rows: NDArray[np.int64],
-    healthy: NDArray[np.bool_],
-    *,
-    partner: Tensor | None = None,
-    noise: float = 1.0,
-    seed: int = 0,
-    on_rows: Callable[[int], object] | None = None,
-) -> Tensor:
-    """New values for some rows of an embedding matrix.
-
-    Args:
-        embeddings: [V, H].
-        rows: [n], the rows that need new values.
-        healthy: [V] booleans; the rows on which these are modelled.
-        partner: [V, H], the other matrix of the model. With it, a new row has the direction of the
-            partner's row, and the mean norm of the healthy rows. Without it, it is drawn from the
-            normal distribution that has the mean and the covariance of the healthy rows.
-        noise: the factor on the standard deviation of that distribution; with 0, all new rows are
-            the mean.
-        seed: of the distribution.
-        on_rows: called with the number of rows of each block that a pass is done with.
-
-    Returns:
-        The new values [n, H], in the dtype of ``embeddings``, on its device.
-
-    Raises:
-        ValueError: if fewer than two rows are healthy.
-    """
-    if healthy.sum() < 2:
-        raise ValueError("fewer than two rows are healthy: nothing to model new rows on")
-    mean, norms = geometry.mean_and_norms(embeddings, healthy, on_rows)
-    if partner is not None:
-        directions = geometry.as_float64(partner[rows])
-        new = torch.nn.functional.normalize(directions, dim=1) * float(norms.mean())
-    else:
-        covariance = geometry.gram(embeddings, mean, healthy, on_rows) / len(norms)
-        squares, basis = torch.linalg.eigh(covariance)
-        generator = torch.Generator().manual_seed(seed)
-        draws = torch.randn(len(rows), len(mean), generator=generator, dtype=torch.float64)
-        scale = noise * squares.clamp(min=0).sqrt()
-        new = mean + draws.to(mean.device) * scale @ basis.T
-    return new.to(embeddings.device, embeddings.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,23 +64,79 @@ class Repair:
     seed: int = 0
 
 
-class _Change(NamedTuple):
-    """A matrix [V, H] as it is in the model, and as it becomes."""
+@dataclasses.dataclass(frozen=True)
+class RepairedRow:
+    """A row that was changed: why and how, and its norm before (None if not finite) and after."""
 
-    before: Tensor
-    after: Tensor
+    row: int
+    token: str
+    reason: Reason
+    method: Method
+    norm_before: float | None
+    norm_after: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RepairedMatrix:
+    """What was changed in one matrix."""
+
+    tensors: list[str]  # the names of the tensors that hold it; several if they are tied
+    role: str  # as in EmbeddingMatrix
+    rows: list[RepairedRow]
+    mean_removed: float | None  # ||mu|| of the mean that was subtracted from all rows, if any
+
+
+def dead_rows(
+    embeddings: geometry.Embeddings, on_rows: Callable[[int], object] | None = None
+) -> dict[int, Reason]:
+    """The rows that are not finite, or have less than a hundredth of the median norm."""
+    finite, norms = finite_rows(embeddings, on_rows)
+    limit = _NEARLY_ZERO * np.median(norms[finite]) if finite.any() else 0.0
+    # The norm of a row that is not finite is NaN, and above no limit.
+    dead = np.flatnonzero(~(norms > limit)).tolist()
+    return {row: "nearly zero" if finite[row] else "not finite" for row in dead}
+
+
+def healthy_rows(
+    embeddings: Tensor,
+    rows: NDArray[np.int64],
+    healthy: NDArray[np.bool_],
+    *,
+    partner: Tensor | None = None,
+    seed: int = 0,
+    on_rows: Callable[[int], object] | None = None,
+) -> Tensor:
+    """New values [n, H] for some rows [n] of an embedding matrix [V, H], in its dtype.
+
+    Args:
+        healthy: [V] booleans; the rows on which these are modelled.
+        partner: [V, H], the other matrix of the model. With it, a new row has the direction of the
+            partner's row, and the mean norm of the healthy rows. Without it, it is drawn from the
+            normal distribution that has the mean and the covariance of the healthy rows.
+        seed: of the distribution.
+
+    Raises:
+        ValueError: if fewer than two rows are healthy.
+    """
+    if healthy.sum() < 2:
+        raise ValueError("fewer than two rows are healthy: nothing to model new rows on")
+    mean, norms = geometry.mean_and_norms(embeddings, healthy, on_rows)
+    if partner is not None:
+        directions = geometry.as_float64(partner[rows])
+        new = torch.nn.functional.normalize(directions, dim=1) * float(norms.mean())
+    else:
+        covariance = geometry.gram(embeddings, mean, healthy, on_rows) / len(norms)
+        squares, basis = torch.linalg.eigh(covariance)
+        generator = torch.Generator().manual_seed(seed)
+        draws = torch.randn(len(rows), len(mean), generator=generator, dtype=torch.float64)
+        new = mean + draws.to(mean.device) * squares.clamp(min=0).sqrt() @ basis.T
+    return new.to(embeddings.device, embeddings.dtype)
 
 
 def model_folder(model: str, revision: str | None = None) -> Path:
     """The folder of a model: itself, a run's, or that of a model on the hub, which is downloaded.
 
-    Args:
-        model: the folder of a model or a run, or an id on the hub; or a file with a matrix, which
-            is returned as it is.
-        revision: a branch, tag or commit on the hub.
-
-    Raises:
-        UsageError: if there is no such model.
+    A file is returned as it is. Raises UsageError if there is no such model.
     """
     folder = Path(model)
     if folder.is_file():
@@ -182,8 +146,7 @@ def model_folder(model: str, revision: str | None = None) -> Path:
         if not folder.exists():
             raise UsageError(f"{model} is a run that has no model yet: let it finish first")
     if folder.exists() or not is_hub_id(model):
-        runs = inner_runs(folder)
-        if runs:
+        if runs := inner_runs(folder):
             raise UsageError(f"{model} is not a model, but holds runs: name one, such as {runs[0]}")
         if not (folder / "config.json").exists():
             raise UsageError(f"{model} is not a model in Hugging Face format: no config.json in it")
@@ -198,7 +161,7 @@ def model_folder(model: str, revision: str | None = None) -> Path:
 
 
 def repair_model(
-    folder: Path,
+    source: Path,
     out: Path,
     repair: Repair,
     vocabulary: Callable[[int], Vocabulary],
@@ -212,10 +175,9 @@ def repair_model(
     token may be zero.
 
     Args:
-        folder: a model in Hugging Face format, as safetensors, sharded or not; or a matrix in a
-            ``.npy`` or ``.safetensors`` file.
-        out: the folder to write, or for a file the file, which must not exist.
-        repair: what to repair.
+        source: a folder with a model in Hugging Face format, as safetensors, sharded or not; or a
+            ``.npy`` or ``.safetensors`` file with a matrix.
+        out: the folder or the file to write, which must not exist.
         vocabulary: a function that returns what V rows stand for.
         progress: called with the number of rows done and of all rows to do, over all passes.
 
@@ -225,126 +187,178 @@ def repair_model(
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save, save_file
 
-    _check_new(out)
-    if folder.is_file():
-        return [_repair_file(folder, out, repair, vocabulary, progress)]
+    is_file = source.is_file()
+    _check_out(source, out)
+    with refused("", (ValueError, OSError)):
+        entries = load_embeddings(source)
+        config = {} if is_file else json.loads((source / "config.json").read_text("utf-8"))
+    if is_file and len(entries) > 1:
+        raise UsageError(f"{source} has input and output embeddings: name the model's folder")
+    shards = [] if is_file else _shards(source)
+    _check(repair, source, entries[-1].role, config)
+
+    passes = 4 + PASSES * repair.undertrained  # norms, mean and covariance, mean of what it becomes
+    on_rows = geometry.rows_done(progress, passes * sum(len(entry.matrix) for entry in entries))
+    reports, changes, shift = [], {}, None
+    for entry in entries:
+        partner = None
+        if repair.method == "partner":
+            (partner,) = (side.matrix for side in entries if side is not entry)
+        with refused(f"{source}: "):
+            tokens = vocabulary(len(entry.matrix))
+            rows, matrix = _repaired(entry, partner, repair, tokens, config, on_rows)
+        mean = None
+        if repair.recenter and entry.role != "input":
+            mean = geometry.mean_and_norms(matrix, on_rows=on_rows)[0]
+            for chunk in geometry.row_slices(*matrix.shape):
+                matrix[chunk] = (matrix[chunk].double() - mean).to(matrix.dtype)
+            shift = mean if entry.role == "tied" else None
+        mean_norm = None if mean is None else float(mean.norm())
+        reports.append(RepairedMatrix([entry.tensor], entry.role, rows, mean_norm))
+        if rows or mean is not None:
+            changes[entry.tensor] = entry.matrix, matrix
+
+    clear_leftovers(out.parent)
+    if source.suffix == ".npy" and is_file:
+        array = io.BytesIO()
+        np.save(array, matrix.numpy())
+        write_atomically(out, array.getvalue())
+    elif is_file:
+        write_atomically(out, save(*_changed_tensors(source, changes, None)[:2]))
+    else:
+        with _explained(source, out), new_folder(out, replace=False) as temporary:
+            _copy_all_but(shards, source, temporary)
+            for shard in shards:
+                tensors, metadata, replaced = _changed_tensors(shard, changes, shift)
+                save_file(tensors, temporary / shard.name, metadata)
+                # Other files may hold the same matrix under another name, which changes as well.
+                for report in reports:
+                    same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
+                    report.tensors.extend(name for name in same if name not in report.tensors)
+    return reports
+
+
+def _check_out(source: Path, out: Path) -> None:
+    """Raise UsageError unless the copy can become ``out``."""
+    if os.path.lexists(out):
+        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    if source.is_file() and not out.suffix == source.suffix in (".npy", ".safetensors"):
+        raise UsageError(
+            f"{source} and --out {out} must both end in .npy or both in .safetensors: a single "
+            "matrix is written as it was read"
+        )
     # The copy would otherwise copy itself.
-    if folder.resolve() in out.resolve().parents:
+    if source.resolve() in out.resolve().parents:
         raise UsageError(f"--out {out} is inside of the model's folder: choose one beside it")
     if not out.parent.is_dir():
         raise UsageError(f"--out: there is no folder {out.parent}: create it first")
-    try:
-        entries = load_embeddings(folder)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from None
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The safetensors of a model, all of which are there and its own."""
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise UsageError(f"{folder} has no safetensors: save the model as safetensors first")
     for shard in shards:
         if not _is_file_of(folder, shard):
             raise UsageError(f"{shard} is no file of the model's folder: copy it there")
-    _check_shards(folder)
-    _check(repair, folder, entries[-1].role, config)
-    reports, changed, shift = _changes(folder, entries, repair, vocabulary, config, progress)
-    clear_leftovers(out.parent)
-    with _explained(out), new_folder(out, replace=False) as temporary:
-        _copy_all_but(shards, folder, temporary)
-        for shard in shards:
-            tensors, metadata, replaced = _changed_tensors(shard, changed, shift)
-            save_file(tensors, temporary / shard.name, metadata)
-            for report in reports:
-                # Other files may hold the same matrix under another name, which is changed as well.
-                same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
-                report.tensors.extend(name for name in same if name not in report.tensors)
-    return reports
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        named = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        if missing := sorted(named - {shard.name for shard in shards}):
+            raise UsageError(
+                f"{folder} lacks {missing[0]}, which its index names: download it first"
+            )
+    return shards
 
 
-def _repair_file(
-    path: Path,
-    out: Path,
-    repair: Repair,
-    vocabulary: Callable[[int], Vocabulary],
-    progress: geometry.Progress | None,
-) -> RepairedMatrix:
-    """Write a copy of a file with a matrix that is repaired; all other tensors keep their bits."""
-    suffixes = (".npy", ".safetensors")
-    if path.suffix not in suffixes or out.suffix != path.suffix:
+def _check(repair: Repair, source: Path, role: str, config: Mapping[str, Any]) -> None:
+    """Raise UsageError if the model does not allow what is asked for."""
+    if repair.method == "partner" and role != "output":
         raise UsageError(
-            f"{path} and --out {out} must both end in .npy or both in .safetensors: a single "
-            "matrix is written as it was read"
+            f"--method partner needs input and output embeddings: those of {source} "
+            "are tied, or one of them is missing"
         )
-    if not out.parent.is_dir():
-        raise UsageError(f"--out: there is no folder {out.parent}: create it first")
-    try:
-        entries = load_embeddings(path)
-    except (ValueError, OSError) as error:
-        raise UsageError(one_line(error)) from None
-    if len(entries) > 1:
-        raise UsageError(f"{path} has input and output embeddings: name the model's folder")
-    _check(repair, path, entries[0].role, {})
-    (report,), changed, _ = _changes(path, entries, repair, vocabulary, {}, progress)
-    clear_leftovers(out.parent)
-    if path.suffix == ".npy":
-        file = io.BytesIO()
-        np.save(file, (changed[""].after if changed else entries[0].matrix).numpy())
-        content = file.getvalue()
-    else:
-        from safetensors.torch import save
-
-        tensors, metadata, _ = _changed_tensors(path, changed, None)
-        content = save(tensors, metadata)
-    write_atomically(out, content)
-    return report
+    if not repair.recenter:
+        return
+    if role == "input":
+        raise UsageError(f"--recenter: {source} has no output embeddings")
+    # Capped logits are not shifted alike, and models with images have the text's values in a part.
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else config
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_softcap"):
+        if text.get(name):
+            raise UsageError(
+                f"--recenter would change the function of {source}: its logits are capped ({name})"
+            )
+    if role == "tied" and config.get("model_type") != "gpt2":
+        raise UsageError(
+            f"--recenter would change the function of {source}: its embeddings are tied, and it "
+            "has no learned positions like GPT-2's to take up the mean on the input side"
+        )
 
 
-def _changes(
-    folder: Path,
-    entries: Sequence[EmbeddingMatrix],
+def _repaired(
+    entry: EmbeddingMatrix,
+    partner: Tensor | None,
     repair: Repair,
-    vocabulary: Callable[[int], Vocabulary],
+    vocabulary: Vocabulary,
     config: Mapping[str, Any],
-    progress: geometry.Progress | None,
-) -> tuple[list[RepairedMatrix], dict[str, _Change], Tensor | None]:
-    """What is to be changed: reports, changes by tensor, and the shift of GPT-2's positions."""
-    passes = 4 + PASSES * repair.undertrained  # norms, mean and covariance, mean of what it becomes
-    on_rows = geometry.RowsDone(progress, passes * sum(len(entry.matrix) for entry in entries))
-    reports, changed, shift = [], {}, None
-    for entry in entries:
-        partner = None
-        if repair.method == "partner":
-            (partner,) = (side.matrix for side in entries if side is not entry)
-        tokens = vocabulary(len(entry.matrix))
-        try:
-            rows, matrix = _repaired(entry, partner, repair, tokens, config, on_rows)
-        except ValueError as error:
-            raise UsageError(f"{folder}: {error}") from None
-        mean_norm = None
-        if repair.recenter and entry.role != "input":
-            mean = geometry.mean_and_norms(matrix, on_rows=on_rows)[0]
-            mean_norm = float(mean.norm())
-            for chunk in geometry.row_slices(*matrix.shape):
-                matrix[chunk] = (matrix[chunk].double() - mean).to(matrix.dtype)
-            shift = mean if entry.role == "tied" else None
-        reports.append(RepairedMatrix([entry.tensor], entry.role, rows, mean_norm))
-        if rows or mean_norm is not None:
-            changed[entry.tensor] = _Change(entry.matrix, matrix)
-    return reports, changed, shift
-
-
-def _check_new(out: Path) -> None:
-    if os.path.lexists(out):
-        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    on_rows: Callable[[int], object],
+) -> tuple[list[RepairedRow], Tensor]:
+    """The rows of a matrix that need new values, and a copy of the matrix with them."""
+    matrix = entry.matrix
+    reasons = dead_rows(matrix, on_rows)
+    # Rows that belong to no token were hardly trained, and are no model for others.
+    healthy = vocabulary.categories != "none"
+    healthy[list(reasons)] = False
+    padding = config.get("pad_token_id")
+    if isinstance(padding, int) and 0 <= padding < len(matrix):
+        healthy[padding] = False
+        if reasons.get(padding) == "nearly zero":  # by design: torch.nn.Embedding's padding_idx
+            del reasons[padding]
+    if repair.undertrained:
+        untrained = undertrained_tokens(entry, vocabulary, on_rows=on_rows)
+        if untrained.limit is None:
+            raise ValueError(
+                "--undertrained needs at least three rows that are known to be unused, such as "
+                "rows without a token, and that resemble each other; there are none"
+            )
+        for row in untrained.alike.tolist():
+            reasons.setdefault(row, "under-trained")
+        healthy[untrained.alike] = False
+        healthy &= ~untrained.unused
+    rows = np.array(sorted(reasons), dtype=np.int64)
+    # A row that is dead in the partner as well has no direction there, and is drawn.
+    directed = np.zeros(len(rows), np.bool_)
+    if partner is not None:
+        directed = ~np.isin(rows, list(dead_rows(partner)))
+    repaired = matrix.clone()
+    for chosen, side in ((directed, partner), (~directed, None)):
+        if chosen.any():
+            repaired[rows[chosen]] = healthy_rows(
+                matrix, rows[chosen], healthy, partner=side, seed=repair.seed, on_rows=on_rows
+            )
+    before, after = (geometry.as_float64(m[rows]).norm(dim=1).tolist() for m in (matrix, repaired))
+    changed = [
+        RepairedRow(
+            row,
+            vocabulary.name(row),
+            reasons[row],
+            "partner" if directed[index] else "sample",
+            before[index] if np.isfinite(before[index]) else None,
+            after[index],
+        )
+        for index, row in enumerate(rows.tolist())
+    ]
+    return changed, repaired
 
 
 @contextlib.contextmanager
-def _explained(out: Path) -> Iterator[None]:
-    """Refuse what others have put at ``out`` meanwhile, as if it had been there from the start.
-
-    What the disk has refused to safetensors is an OSError, too.
-    """
+def _explained(source: Path, out: Path) -> Iterator[None]:
+    """Refuse what others have put at ``out`` meanwhile; make an OSError of safetensors' own."""
     from safetensors import SafetensorError
 
     try:
@@ -355,7 +369,7 @@ def _explained(out: Path) -> Iterator[None]:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(out)) from error
     except OSError:
-        _check_new(out)
+        _check_out(source, out)
         raise
 
 
@@ -382,146 +396,43 @@ def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
 
 
 def _is_file_of(folder: Path, path: Path) -> bool:
-    """Whether a path is a regular file, and no link that leads out of the folder.
-
-    What a link may lead to is not the model's: a private file, or a device without an end.
+    """Whether a path is a regular file, and no link out of the folder: what it may lead to is a
+    private file, or a device without an end.
     """
-    if not path.is_file():
-        return False
-    with contextlib.suppress(ValueError):
+    try:
         check_inside(folder, str(path.relative_to(folder)))
-        return True
-    return False
-
-
-def _check_shards(folder: Path) -> None:
-    """Raise UsageError unless all files of the model's index are there."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return
-    named = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-    missing = sorted(name for name in named if not (folder / name).exists())
-    if missing:
-        raise UsageError(f"{folder} lacks {missing[0]}, which its index names: download it first")
-
-
-def _check(repair: Repair, folder: Path, role: str, config: Mapping[str, Any]) -> None:
-    """Raise UsageError if the model does not allow what is asked for."""
-    if repair.method == "partner" and role != "output":
-        raise UsageError(
-            f"--method partner needs input and output embeddings: those of {folder} "
-            "are tied, or one of them is missing"
-        )
-    if not repair.recenter:
-        return
-    if role == "input":
-        raise UsageError(f"--recenter: {folder} has no output embeddings")
-    # Capped logits are not shifted alike, and models with images have the text's values in a part.
-    text = config.get("text_config")
-    text = text if isinstance(text, Mapping) else config
-    for name in ("final_logit_softcapping", "logits_soft_cap", "output_softcap"):
-        if text.get(name):
-            raise UsageError(
-                f"--recenter would change the function of {folder}: its logits are capped ({name})"
-            )
-    if role == "tied" and config.get("model_type") != "gpt2":
-        raise UsageError(
-            f"--recenter would change the function of {folder}: its embeddings are tied, and it "
-            "has no learned positions like GPT-2's to take up the mean on the input side"
-        )
-
-
-def _repaired(
-    entry: EmbeddingMatrix,
-    partner: Tensor | None,
-    repair: Repair,
-    vocabulary: Vocabulary,
-    config: Mapping[str, Any],
-    on_rows: Callable[[int], object],
-) -> tuple[list[RepairedRow], Tensor]:
-    """The rows of a matrix that need new values, and a copy of the matrix with them."""
-    matrix = entry.matrix
-    finite, norms = finite_rows(matrix, on_rows)
-    reasons = _dead(finite, norms)
-    healthy = np.ones(len(matrix), np.bool_)
-    healthy[list(reasons)] = False
-    padding = config.get("pad_token_id")
-    if isinstance(padding, int) and 0 <= padding < len(matrix):
-        healthy[padding] = False
-        if reasons.get(padding) == "nearly zero":  # by design: torch.nn.Embedding's padding_idx
-            del reasons[padding]
-    # Rows that belong to no token were hardly trained, and are no model for others.
-    healthy &= vocabulary.categories != "none"
-    if repair.undertrained:
-        untrained = undertrained_tokens(entry, vocabulary, on_rows=on_rows)
-        if untrained.limit is None:
-            raise ValueError(
-                "--undertrained needs at least three rows that are known to be unused, such as "
-                "rows without a token, and that resemble each other; there are none"
-            )
-        for row in untrained.alike.tolist():
-            reasons.setdefault(row, "under-trained")
-        healthy[untrained.alike] = False
-        healthy &= ~untrained.unused
-    rows = np.array(sorted(reasons), dtype=np.int64)
-    # A row that is dead in the partner as well has no direction there, and is drawn.
-    directed = np.zeros(len(rows), np.bool_)
-    if partner is not None:
-        directed = ~np.isin(rows, list(dead_rows(partner)))
-    new = torch.empty(len(rows), matrix.shape[1], dtype=matrix.dtype)
-    for chosen, side in ((directed, partner), (~directed, None)):
-        if chosen.any():
-            new[torch.from_numpy(chosen)] = healthy_rows(
-                matrix, rows[chosen], healthy, partner=side, seed=repair.seed, on_rows=on_rows
-            )
-    changed = [
-        RepairedRow(
-            row,
-            vocabulary.name(row),
-            reasons[row],
-            "partner" if directed[index] else "sample",
-            None if math.isnan(norms[row]) else float(norms[row]),
-            float(new[index].double().norm()),
-        )
-        for index, row in enumerate(rows.tolist())
-    ]
-    repaired = matrix.clone()
-    repaired[torch.from_numpy(rows)] = new
-    return changed, repaired
+    except (ValueError, RuntimeError, OSError):  # of a link to elsewhere, or to itself
+        return False
+    return path.is_file()
 
 
 def _changed_tensors(
-    source: Path, changed: Mapping[str, _Change], shift: Tensor | None
+    file: Path, changes: Mapping[str, tuple[Tensor, Tensor]], shift: Tensor | None
 ) -> tuple[dict[str, Tensor], dict[str, str] | None, dict[str, str]]:
-    """The tensors of a file with their changes, its metadata, and what was replaced by which.
+    """The tensors of a file, its metadata, and by which change (before, after) each was replaced.
 
-    A tensor with the same bits as a changed one, and the name of an embedding, is tied to it.
+    A tensor with the same bits as the one before, and the name of an embedding, is tied to it.
     """
     from safetensors import safe_open
 
     replaced = {}
-    with safe_open(source, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
-        metadata = file.metadata()
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        metadata = opened.metadata()
     for name, tensor in tensors.items():
         # What is taken from each tied input embedding, each position gives back.
         if shift is not None and name.endswith(_POSITIONS):
             tensors[name] = (tensor.double() + shift).to(tensor.dtype)
-        if name in changed:
-            replaced[name] = name
-        elif name.endswith((*INPUT_NAMES, *OUTPUT_NAMES)):
-            same = (twin for twin, c in changed.items() if _same_bits(tensor, c.before))
-            if (twin := next(same, None)) is not None:
+        is_embedding = name.endswith((*INPUT_NAMES, *OUTPUT_NAMES))
+        for twin, (before, _) in changes.items():
+            if name == twin or (is_embedding and _same_bits(tensor, before)):
                 replaced[name] = twin
     # Each is a copy of its own, as safetensors refuses tensors that share memory.
-    tensors |= {name: changed[twin].after.clone() for name, twin in replaced.items()}
+    tensors |= {name: changes[twin][1].clone() for name, twin in replaced.items()}
     return tensors, metadata, replaced
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two matrices are equal, NaN included."""
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-    )
+    bits = (x.contiguous().view(torch.uint8) for x in (a, b))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(*bits)

@@ -1,6 +1,5 @@
 """All measures of one embedding matrix, as an object, a table, and JSON."""
 
-import contextlib
 import dataclasses
 import html
 import json
@@ -19,7 +18,7 @@ from coupled_adam.embeddings.centering import top_directions
 from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, as_array
-from coupled_adam.embeddings.loading import load_embeddings
+from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
 from coupled_adam.embeddings.partition import Directions, Moments, sum_partitions
 from coupled_adam.embeddings.similarity import WordSimilaritySet, similarity_of, word_vectors
@@ -63,8 +62,7 @@ class EmbeddingReport(Measures):
 
     def _repr_html_(self) -> str:
         """The diagnosis, the table, and the spectra if matplotlib is installed."""
-        spectra = _spectra([variant for _, variant in self._variants()])
-        return f"<p>{html.escape(self.diagnosis)}</p>{self.table().__html__()}{spectra}"
+        return f"<p>{html.escape(self.diagnosis)}</p>{self.table().__html__()}{self._spectra()}"
 
     @property
     def diagnosis(self) -> str:
@@ -80,24 +78,24 @@ class EmbeddingReport(Measures):
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""
-        variants = self._variants()
         rows: list[list[str | Cell]] = []
         for measure in MEASURES.values():
-            value, *changed = (measure.of(variant) for _, variant in variants)
-            if value is None:
-                continue
-            cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
-            texts = map(measure.text, changed)
-            rows.append([measure.label, measure.symbol, cell, *texts, str(measure.healthy or "")])
+            value, *changed = (measure.of(variant) for variant in self._variants)
+            if value is not None:
+                cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
+                healthy = str(measure.healthy or "")
+                rows.append(
+                    [measure.label, measure.symbol, cell, *map(measure.text, changed), healthy]
+                )
         for label, number in (
             ("tokens never seen, left out of correlations", self.unseen_tokens),
             ("rows left out of all measures", self.excluded_rows or None),
         ):
             if number is not None:
                 rows.append([label, "", str(number), "", "", ""])
-        size = f"{self.vocab_size} x {self.hidden_size}"
-        columns = ["", "", *(name for name, _ in variants), "healthy"]
-        return Table(columns, rows, f"Embeddings, {size}", left=(0, 1, 5))
+        columns = ["", "", "as it is", "- mean", f"- top {self.top_directions}", "healthy"]
+        title = f"Embeddings, {self.vocab_size} x {self.hidden_size}"
+        return Table(columns, rows, title, left=(0, 1, 5))
 
     def to_frame(self) -> "pandas.DataFrame":
         """The measures as a data frame: a row for each, by key, and a column for each variant.
@@ -107,17 +105,32 @@ class EmbeddingReport(Measures):
         """
         import pandas
 
-        names = ("as_is", "centered", "all_but_the_top")
         numbers = {
             name: [measure.of(variant) for measure in MEASURES.values()]
-            for name, (_, variant) in zip(names, self._variants())
+            for name, variant in zip(("as_is", "centered", "all_but_the_top"), self._variants)
         }
         return pandas.DataFrame(numbers, index=[*MEASURES], dtype=float)
 
-    def _variants(self) -> list[tuple[str, Measures]]:
-        """The matrix as it is and changed, each with its title."""
-        top = f"- top {self.top_directions}"
-        return [("as it is", self), ("- mean", self.centered), (top, self.all_but_the_top)]
+    @property
+    def _variants(self) -> tuple[Measures, Measures, Measures]:
+        return self, self.centered, self.all_but_the_top
+
+    def _spectra(self) -> str:
+        """The singular values of the three variants as an image; empty without matplotlib."""
+        try:
+            from coupled_adam.embeddings.pictures import plot_spectrum
+            from coupled_adam.rendering.pictures import single
+        except ModuleNotFoundError:  # it is not needed for anything else here
+            return ""
+
+        def draw(ax: "Axes") -> None:
+            for number, label in enumerate(("as is", "- mean", "- top directions")):
+                values = np.array(self._variants[number].singular_values)
+                if values.any():
+                    plot_spectrum(ax, values, f"C{number}", label)
+
+        picture = single(draw, "singular values")
+        return f'<img alt="{picture.caption}" src="{picture.data}">'
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
@@ -126,24 +139,6 @@ class EmbeddingReport(Measures):
     def to_json(self) -> str:
         """The attributes as a JSON object, in full precision; None becomes null."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
-
-def _spectra(variants: Sequence[Measures]) -> str:
-    """The singular values of the three variants as an image; empty without matplotlib."""
-    try:
-        from coupled_adam.embeddings.pictures import plot_spectrum
-        from coupled_adam.rendering.pictures import single
-    except ModuleNotFoundError:  # it is not needed for anything else here
-        return ""
-
-    def draw(ax: "Axes") -> None:
-        for number, label in enumerate(("as is", "- mean", "- top directions")):
-            values = np.array(variants[number].singular_values)
-            if values.any():
-                plot_spectrum(ax, values, f"C{number}", label)
-
-    picture = single(draw, "singular values")
-    return f'<img alt="{picture.caption}" src="{picture.data}">'
 
 
 PASSES = 4
@@ -168,21 +163,19 @@ def analyze(
     error of the isotropy is then at most 1e-4 (see :func:`sum_partitions`).
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Also a module with one
+        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Or a module with one
             such matrix, such as ``nn.Embedding``, or a model of transformers, whose output
-            embeddings are measured if it has any, and otherwise its input embeddings. Or a path, or
-            the name of a model on the hub, as :func:`load_embeddings` takes it: the same matrix of
-            that model, without rows that are zero or not finite.
+            embeddings are measured if it has any, and otherwise its input embeddings. Or what
+            :func:`load_embeddings` takes, without rows that are zero or not finite.
         counts: unigram counts or probabilities [V], for the correlations with frequency; those of a
             run's folder are found in it.
         sets: word-similarity sets, as :func:`read_word_similarity` returns them.
         token_ids: a function from a word to its token id, needed with ``sets``; see
             :func:`single_tokens`.
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
-        directions: the number of top principal directions to remove; by default H / 100, rounded
-            up. See :func:`all_but_the_top`.
-        on_rows: called with the number of rows of each block that a pass is done with, to show
-            the progress: together :data:`PASSES` times the number of rows that are measured.
+        directions: as for :func:`all_but_the_top`.
+        on_rows: called with the number of rows of each block that a pass is done with: together
+            :data:`PASSES` times the number of rows that are measured.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
@@ -206,12 +199,13 @@ def analyze(
     measured = _checked_keep(keep, rows)
     p = None if counts is None else checked_counts(counts, rows)
     unseen = None if p is None else int((p == 0).sum())
+    p = p if p is None or measured is None else p[measured]
     words: list[str] = []
     vectors = np.zeros((0, columns))
     if sets is not None:
         if token_ids is None:
             raise ValueError("sets needs token_ids, a function from a word to its token id")
-        words, vectors = word_vectors(embeddings, sets, _kept_tokens(token_ids, measured))
+        words, vectors = word_vectors(embeddings, sets, token_ids, measured)
 
     mean, norms = geometry.mean_and_norms(embeddings, measured, on_rows)
     geometry.check_not_zero(float(norms.max()))
@@ -220,12 +214,13 @@ def analyze(
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
     squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
     centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
+    left = columns - top
+    top_axes = centred_basis[:, left:]
 
     # Rows equal to the mean differ from it by rounding errors only; the floor treats them as zero.
     floor = 1e-12 * float(norms.max())
     raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
     along = torch.empty_like(norms)
-    top_axes = centred_basis[:, columns - top :]
     start = 0
     for block in geometry.blocks(embeddings, measured, on_rows):
         along[start : start + len(block)] = block @ mean
@@ -237,77 +232,74 @@ def analyze(
 
     # Z comes last, because the isotropy at unit mean norm needs the norms; and only for directions
     # that can have the largest or smallest.
-    means, left = mean @ basis, columns - top
-    raw_views = raw.views(means, squares / used - means**2, centred.longest)
-    centred_views = centred.views(0 * means, centred_squares / used, centred.longest)
-    # In the basis of the principal directions, removing the top ones means dropping columns.
-    topless_views = topless.views(0 * means[:left], centred_squares[:left] / used, topless.longest)
-    raw_directions = Directions(basis, raw.longest, raw_views)
-    centred_directions = Directions(
-        centred_basis, centred.longest, centred_views + topless_views, mean
+    means, variances = mean @ basis, centred_squares / used
+    raw_directions = Directions(
+        basis, raw.longest, raw.views(means, squares / used - means**2, centred.longest)
     )
+    # In the basis of the principal directions, removing the top ones means dropping columns.
+    centred_views = centred.views(0 * means, variances, centred.longest)
+    centred_views += topless.views(0 * means[:left], variances[:left], topless.longest)
+    centred_directions = Directions(centred_basis, centred.longest, centred_views, mean)
     sum_partitions(embeddings, [raw_directions, centred_directions], measured, on_rows)
     topless_squares = centred_squares.clone()
-    topless_squares[columns - top :] = 0
-
-    p = p if p is None or measured is None else p[measured]
+    topless_squares[left:] = 0
     centred_vectors = vectors - as_array(mean)
-    removed = as_array(top_axes)
-    topless_vectors = centred_vectors - centred_vectors @ removed @ removed.T
+    axes = as_array(top_axes)
+    topless_vectors = centred_vectors - centred_vectors @ axes @ axes.T
 
     def measures(
-        cloud: _Cloud, squares: Tensor, log_z: Sequence[Array], word_vectors: Array, **more: Any
+        cloud: _Cloud, squares: Tensor, log_z: Sequence[Array], word_vectors: Array, **raw: Any
     ) -> Measures:
+        """Those of a cloud, whose mean is zero unless ``raw`` has what depends on it."""
+        norms = as_array(cloud.norms)
+        values = geometry.singular_values_of(squares.sort().values, used)
+        # Z of a direction that was removed is that of a zero for every row.
+        removed = (0, 0), (0, int(squares[-1] == 0))
+        of_zero = [np.pad(z, removed, constant_values=math.log(used)) for z in log_z]
         scores = None if sets is None else similarity_of(words, word_vectors, sets, cloud.floor)
-        return Measures.of(cloud.summary(squares, log_z, p, word_similarity=scores, **more))
+        centred = {"mean_norm": 0.0, "along": None, "spread": values if norms.any() else None}
+        return Measures.of(
+            Summary(
+                columns=columns,
+                norms=norms,
+                values=values,
+                log_z=of_zero[0],
+                unit_log_z=of_zero[1],
+                mean_cosine=cloud.angles.mean_cosine(),
+                p=p,
+                word_similarity=scores,
+                **(centred | raw),
+            )
+        )
 
     # IsoScore is that of the covariance, by definition.
     spread = None
     if centred.norms.any():
         spread = geometry.singular_values_of(centred_squares, used)
-    raw_measures = measures(
-        raw,
-        squares,
-        [raw_directions.log_z(0), raw_directions.log_z(1)],
-        vectors,
-        mean_norm=float(mean.norm()),
-        along=as_array(along),
-        spread=spread,
-    )
-    of_centred = [centred_directions.log_z(view) for view in range(4)]
+    of_mean = {"mean_norm": float(mean.norm()), "along": as_array(along), "spread": spread}
+    log_z = [raw_directions.log_z(view) for view in range(2)]
+    centred_log_z = [centred_directions.log_z(view) for view in range(4)]
     return EmbeddingReport(
-        **vars(raw_measures),
+        **vars(measures(raw, squares, log_z, vectors, **of_mean)),
         vocab_size=rows,
         hidden_size=columns,
         excluded_rows=rows - used,
         unseen_tokens=unseen,
-        centered=measures(centred, centred_squares, of_centred[:2], centred_vectors),
-        all_but_the_top=measures(topless, topless_squares, of_centred[2:], topless_vectors),
+        centered=measures(centred, centred_squares, centred_log_z[:2], centred_vectors),
+        all_but_the_top=measures(topless, topless_squares, centred_log_z[2:], topless_vectors),
         top_directions=top,
     )
 
 
 def _matrix_of(module: nn.Module) -> Tensor:
     """The output embeddings of a model, or its input embeddings, or the matrix of a layer."""
-    # Models of transformers know their embeddings; any other module is searched for a table.
-    layers: list[Any] = [module]
-    for name in ("get_output_embeddings", "get_input_embeddings"):
-        getter = getattr(module, name, None)
-        if callable(getter):
-            with contextlib.suppress(NotImplementedError):  # of models without a text
-                layers.append(getter())
-    layers = [layer for layer in layers[1:] if layer is not None] or layers[:1]
-    weight = getattr(layers[0], "weight", None)
-    if isinstance(weight, Tensor):
-        return weight.detach()
-    tables = {
-        name: layer.weight.detach()
-        for name, layer in module.named_modules()
-        if isinstance(layer, nn.Embedding)
-    }
-    if len(tables) == 1:
-        return next(iter(tables.values()))
-    has = f"has several: {', '.join(tables)}" if tables else "has none"
+    for weight in (*model_embeddings(module).values(), getattr(module, "weight", None)):
+        if isinstance(weight, Tensor):
+            return weight.detach()
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, nn.Embedding)}
+    if len(layers) == 1:
+        return next(iter(layers.values())).weight.detach()
+    has = f"has several: {', '.join(layers)}" if layers else "has none"
     raise ValueError(
         f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
         "Pass the matrix itself, such as model.embed_tokens.weight"
@@ -315,7 +307,7 @@ def _matrix_of(module: nn.Module) -> Tensor:
 
 
 class _Cloud:
-    """Accumulates the measures of one of a report's three variants, block by block."""
+    """The norms and the angles of one of a report's three variants, block by block."""
 
     def __init__(self, rows: int, floor: float) -> None:
         self.floor = floor
@@ -330,11 +322,6 @@ class _Cloud:
         self.angles.add(vectors, norms, self.floor)
 
     @property
-    def unit(self) -> float:
-        """The mean norm; 1 if it is zero."""
-        return float(self.norms.mean()) or 1.0
-
-    @property
     def longest(self) -> float:
         """The largest norm."""
         return float(self.norms.max())
@@ -342,41 +329,11 @@ class _Cloud:
     def views(self, means: Tensor, variances: Tensor, reach: float) -> list[tuple[float, Tensor]]:
         """As they are and at unit mean norm: see :class:`Directions` and ``Moments``."""
         moments = Moments(means, variances, reach)
+        unit = float(self.norms.mean()) or 1.0
         return [
             (1.0, moments.can_be_extreme(1.0, True)),
-            (self.unit, moments.can_be_extreme(self.unit, False)),
+            (unit, moments.can_be_extreme(unit, False)),
         ]
-
-    def summary(
-        self, squares: Tensor, log_z: Sequence[Array], p: Array | None, **more: Any
-    ) -> Summary:
-        """What the measures need to know of these rows.
-
-        Args:
-            squares: [H], the eigenvalues of E^T E.
-            log_z: log Z of the directions as they are, and at unit mean norm.
-            p: counts or probabilities of the tokens.
-            more: attributes of :class:`Summary` that differ from those of rows whose mean is zero.
-        """
-        norms = as_array(self.norms)
-        values = geometry.singular_values_of(squares.sort().values, len(norms))
-        as_is, at_unit = (_with_removed_direction(z, squares, len(norms)) for z in log_z)
-        centred = {"mean_norm": 0.0, "along": None, "spread": values if norms.any() else None}
-        return Summary(
-            columns=len(squares),
-            norms=norms,
-            values=values,
-            log_z=as_is,
-            unit_log_z=at_unit,
-            mean_cosine=self.angles.mean_cosine(),
-            p=p,
-            **(centred | more),
-        )
-
-
-def _with_removed_direction(log_z: Array, squares: Tensor, rows: int) -> Array:
-    """Log Z [2, n], with that of a direction that was removed, exp(0) for every row, if any was."""
-    return np.pad(log_z, ((0, 0), (0, int(squares[-1] == 0))), constant_values=math.log(rows))
 
 
 def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.bool_] | None:
@@ -391,17 +348,3 @@ def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.b
     if not chosen.any():
         raise ValueError("keep must be True for at least one row")
     return chosen
-
-
-def _kept_tokens(
-    token_ids: Callable[[str], int | None], keep: NDArray[np.bool_] | None
-) -> Callable[[str], int | None]:
-    """Wrap ``token_ids`` so that it returns None for tokens that are left out."""
-
-    def token_id(word: str) -> int | None:
-        token = token_ids(word)
-        if token is None or keep is None or not 0 <= token < len(keep) or keep[token]:
-            return token
-        return None
-
-    return token_id

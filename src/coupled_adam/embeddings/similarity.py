@@ -1,5 +1,6 @@
 """Compare embeddings with human judgements of word similarity."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, check
@@ -67,64 +69,46 @@ class WordSimilarityReport:
 
 @dataclasses.dataclass(frozen=True)
 class _Format:
-    """The file format in which a set was published.
-
-    Attributes:
-        file: the name of the file.
-        sha256: the digest of the copy that is downloaded.
-        columns: the smallest and the largest number of columns in a line.
-        rating: the index of the column with the rating.
-        separator: the separator of the columns.
-        highest: the upper end of the rating scale, which starts at 0.
-        tagged: whether words end in their part of speech, as in ``sun-n``.
-        header: the first word of the header line, which is missing in some copies.
-    """
+    """The file in which a set was published, the digest of what is downloaded, and the columns."""
 
     file: str
     sha256: str
-    columns: tuple[int, int]
-    rating: int
+    columns: tuple[int, int] = (3, 3)  # at least and at most
+    rating: int = 2  # the column with the rating
     separator: str = "\t"
-    highest: float = 10
-    tagged: bool = False
-    header: str | None = None
+    highest: float = 10  # the upper end of the rating scale, which starts at 0
+    tagged: bool = False  # whether words end in their part of speech, as in sun-n
+    header: str | None = None  # the first word of the header line, which some copies lack
 
 
 _FORMATS = {
     "MEN": _Format(
-        file="MEN_dataset_lemma_form_full",
-        sha256="d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
+        "MEN_dataset_lemma_form_full",
+        "d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
         separator=" ",
-        columns=(3, 3),
-        rating=2,
         highest=50,
         tagged=True,
     ),
     # The individual ratings follow their mean; some pairs have fewer than ten.
     "RW": _Format(
-        file="rw.txt",
-        sha256="f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
+        "rw.txt",
+        "f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
         columns=(10, 13),
-        rating=2,
     ),
     "SimLex-999": _Format(
-        file="SimLex-999.txt",
-        sha256="34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
+        "SimLex-999.txt",
+        "34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
         columns=(10, 10),
         rating=3,
         header="word1",
     ),
     "WordSim-353 similarity": _Format(
-        file="wordsim_similarity_goldstandard.txt",
-        sha256="f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107",
-        columns=(3, 3),
-        rating=2,
+        "wordsim_similarity_goldstandard.txt",
+        "f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107",
     ),
     "WordSim-353 relatedness": _Format(
-        file="wordsim_relatedness_goldstandard.txt",
-        sha256="66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa",
-        columns=(3, 3),
-        rating=2,
+        "wordsim_relatedness_goldstandard.txt",
+        "66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa",
     ),
 }
 _SOURCE = (
@@ -140,7 +124,7 @@ def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
     2015), and the two halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
 
     Returns:
-        The sets that were found, by name.
+        The sets by name.
 
     Raises:
         ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
@@ -236,8 +220,9 @@ def word_vectors(
     embeddings: Embeddings,
     sets: Mapping[str, WordSimilaritySet],
     token_ids: Callable[[str], int | None],
+    keep: NDArray[np.bool_] | None = None,
 ) -> tuple[list[str], Array]:
-    """The words of the sets that are single tokens, and their embeddings, [words, H]."""
+    """The words of the sets that are single tokens (of those to keep), and their embeddings."""
     check(embeddings)
     # Sorted, so that the order of the words does not depend on Python's hashes.
     words = {word for entry in sets.values() for pair in entry.pairs for word in pair}
@@ -248,10 +233,13 @@ def word_vectors(
                 f"the token id of {word!r} is {token}, but must be between 0 and "
                 f"{len(embeddings) - 1}: does the tokenizer belong to these embeddings?"
             )
-    vectors = as_array(as_float64(embeddings[list(ids.values())]))
+    if keep is not None:
+        ids = {word: token for word, token in ids.items() if keep[token]}
+    rows = list(ids.values())
+    vectors = as_array(as_float64(embeddings[rows]))
     finite = np.isfinite(vectors).all(axis=1)
     if not finite.all():
-        row = list(ids.values())[int(np.argmin(finite))]
+        row = rows[int(np.argmin(finite))]
         raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
     return list(ids), vectors
 
@@ -264,30 +252,26 @@ def similarity_of(
 ) -> WordSimilarityReport:
     """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
     largest = np.abs(vectors).max(axis=1, initial=0)
-    used = [i for i in range(len(words)) if largest[i] > floor]
+    used = np.flatnonzero(largest > floor)
     # Scaled, as the squares of tiny and of huge numbers would underflow or overflow in float64.
     rows = {}
-    for i in used:
+    for i in used.tolist():
         direction = vectors[i] / largest[i]
         direction /= np.linalg.norm(direction)
         rows[words[i]] = (vectors[i] / largest[used].max(), direction)
     scores = {name: _score(entry, rows) for name, entry in sets.items()}
-    return WordSimilarityReport(
-        scores,
-        _mean([score.r for score in scores.values()]),
-        _mean_interval(list(scores.values())),
-        _mean([score.dot for score in scores.values()]),
-    )
+    mean, dot_mean = (_mean([getattr(s, key) for s in scores.values()]) for key in ("r", "dot"))
+    return WordSimilarityReport(scores, mean, _mean_interval([*scores.values()], mean), dot_mean)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    defined = [value for value in values if value is not None]
-    return math.fsum(defined) / len(defined) if defined and len(defined) == len(values) else None
+def _mean(numbers: Sequence[float | None]) -> float | None:
+    defined = [number for number in numbers if number is not None]
+    complete = len(defined) == len(numbers) > 0
+    return math.fsum(defined) / len(defined) if complete else None
 
 
-def _mean_interval(scores: Sequence[SetScore]) -> tuple[float, float] | None:
+def _mean_interval(scores: Sequence[SetScore], mean: float | None) -> tuple[float, float] | None:
     """The interval of a mean of independent correlations with variances (1 - r^2)^2 / (n - 3)."""
-    mean = _mean([score.r for score in scores])
     if mean is None or any(score.pairs < 4 for score in scores):
         return None
     variances = [(100 - (score.r or 0) ** 2 / 100) ** 2 / (score.pairs - 3) for score in scores]
@@ -330,15 +314,19 @@ def _read(path: Path, layout: _Format) -> WordSimilaritySet:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     pairs, ratings = [], []
+    least, most = layout.columns
     for number, line in enumerate(lines, 1):
         fields = line.split(layout.separator)
         if not line.strip() or (number == 1 and fields[0] == layout.header):
             continue
-        words, rating = fields[:2], _rating(fields, layout)
+        words, rating = fields[:2], math.nan
         # Of sun-n only the word counts; a word without a tag makes the line invalid below.
         if layout.tagged:
             words = [word[:-2] for word in words if word[-2:] in ("-n", "-v", "-j")]
-        if rating is None or len(words) != 2 or not all(words):
+        if least <= len(fields) <= most:
+            with contextlib.suppress(ValueError):
+                rating = float(fields[layout.rating])
+        if not 0 <= rating <= layout.highest or len(words) != 2 or not all(words):
             raise ValueError(
                 f"{path}, line {number}: expected two words and a rating from 0 to "
                 f"{layout.highest:g} in column {layout.rating + 1}, not {line[:100]!r}"
@@ -348,15 +336,3 @@ def _read(path: Path, layout: _Format) -> WordSimilaritySet:
     if not pairs:
         raise ValueError(f"{path} contains no pairs")
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
-
-
-def _rating(fields: list[str], layout: _Format) -> float | None:
-    """The rating in a line; None if the line has an unexpected format."""
-    least, most = layout.columns
-    if not least <= len(fields) <= most:
-        return None
-    try:
-        rating = float(fields[layout.rating])
-    except ValueError:
-        return None
-    return rating if 0 <= rating <= layout.highest else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Changes, compare, frequency_slope, match_rows
-from coupled_adam.embeddings.geometry import Progress, RowsDone
+from coupled_adam.embeddings.geometry import Progress, rows_done
 from coupled_adam.embeddings.neighbours import Hubness, Neighbours, hubness, nearest
 from coupled_adam.embeddings.undertrained import (
     INDICATORS,
@@ -25,7 +24,7 @@ from coupled_adam.embeddings.undertrained import (
 from coupled_adam.embeddings.verification import Verification, verify
 from coupled_adam.embeddings.vocabulary import CATEGORIES
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, refused
 from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import SECOND_MOMENTS, by_step
 
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NEIGHBOURS = 10
-VARIANTS = {"raw": False, "centered": True}
-"""The two ways in which neighbours are searched: as the rows are, and with their mean removed."""
+_VARIANTS = {"raw": "as it is", "centered": "mean removed"}
+"""The two ways in which neighbours are searched, and how they are shown."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,35 +46,37 @@ class Undertrainedness:
 
     @property
     def rows(self) -> list[int]:
-        """The rows to name: the candidates, and those that look like unused ones, if these are
-        more.
-        """
+        """The rows to name: the candidates, or those like unused ones if these are more."""
         rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
         return rows
 
     def to_dict(self) -> dict[str, Any]:
         """The counts of each category, and all rows that are named, as plain values."""
-        alike = {*self.indicated.alike.tolist()}
-        asked = self.verification
-        verified = {}
+        result, vocabulary, asked = self.indicated, self.analysis.vocabulary, self.verification
+        alike = {*result.alike.tolist()}
+        verified: dict[str, Any] = {}
+        answers: dict[int, dict[str, Any]] = {}
         if asked is not None:
             verified = {
                 "can_verify": asked.is_able,
                 "controls_repeated": asked.control_probabilities.tolist(),
             }
+            said = zip(asked.rows.tolist(), asked.probabilities.tolist(), asked.verdicts())
+            answers = {row: {"repeated": p, "verdict": verdict} for row, p, verdict in said}
         return {
-            **_categories(self.analysis),
-            "unused_rows": int(self.indicated.unused.sum()),
-            "dead_rows": self.indicated.dead.tolist(),
-            "order_by": self.indicated.order_by,
-            "limit": self.indicated.limit,
+            "categories": dict(collections.Counter(vocabulary.categories.tolist())),
+            "surplus_tokens": vocabulary.surplus,
+            "unused_rows": int(result.unused.sum()),
+            "dead_rows": result.dead.tolist(),
+            "order_by": result.order_by,
+            "limit": result.limit,
             **verified,
             "tokens": [
                 {
                     **_described(self.analysis, row),
-                    **self._values(row),
+                    **{name: float(values[row]) for name, values in result.indicators.items()},
                     "like_unused": row in alike,
-                    **self._answers.get(row, {}),
+                    **answers.get(row, {}),
                 }
                 for row in self.rows
             ],
@@ -83,53 +84,44 @@ class Undertrainedness:
 
     def table(self, number: int) -> Table:
         """The first of the rows that are named, for the terminal."""
-        result, counts = self.indicated, self.analysis.counts
-        kinds = _categories(self.analysis)
-        counted = [
-            f"{kinds['categories'][name]} {name}"
-            for name in CATEGORIES
-            if name in kinds["categories"]
-        ]
-        parts = [
-            f"rows by category: {', '.join(counted)}",
+        result, numbers = self.indicated, self.to_dict()
+        has_verdicts, has_counts = self.verification is not None, self.analysis.counts is not None
+        kinds = numbers["categories"]
+        counted = ", ".join(f"{kinds[name]} {name}" for name in CATEGORIES if name in kinds)
+        notes = [
+            f"rows by category: {counted}",
             f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}",
         ]
-        if kinds["surplus_tokens"]:
-            parts.append(f"{kinds['surplus_tokens']} tokens of the tokenizer have no row")
+        if numbers["surplus_tokens"]:
+            notes.append(f"{numbers['surplus_tokens']} tokens of the tokenizer have no row")
         if len(result.dead):
-            parts.append(f"{len(result.dead)} rows are zero or not finite")
+            notes.append(f"{len(result.dead)} rows are zero or not finite")
         # Without a limit nothing tells a rare token from an unused one, which should be said.
         if result.limit is None:
-            parts.append(
+            notes.append(
                 "the rows that are known to be unused are too few, or do not resemble each other: "
                 "candidates may be tokens that are merely rare, or well trained"
             )
         else:
-            parts.append(
-                f"{len(result.alike)} tokens cannot be told from the {int(result.unused.sum())} "
+            notes.append(
+                f"{len(result.alike)} tokens cannot be told from the {numbers['unused_rows']} "
                 "rows that are known to be unused (marked with *)"
             )
-        columns = ["id", "token", "category"]
-        columns += [] if self.verification is None else ["repeated", "verdict"]
-        columns += [
-            INDICATORS[key].replace("principal component", "PC") for key in result.indicators
-        ]
-        columns += [] if counts is None else ["count"]
-        alike = {*result.alike.tolist()}
+        # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
+        columns = ["id", "token", "category", *["repeated", "verdict"] * has_verdicts]
+        columns += [INDICATORS[k].replace("principal component", "PC") for k in result.indicators]
+        columns += ["count"] * has_counts
         rows = []
-        for row in self.rows[:number]:
-            cells = [f"{'*' if row in alike else ''}{row}", self.analysis.vocabulary.name(row)]
-            cells.append(str(self.analysis.vocabulary.categories[row]))
-            # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
-            if self.verification is not None:
-                answer = self._answers[row]
-                cells += [f"{answer['repeated']:.2%}", answer["verdict"]]
-            cells += [f"{result.indicators[name][row]:.4f}" for name in result.indicators]
-            cells += [] if counts is None else [f"{counts[row]:g}"]
+        for token in numbers["tokens"][:number]:
+            cells = [f"{'*' if token['like_unused'] else ''}{token['id']}"]
+            cells += [self.analysis.vocabulary.name(token["id"]), token["category"]]
+            cells += [f"{token['repeated']:.2%}", token["verdict"]] if has_verdicts else []
+            cells += [f"{token[name]:.4f}" for name in result.indicators]
+            cells += [f"{token['count']:g}"] if has_counts else []
             rows.append(cells)
         title = f"Under-trained tokens: {self.analysis.label}"
-        verdicts = () if self.verification is None else (4,)
-        return Table(columns, rows, title, ["; ".join(parts)], left=(1, 2, *verdicts), lead=2)
+        left = (1, 2, 4) if has_verdicts else (1, 2)
+        return Table(columns, rows, title, ["; ".join(notes)], left=left, lead=2)
 
     @property
     def diagnosis(self) -> list[str]:
@@ -137,36 +129,14 @@ class Undertrainedness:
         asked = self.verification
         return [*self.analysis.diagnosis, *([] if asked is None else [asked.sentence])]
 
-    def _values(self, row: int) -> dict[str, float]:
-        return {name: float(values[row]) for name, values in self.indicated.indicators.items()}
-
-    @functools.cached_property
-    def _answers(self) -> dict[int, dict[str, Any]]:
-        """By row, the probability that the model repeats the token, and the verdict."""
-        asked = self.verification
-        if asked is None:
-            return {}
-        answers = zip(asked.rows.tolist(), asked.probabilities.tolist(), asked.verdicts())
-        return {row: {"repeated": p, "verdict": verdict} for row, p, verdict in answers}
-
 
 def find_undertrained(
     analysis: Analysis, share: float = 0.02, progress: Progress | None = None
 ) -> Undertrainedness:
-    """Find the under-trained tokens among the reachable ones of an analysis.
-
-    Args:
-        share: as for :func:`undertrained`.
-        progress: called with the number of rows done and of all rows to do, over all passes.
-
-    Raises:
-        UsageError: if no row is finite and different from zero.
-    """
-    on_rows = RowsDone(progress, PASSES * len(analysis.embeddings.matrix))
-    try:
+    """Find the under-trained tokens of an analysis, or say why there is no row to compare."""
+    on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
+    with refused(f"{analysis.model}: "):
         result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
-    except ValueError as error:
-        raise UsageError(f"{analysis.model}: {error}") from None
     return Undertrainedness(analysis, result)
 
 
@@ -179,23 +149,16 @@ def verify_undertrained(
     """Ask the model to repeat the under-trained tokens, and as many that are well trained.
 
     Those are drawn from the half of the other reachable tokens that is the more frequent one or,
-    without counts, has the higher indicator.
-
-    Args:
-        model: the causal language model that was analyzed.
-        length, progress: as for :func:`verify`.
-
-    Raises:
-        UsageError: if the model has no tokenizer, or as :func:`verify` does.
+    without counts, has the higher indicator. For the rest see :func:`verify`.
     """
     analysis, indicated = undertrained.analysis, undertrained.indicated
     if analysis.tokenizer is None:
         raise UsageError(f"--verify needs a tokenizer, which {analysis.model} has not")
     ranks = indicated.indicators[indicated.order_by] if analysis.counts is None else analysis.counts
     rows = np.array(undertrained.rows, np.int64)
-    others = analysis.vocabulary.categories == "ok"
-    others[[*rows, *indicated.dead, *np.flatnonzero(indicated.unused)]] = False
-    best = np.flatnonzero(others)[np.argsort(-ranks[others], kind="stable")]
+    candidates = analysis.vocabulary.categories == "ok"
+    candidates[[*rows, *indicated.dead, *np.flatnonzero(indicated.unused)]] = False
+    best = np.flatnonzero(candidates)[np.argsort(-ranks[candidates], kind="stable")]
     best = best[: -(-len(best) // 2)]
     size = min(len(rows), len(best))
     controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
@@ -205,13 +168,7 @@ def verify_undertrained(
 
 @dataclasses.dataclass(frozen=True)
 class Neighbourhood:
-    """The neighbours of some tokens of one analysis, and the hubs among all.
-
-    Attributes:
-        nearest: the neighbours as the rows are (``"raw"``), and with their mean removed
-            (``"centered"``).
-        hubs: the hubness for both.
-    """
+    """The neighbours of some tokens of one analysis, and the hubs among all, for each variant."""
 
     analysis: Analysis
     nearest: dict[str, Neighbours]
@@ -220,17 +177,16 @@ class Neighbourhood:
     def to_dict(self) -> dict[str, Any]:
         """The neighbours of each token, and the hubs, as plain values."""
         name = self.analysis.vocabulary.name
+
+        def near(index: int, neighbours: Neighbours) -> list[dict[str, Any]]:
+            pairs = zip(neighbours.neighbours[index].tolist(), neighbours.cosines[index].tolist())
+            return [{"id": row, "token": name(row), "cosine": cosine} for row, cosine in pairs]
+
         return {
             "neighbours": [
                 {
                     **_described(self.analysis, int(row)),
-                    **{
-                        variant: [
-                            {"id": int(token), "token": name(token), "cosine": float(cosine)}
-                            for token, cosine in zip(side.neighbours[index], side.cosines[index])
-                        ]
-                        for variant, side in self.nearest.items()
-                    },
+                    **{variant: near(index, side) for variant, side in self.nearest.items()},
                 }
                 for index, row in enumerate(self.nearest["raw"].rows)
             ],
@@ -250,36 +206,23 @@ class Neighbourhood:
 
     def tables(self) -> list[Table]:
         """The neighbours and the hubs, for the terminal."""
-        name = self.analysis.vocabulary.name
-        lines = []
-        for index, row in enumerate(self.nearest["raw"].rows):
-            for (variant, side), shown in zip(self.nearest.items(), ("as it is", "mean removed")):
-                pairs = zip(side.neighbours[index], side.cosines[index])
-                listed = ", ".join(f"{name(neighbour)} {cosine:.2f}" for neighbour, cosine in pairs)
-                lines.append([name(row) if variant == "raw" else "", shown, listed])
-        hubs = []
-        for shown, hub in zip(("as it is", "mean removed"), self.hubs.values()):
-            skewness = "–" if hub.skewness is None else f"{hub.skewness:.2f}"
-            largest = ", ".join(
-                f"{name(row)} {hub.occurrences[row]:.0f}" for row in hub.largest(NEIGHBOURS)
-            )
-            hubs.append([shown, skewness, largest])
+        name, numbers = self.analysis.vocabulary.name, self.to_dict()
+        lines, hubs = [], []
+        for entry in numbers["neighbours"]:
+            for variant, shown in _VARIANTS.items():
+                listed = ", ".join(f"{n['token']} {n['cosine']:.2f}" for n in entry[variant])
+                lines.append([name(entry["id"]) if variant == "raw" else "", shown, listed])
+        for variant, entry in numbers["hubness"].items():
+            skewness = "–" if entry["skewness"] is None else f"{entry['skewness']:.2f}"
+            largest = (f"{name(hub['id'])} {hub['occurrences']:.0f}" for hub in entry["largest"])
+            hubs.append([_VARIANTS[variant], skewness, ", ".join(largest)])
         # Large matrices are asked for a sample of their rows only.
-        estimated = "skewness" if self.hubs["raw"].exact else "skewness, estimated"
-        return [
-            Table(
-                ["token", "", "neighbours and their cosines"],
-                lines,
-                f"Nearest by cosine: {self.analysis.label}",
-                left=(0, 1, 2),
-            ),
-            Table(
-                ["", f"{estimated} of N_k", f"largest hubs and their N_k (k = {NEIGHBOURS})"],
-                hubs,
-                f"Hubs: {self.analysis.label}",
-                left=(0, 2),
-            ),
-        ]
+        skewness = "skewness" if self.hubs["raw"].exact else "skewness, estimated"
+        label = self.analysis.label
+        columns = ["token", "", "neighbours and their cosines"]
+        nearest = Table(columns, lines, f"Nearest by cosine: {label}", left=(0, 1, 2))
+        columns = ["", f"{skewness} of N_k", f"largest hubs and their N_k (k = {NEIGHBOURS})"]
+        return [nearest, Table(columns, hubs, f"Hubs: {label}", left=(0, 2))]
 
 
 def find_neighbours(
@@ -287,76 +230,46 @@ def find_neighbours(
 ) -> Neighbourhood:
     """Find the neighbours of tokens, or of the ten most frequent ones, and the hubs.
 
-    Args:
-        tokens: as :meth:`Vocabulary.row` takes them; none for the most frequent ones, or without
-            counts for none but the hubs.
-        progress: as for :func:`nearest`; called for the hubs, which take the most time.
-
-    Raises:
-        UsageError: if a token is none of the model's, or there are too few rows.
+    Tokens are as :meth:`Vocabulary.row` takes them. Raises UsageError if one of them is none of the
+    model's, or there are too few rows.
     """
-    matrix = analysis.embeddings.matrix
+    matrix, counts = analysis.embeddings.matrix, analysis.counts
     rows = [analysis.vocabulary.row(token) for token in tokens]
-    if not tokens and analysis.counts is not None:
-        dead = {*analysis.dead}
-        order = np.argsort(-analysis.counts, kind="stable").tolist()
-        rows = [row for row in order if row not in dead][:NEIGHBOURS]
-    try:
-        return Neighbourhood(
-            analysis,
-            {name: nearest(matrix, rows, NEIGHBOURS, centered=c) for name, c in VARIANTS.items()},
-            {
-                name: hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
-                for name, centered in VARIANTS.items()
-            },
-        )
-    except ValueError as error:
-        raise UsageError(f"{analysis.model}: {error}") from None
-
-
-def _categories(analysis: Analysis) -> dict[str, Any]:
-    vocabulary = analysis.vocabulary
-    return {
-        "categories": dict(collections.Counter(vocabulary.categories.tolist())),
-        "surplus_tokens": vocabulary.surplus,
-    }
-
-
-def _described(analysis: Analysis, row: int) -> dict[str, Any]:
-    """The id, the token and its count, for JSON."""
-    vocabulary, counts = analysis.vocabulary, analysis.counts
-    return {
-        "id": row,
-        "token": vocabulary.texts[row],
-        "category": str(vocabulary.categories[row]),
-        "count": None if counts is None else counts[row].item(),
-    }
+    if not tokens and counts is not None:
+        order = np.argsort(-counts, kind="stable")
+        rows = order[~np.isin(order, analysis.dead)][:NEIGHBOURS].tolist()
+    near, hubs = {}, {}
+    with refused(f"{analysis.model}: "):
+        for variant in _VARIANTS:
+            centered = variant == "centered"
+            near[variant] = nearest(matrix, rows, NEIGHBOURS, centered=centered)
+            hubs[variant] = hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
+    return Neighbourhood(analysis, near, hubs)
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What changed from one analysis to another.
-
-    Attributes:
-        before, after: the two.
-        changes: what changed.
-        norm_slopes: the slope of log norm against log count, before and after; None without counts.
-        moment_slopes: the same for the rows' second moments; None where the model is not a run of
-            this package, which keeps them.
-    """
+    """What changed from one analysis to another; pairs are before and after."""
 
     before: Analysis
     after: Analysis
     changes: Changes
-    norm_slopes: tuple[float | None, float | None]
-    moment_slopes: tuple[float | None, float | None]
+    norm_slopes: tuple[float | None, float | None]  # of log norm against log count
+    moment_slopes: tuple[
+        float | None, float | None
+    ]  # of the rows' second moments, which our runs keep
 
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers, and the hundred tokens that moved most, as plain values."""
+    def to_dict(self, movers: int = 100) -> dict[str, Any]:
+        """The numbers, and the tokens that moved most, at most so many, as plain values."""
         changes, pairs = self.changes, self.changes.pairs
+        frequency = changes.norm_frequency
+        before, after = (
+            {"model": a.model, "role": a.embeddings.role, "tensor": a.embeddings.tensor}
+            for a in (self.before, self.after)
+        )
         return {
-            "before": _matrix(self.before),
-            "after": _matrix(self.after),
+            "before": before,
+            "after": after,
             "matched_by": pairs.by,
             "matched": len(pairs.first),
             "new_rows": len(pairs.new),
@@ -364,59 +277,52 @@ class Comparison:
             "cka": changes.cka,
             "mean_shift": changes.mean_shift,
             "mean_norm_ratio": list(changes.mean_norm_ratio),
-            "norm_frequency_correlation": _finite_list(changes.norm_frequency),
+            "norm_frequency_correlation": frequency and [_finite(rho) for rho in frequency],
             "norm_frequency_slope": list(self.norm_slopes),
             "second_moment_frequency_slope": list(self.moment_slopes),
             "groups": {name: dataclasses.asdict(group) for name, group in changes.groups.items()},
+            # Named by their rows in the second matrix, which is the one that is there to look at.
             "movers": [
                 {
                     **_described(self.after, int(pairs.second[index])),
                     "cosine": None if changes.cosines is None else _finite(changes.cosines[index]),
                     "norm_ratio": _finite(changes.norm_ratios[index]),
                 }
-                for index in changes.movers(100)
+                for index in changes.movers(movers)
             ],
         }
 
     def tables(self, number: int) -> list[Table]:
         """The numbers, the groups of rows, and the first of the movers, for the terminal."""
-        changes, pairs = self.changes, self.changes.pairs
+        numbers = self.to_dict(number)
         totals = [
-            [f"tokens of both, matched by {pairs.by}", f"{len(pairs.first)}"],
-            ["rows of the second only", f"{len(pairs.new)}"],
-            ["rows of the first only", f"{len(pairs.gone)}"],
-            ["linear CKA", f"{changes.cka:.4f}"],
-            ["shift of the mean / mean norm", _shown(changes.mean_shift)],
-            ["‖μ‖ʳ before, after", ", ".join(map(_shown, changes.mean_norm_ratio))],
-            ["ρ before, after", ", ".join(map(_shown, changes.norm_frequency or (None, None)))],
-            ["slope of log norm / log count", ", ".join(map(_shown, self.norm_slopes))],
-            ["slope of log ν / log count", ", ".join(map(_shown, self.moment_slopes))],
+            [f"tokens of both, matched by {numbers['matched_by']}", str(numbers["matched"])],
+            ["rows of the second only", str(numbers["new_rows"])],
+            ["rows of the first only", str(numbers["gone_rows"])],
         ]
-        groups = [
-            [
-                name,
-                str(group.rows),
-                _shown(group.cosine_median),
-                _shown(group.cosine_min),
-                _shown(group.norm_ratio_median),
-                _shown(group.norm_relative),
-            ]
-            for name, group in changes.groups.items()
-        ]
-        # Named by their rows in the second matrix, which is the one that is there to look at.
+        for label, key in (
+            ("linear CKA", "cka"),
+            ("shift of the mean / mean norm", "mean_shift"),
+            ("‖μ‖ʳ before, after", "mean_norm_ratio"),
+            ("ρ before, after", "norm_frequency_correlation"),
+            ("slope of log norm / log count", "norm_frequency_slope"),
+            ("slope of log ν / log count", "second_moment_frequency_slope"),
+        ):
+            pair = numbers[key] if isinstance(numbers[key], list) else [numbers[key]]
+            totals.append([label, ", ".join(map(_shown, pair))])
+        groups = []
+        for name, group in numbers["groups"].items():
+            rows, *statistics = group.values()
+            groups.append([name, str(rows), *map(_shown, statistics)])
         movers = []
-        for index in changes.movers(number):
-            row = int(pairs.second[index])
-            cosine = None if changes.cosines is None else changes.cosines[index]
-            ratio = changes.norm_ratios[index]
-            movers.append(
-                [str(row), self.after.vocabulary.name(row), _shown(cosine), _shown(ratio)]
-            )
-        rows = ["", "rows", "median cos", "lowest cos", "norm after / before", "norm / mean"]
+        for token in numbers["movers"]:
+            change = _shown(token["cosine"]), _shown(token["norm_ratio"])
+            movers.append([str(token["id"]), self.after.vocabulary.name(token["id"]), *change])
+        heads = ["", "rows", "median cos", "lowest cos", "norm after / before", "norm / mean"]
         moved = ["id", "token", "cos", "norm after / before"]
         return [
             Table(["", ""], totals, f"From {self.before.label} to {self.after.label}"),
-            Table(rows, groups, "Rows"),
+            Table(heads, groups, "Rows"),
             Table(moved, movers, "Tokens that moved most", left=(1,)),
         ]
 
@@ -426,36 +332,21 @@ def compare_analyses(
 ) -> list[Comparison]:
     """Compare the matrices of two models, input with input and output with output.
 
-    A tied matrix is compared with both matrices of a model that is not tied.
-
-    Args:
-        before, after: what is compared.
-        progress: as for :func:`compare`, for each pair of matrices.
-
-    Raises:
-        UsageError: if they have no matrices or no tokens in common.
+    A tied matrix is compared with both matrices of a model that is not tied. Raises UsageError if
+    they have no matrices or no tokens in common.
     """
     comparisons = []
-    for earlier in before:
-        for later in after:
+    for first in before:
+        for second in after:
             # A matrix that is tied, or whose role is not known, may be compared with either.
-            roles = {earlier.embeddings.role, later.embeddings.role}
-            if roles == {"input", "output"}:
+            if {first.embeddings.role, second.embeddings.role} == {"input", "output"}:
                 continue
-            try:
-                pairs = match_rows(earlier.vocabulary, later.vocabulary)
-                changes = compare(
-                    earlier.embeddings.matrix,
-                    later.embeddings.matrix,
-                    pairs,
-                    later.counts,
-                    progress=progress,
-                )
-            except ValueError as error:
-                raise UsageError(f"--compare {earlier.model} {later.model}: {error}") from None
-            slopes = [_slopes(analysis) for analysis in (earlier, later)]
-            norms, moments = ((slopes[0][index], slopes[1][index]) for index in (0, 1))
-            comparisons.append(Comparison(earlier, later, changes, norms, moments))
+            matrices = first.embeddings.matrix, second.embeddings.matrix
+            with refused(f"--compare {first.model} {second.model}: "):
+                pairs = match_rows(first.vocabulary, second.vocabulary)
+                changes = compare(*matrices, pairs, second.counts, progress=progress)
+            norms, moments = zip(_slopes(first), _slopes(second))
+            comparisons.append(Comparison(first, second, changes, norms, moments))
     if not comparisons:
         raise UsageError(
             f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"
@@ -472,27 +363,27 @@ def _slopes(analysis: Analysis) -> tuple[float | None, float | None]:
     saved = by_step(Path(analysis.model) / SECOND_MOMENTS, ".npy")
     if not saved:
         return norms, None
-    try:
+    with refused("--compare: "):
         moments = read_array(saved[max(saved)])
-    except ValueError as error:
-        raise UsageError(f"--compare: {error}") from None
     if moments.shape != (len(matrix),):
         return norms, None
     return norms, frequency_slope(moments.astype(np.float64), counts)
 
 
-def _matrix(analysis: Analysis) -> dict[str, str]:
-    entry = analysis.embeddings
-    return {"model": analysis.model, "role": entry.role, "tensor": entry.tensor}
+def _described(analysis: Analysis, row: int) -> dict[str, Any]:
+    """The id, the token and its count, for JSON."""
+    vocabulary, counts = analysis.vocabulary, analysis.counts
+    return {
+        "id": row,
+        "token": vocabulary.texts[row],
+        "category": str(vocabulary.categories[row]),
+        "count": None if counts is None else counts[row].item(),
+    }
 
 
-def _shown(value: float | None) -> str:
-    return "–" if value is None or not np.isfinite(value) else f"{value:.4f}"
+def _shown(number: float | None) -> str:
+    return "–" if number is None else f"{number:.4f}"
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None
-
-
-def _finite_list(values: tuple[float, float] | None) -> list[float | None] | None:
-    return None if values is None else [_finite(value) for value in values]
+def _finite(number: float) -> float | None:
+    return float(number) if np.isfinite(number) else None

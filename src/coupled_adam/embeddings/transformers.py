@@ -14,23 +14,8 @@ class EmbeddingMeasures(TrainerCallback):
     """Log ``embeddings/isotropy``, ``embeddings/mean_norm``, ... wherever the trainer logs.
 
     Add it after the trainer has been created:
-    ``trainer.add_callback(EmbeddingMeasures(trainer))``.
-
-    Args:
-        trainer: the trainer, whose :meth:`log` is called.
-        every: the number of optimizer steps between two measurements. The first measurement takes
-            place before the first step.
-        counts: unigram counts [V], for the correlation of norms with frequency.
-        embeddings: a function that maps the model to a dict of its matrices [V, H], with the key
-            ``"output"`` and optionally ``"input"``. By default, the embeddings that a transformers
-            model returns are used.
-        limits: values beyond which a warning is given: ``"mean_norm_ratio"`` (0.9 by default) and
-            ``"largest_logit"`` (100). ``{}`` for none.
-
-    Raises:
-        ValueError: if ``every`` is below 1, a limit has an unknown name, or the
-            model is not a transformers model and ``embeddings`` is not
-            given.
+    ``trainer.add_callback(EmbeddingMeasures(trainer))``. All other arguments, and the errors, are
+    those of :class:`coupled_adam.embeddings.lightning.EmbeddingMeasures`.
     """
 
     def __init__(

@@ -46,11 +46,9 @@ class Undertrained:
     """Indicators of how little each row was trained: small values mean little training.
 
     Attributes:
-        indicators: [V] each, in the embeddings' units or from 0 to 2: the ``norm`` of the row; its
-            ``distance`` to the mean u of the unused rows; its ``cosine`` distance to u, also
-            ``cosine_without_first`` principal component, and ``cosine_centered``, which is with the
-            mean of all rows removed. Only ``norm`` if no row is known to be unused. NaN for rows
-            that are not finite, which are left out of everything else.
+        indicators: [V] each, in the embeddings' units or from 0 to 2; those of
+            :data:`INDICATORS`, or only ``norm`` if no row is known to be unused. NaN for rows that
+            are not finite, which are left out of everything else.
         order_by: the indicator that chooses the candidates.
         candidates: the rows that were chosen, those with the lowest indicator first.
         limit: the highest indicator that the unused rows themselves have, each compared with the
@@ -94,8 +92,7 @@ def undertrained(
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
         order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
             if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.
-        on_rows: called with the number of rows of each block that a pass is done with, to show
-            the progress: together at most :data:`PASSES` times V.
+        on_rows: as for :func:`blocks`; called for at most :data:`PASSES` times V rows.
 
     Raises:
         ValueError: if no row is finite and different from zero, or an argument has the wrong shape
@@ -123,10 +120,22 @@ def undertrained(
     indicators: dict[Indicator, Array] = {"norm": norms}
     limit = None
     if reference.any():
-        frame = _Frame(embeddings, healthy, reference, on_rows)
-        indicators |= frame.indicators(embeddings, finite, on_rows)
-        if reference.sum() > 2:
-            limit = float(frame.of_unused(embeddings, order_by).max())
+        mean = geometry.mean_and_norms(embeddings, healthy, on_rows)[0]
+        axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy, on_rows))[1]
+        frame = mean, axes[:, -1]
+        mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
+        indicators |= {name: np.full(rows, np.nan) for name in INDICATORS if name != "norm"}
+        places = np.flatnonzero(finite)
+        for block in geometry.blocks(embeddings, finite, on_rows):
+            here, places = np.split(places, [len(block)])
+            for name, values in indicators.items():
+                values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
+        unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
+        count = len(unused_rows)
+        if count > 2:
+            # The mean without a row follows from that of all of them.
+            means_of_others = (mean_unused * count - unused_rows) / (count - 1)
+            limit = float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
     # Rows that are known to be unused are the reference, and need not be found.
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
@@ -165,10 +174,7 @@ def undertrained_tokens(
 def finite_rows(
     embeddings: Embeddings, on_rows: Callable[[int], object] | None = None
 ) -> tuple[NDArray[np.bool_], Array]:
-    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite.
-
-    ``on_rows`` is called with the number of rows of each block that has been dealt with.
-    """
+    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
     norms = np.empty(len(embeddings))
     for chunk in geometry.row_slices(*embeddings.shape):
         block = geometry.as_float64(embeddings[chunk])
@@ -187,61 +193,17 @@ def alive_rows(embeddings: Embeddings) -> NDArray[np.bool_]:
     return alive
 
 
-class _Frame:
-    """The mean, the first principal component, and the mean of the unused rows, as a reference."""
-
-    def __init__(
-        self,
-        embeddings: Embeddings,
-        healthy: NDArray[np.bool_],
-        reference: NDArray[np.bool_],
-        on_rows: Callable[[int], object] | None,
-    ) -> None:
-        self.mean: Tensor
-        self.mean, _ = geometry.mean_and_norms(embeddings, healthy, on_rows)
-        _, basis = torch.linalg.eigh(geometry.gram(embeddings, self.mean, healthy, on_rows))
-        self.first = basis[:, -1]
-        self.rows = np.flatnonzero(reference)
-        self.unused = geometry.mean_and_norms(embeddings, reference)[0]
-
-    def indicators(
-        self,
-        embeddings: Embeddings,
-        finite: NDArray[np.bool_],
-        on_rows: Callable[[int], object] | None,
-    ) -> dict[Indicator, Array]:
-        """The indicators of all finite rows, [V] each."""
-        names: tuple[Indicator, ...] = tuple(name for name in INDICATORS if name != "norm")
-        indicators = {name: np.full(len(embeddings), np.nan) for name in names}
-        places = np.flatnonzero(finite)
-        start = 0
-        for block in geometry.blocks(embeddings, finite, on_rows):
-            here = places[start : start + len(block)]
-            for name in names:
-                indicators[name][here] = geometry.as_array(self._compare(name, block, self.unused))
-            start += len(block)
-        return indicators
-
-    def of_unused(self, embeddings: Embeddings, name: Indicator) -> Array:
-        """An indicator of each unused row, relative to the mean of the other unused rows."""
-        block = geometry.as_float64(embeddings[self.rows])
-        count = len(block)
-        # The mean without a row follows from that of all of them.
-        means_of_others = (self.unused * count - block) / (count - 1)
-        return geometry.as_array(self._compare(name, block, means_of_others))
-
-    def _compare(self, name: Indicator, rows: Tensor, reference: Tensor) -> Tensor:
-        """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
-        if name in ("norm", "distance"):
-            lengths: Tensor = (rows if name == "norm" else rows - reference).norm(dim=1)
-            return lengths
-        if name == "cosine_without_first":
-            rows, reference = (
-                x - (x @ self.first).unsqueeze(-1) * self.first for x in (rows, reference)
-            )
-        elif name == "cosine_centered":
-            rows, reference = rows - self.mean, reference - self.mean
-        scale = rows.norm(dim=-1) * reference.norm(dim=-1)
-        # A row without a direction resembles nothing.
-        cosines = torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)
-        return cosines.neg_().add_(1)
+def _indicator(
+    name: Indicator, rows: Tensor, reference: Tensor, mean: Tensor, first: Tensor
+) -> Tensor:
+    """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
+    if name in ("norm", "distance"):
+        lengths: Tensor = (rows if name == "norm" else rows - reference).norm(dim=1)
+        return lengths
+    if name == "cosine_without_first":
+        rows, reference = (x - (x @ first).unsqueeze(-1) * first for x in (rows, reference))
+    elif name == "cosine_centered":
+        rows, reference = rows - mean, reference - mean
+    scale = rows.norm(dim=-1) * reference.norm(dim=-1)
+    # A row without a direction resembles nothing.
+    return 1 - torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from coupled_adam.embeddings.geometry import Array, Progress
+from coupled_adam.embeddings.geometry import Array, Progress, rows_done
 from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,19 +38,12 @@ _BATCH = 4096  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What a model made of the prompts.
+    """What a model made of the prompts."""
 
-    Attributes:
-        rows: [n], the tokens in doubt.
-        probabilities: [n], of repeating each; the highest over the prompts.
-        controls: [m], the well-trained tokens.
-        control_probabilities: [m], of repeating these.
-    """
-
-    rows: NDArray[np.int64]
-    probabilities: Array
-    controls: NDArray[np.int64]
-    control_probabilities: Array
+    rows: NDArray[np.int64]  # [n], the tokens in doubt
+    probabilities: Array  # [n], of repeating each; the highest over the prompts
+    controls: NDArray[np.int64]  # [m], the well-trained tokens
+    control_probabilities: Array  # [m], of repeating these
 
     @property
     def is_able(self) -> bool:
@@ -58,8 +51,8 @@ class Verification:
         return len(self.controls) > 0 and bool((self.control_probabilities >= LOW).mean() >= ABLE)
 
     def verdicts(self) -> list[str]:
-        """``"under-trained"``, ``"trained"`` or ``"unclear"`` for each of the tokens in doubt, or
-        ``"not verified"`` for all of them.
+        """``"under-trained"``, ``"trained"`` or ``"unclear"`` for each token in doubt, or ``"not
+        verified"`` for all.
         """
         if not self.is_able:
             return ["not verified"] * len(self.rows)
@@ -70,20 +63,19 @@ class Verification:
     @property
     def sentence(self) -> str:
         """What this shows."""
-        tokens = f"{len(self.controls)} well-trained tokens"
-        if not self.is_able:
-            able = int((self.control_probabilities >= LOW).sum())
-            return (
-                f"The candidates cannot be verified with this model: it repeats only {able} of "
-                f"{tokens} with a probability of at least {LOW:.0%}."
-            )
-        verdicts = self.verdicts()
+        controls, verdicts = len(self.controls), self.verdicts()
         low = int((self.control_probabilities < LOW).sum())
+        if not self.is_able:
+            return (
+                "The candidates cannot be verified with this model: it repeats only "
+                f"{controls - low} of {controls} well-trained tokens with a probability of at "
+                f"least {LOW:.0%}."
+            )
         return (
             f"Asked to repeat the {len(self.rows)} candidates, the model gives "
             f"{verdicts.count('under-trained')} of them a probability below {LOW:.0%}, which are "
             f"under-trained, and {verdicts.count('trained')} one above {HIGH:.0%}, which are not; "
-            f"of {tokens}, {low} are below {LOW:.0%}."
+            f"of {controls} well-trained tokens, {low} are below {LOW:.0%}."
         )
 
 
@@ -96,19 +88,10 @@ def verify(
     length: int = _LONGEST,
     progress: Progress | None = None,
 ) -> Verification:
-    """Ask a model to repeat tokens, and others that are known to be well trained.
+    """Ask a causal language model to repeat tokens [n], and well-trained ones (controls) [m].
 
-    Args:
-        model: a causal language model.
-        tokenizer: its tokenizer, for the words of the prompts; the tokens themselves are put in by
-            their ids, so that none is split.
-        rows: [n], the ids of the tokens in doubt.
-        controls: [m], those of well-trained tokens.
-        length: the largest number of tokens that the model takes.
-        progress: called with the numbers of prompts that are done and of all.
-
-    Raises:
-        UsageError: if the model takes too few tokens, or a logit is not finite.
+    The tokens are put into the prompts by their ids, so that none is split. Raises UsageError if
+    the model takes too few tokens (``length`` is how many), or a logit is not finite.
     """
     tokens = np.concatenate([rows, controls])
     prompts = list(_prompts(tokenizer, min(length, _LONGEST)))
@@ -116,30 +99,28 @@ def verify(
         raise UsageError(
             f"--verify: {model.name_or_path} takes only {length} tokens, and a prompt needs more"
         )
+    on_rows = rows_done(progress, len(prompts) * len(tokens))
     highest = np.zeros(len(tokens))
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         size = max(1, _BATCH // len(prompt))
         for start in range(0, len(tokens), size):
             batch = slice(start, start + size)
             highest[batch] = np.maximum(highest[batch], _repeated(model, prompt, tokens[batch]))
-            if progress is not None:
-                done = min(start + size, len(tokens))
-                progress(number * len(tokens) + done, len(prompts) * len(tokens))
+            on_rows(len(tokens[batch]))
     return Verification(rows, highest[: len(rows)], controls, highest[len(rows) :])
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int | None]]:
     """Prompts of at most so many ids, with None in the places of the token, which comes next."""
     # As models were trained: documents begin with BOS or, where there is none, follow EOS.
-    first = tokenizer.bos_token_id
-    if first is None:
-        first = tokenizer.eos_token_id
+    starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    first = [start for start in starts if start is not None][:1]
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     for opening, unit in _PROMPTS:
-        begin = [*([] if first is None else [first]), *encode(opening)]
+        begin = [*first, *encode(opening)]
         before, *pieces = unit.split("{}")
         repeated: list[int | None] = [*encode(before)]
         for piece in pieces:

@@ -22,8 +22,10 @@ CATEGORIES = ("ok", "undecodable", "unreachable", "special", "byte", "none")
 # These bytes occur in no UTF-8 text (RFC 3629): they would begin overlong forms, or code points
 # beyond U+10FFFF.
 _NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
-_NEVER_USED_PIECES = {f"<0x{byte:02X}>" for byte in _NEVER_IN_UTF8}
-_NEVER_USED_CHARACTERS = {chr(byte) for byte in _NEVER_IN_UTF8}  # as byte-level BPE writes them
+_NEVER_USED = {
+    "byte": {f"<0x{byte:02X}>" for byte in _NEVER_IN_UTF8},
+    "undecodable": {chr(byte) for byte in _NEVER_IN_UTF8},  # as byte-level BPE writes them
+}
 _RESERVED = re.compile(r"[<\[|]+\W*\w*(unused|reserved)\w*\W*[>\]|]+", re.IGNORECASE)
 
 # A token is reachable if it appears behind at least one of these. Some never begin a text: "##ing"
@@ -38,11 +40,11 @@ class Vocabulary:
     Attributes:
         texts: what each token stands for in a text; the tokenizer's own spelling of tokens that
             cannot be decoded; empty for rows without a token.
-        categories: [V], one of :data:`CATEGORIES` for each row. ``"ok"``: some text contains the
-            token. ``"undecodable"``: it is not whole UTF-8 text, such as the first half of a
-            character. ``"unreachable"``: the tokenizer splits the token's own text differently, so
-            that it occurs in no text. ``"special"``: a control token. ``"byte"``: a single byte,
-            for characters without a token. ``"none"``: the row belongs to no token.
+        categories: [V]. ``"ok"``: some text contains the token. ``"undecodable"``: it is not whole
+            UTF-8 text, such as the first half of a character. ``"unreachable"``: the tokenizer
+            splits the token's own text differently, so that it occurs in no text. ``"special"``: a
+            control token. ``"byte"``: a single byte, for characters without a token. ``"none"``:
+            the row belongs to no token.
         unused: [V] booleans; tokens that were seen by no training, as far as can be known without
             its text: rows without a token, bytes that UTF-8 never contains, and tokens that are
             called unused or reserved.
@@ -58,9 +60,7 @@ class Vocabulary:
         return len(self.texts)
 
     def name(self, row: int) -> str:
-        """How a row is shown: its text in quotes, where Python's escapes stand for all characters
-        that a terminal would obey or not show; its id behind # if it has no text.
-        """
+        """A row's text, escaped as Python would for a terminal; its id behind # if it has none."""
         text = self.texts[row]
         return repr(text) if text else f"#{row}"
 
@@ -77,20 +77,18 @@ class Vocabulary:
                 raise UsageError(f"there is no token {shown}: the embeddings have {len(self)} rows")
             return int(token[1:])
         for text in (token, f" {token}"):
-            if text and text in self._rows:
-                return self._rows[text]
+            if text and text in self.rows:
+                return self.rows[text]
         raise UsageError(
             f"{shown!r} is not a single token of this model: write a token's text, or its id, such "
             "as '#42'"
         )
 
     @functools.cached_property
-    def _rows(self) -> dict[str, int]:
+    def rows(self) -> dict[str, int]:
         """The row of each text, the one that can be reached if several have the same."""
-        rows: dict[str, int] = {}
-        for row in np.argsort(self.categories == "ok", kind="stable").tolist():
-            rows[self.texts[row]] = row
-        return rows
+        order = np.argsort(self.categories == "ok", kind="stable").tolist()
+        return {self.texts[row]: row for row in order}
 
     @classmethod
     def of_ids(cls, rows: int) -> Vocabulary:
@@ -116,9 +114,9 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
     ids = sorted(row for row in pieces if row < rows)
     decoded = _decode(tokenizer, ids)
     reachable = _reachable(tokenizer, ids, decoded)
-    special = {*tokenizer.all_special_ids}
     # Added tokens may be special without being one of those that have a name, such as EOS.
-    special |= {row for row, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {row for row, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= {*tokenizer.all_special_ids}
     texts = [""] * rows
     categories = np.full(rows, "none", dtype=np.array(CATEGORIES).dtype)
     unused = np.ones(rows, np.bool_)
@@ -130,17 +128,11 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
             category = "byte"
         elif row in reachable:
             category = "ok"
-        elif "\ufffd" in text:
-            category = "undecodable"
         else:
-            category = "unreachable"
+            category = "undecodable" if "\ufffd" in text else "unreachable"
         categories[row] = category
         texts[row] = text if category in ("ok", "unreachable") and text else piece
-        unused[row] = (
-            (category == "byte" and piece in _NEVER_USED_PIECES)
-            or (category == "undecodable" and piece in _NEVER_USED_CHARACTERS)
-            or _RESERVED.fullmatch(piece) is not None
-        )
+        unused[row] = piece in _NEVER_USED.get(category, ()) or bool(_RESERVED.fullmatch(piece))
     return Vocabulary(texts, categories, unused, surplus=sum(row >= rows for row in pieces))
 
 
@@ -148,11 +140,7 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]
     """The text of each token behind another one, where a space at its beginning is not lost."""
 
     def text(tokens: list[int]) -> str:
-        decoded = tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(decoded, str)
-        return decoded
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     # The text of the two together is cut: a token alone may lose its space, or have none to lose.
     before = tokenizer.encode("a", add_special_tokens=False)
@@ -169,13 +157,12 @@ def _reachable(
 ) -> set[int]:
     """The ids that the tokenizer returns for their own texts, alone or behind something else."""
     reachable: set[int] = set()
-    left = [(row, text) for row, text in zip(ids, texts) if text]
+    left = {row: text for row, text in zip(ids, texts) if text}
     for context in _CONTEXTS:
         if left:
             before = tokenizer.encode(context, add_special_tokens=False)
-            inputs = [context + text for _, text in left]
+            inputs = [context + text for text in left.values()]
             encoded = tokenizer(inputs, add_special_tokens=False, verbose=False)["input_ids"]
-            pairs = zip(left, encoded)
-            reachable |= {row for (row, _), tokens in pairs if list(tokens) == [*before, row]}
-            left = [(row, text) for row, text in left if row not in reachable]
+            reachable |= {row for row, ids in zip(left, encoded) if list(ids) == [*before, row]}
+            left = {row: text for row, text in left.items() if row not in reachable}
     return reachable

@@ -164,6 +164,10 @@ def errors(small_recipe, text_file, tmp_path):
         "unknown argument": (("tiny",), "'tiny' is neither an option nor of the form key=value"),
         "unknown key": (("model.n_layr=2",), "did you mean n_layer?"),
         "wrong type": (("model.n_layer=two",), "model.n_layer"),
+        "a variant that is none": (
+            ("variant=os:system", *recipe),
+            "variant=os:system is a builtin_function_or_method, and must be a Variant",
+        ),
         "impossible model": (("model.n_head=3", *recipe), "must be a multiple of model.n_head=3"),
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         "missing wandb": (("--logger", "wandb", *recipe), "pip install wandb"),

@@ -353,7 +353,7 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeyp
         raise OSError(28, "No space left on device")
 
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    monkeypatch.setattr("coupled_adam.cli.options.write_atomically", full)
+    monkeypatch.setattr("coupled_adam.cli.outputs.write_atomically", full)
     assert main(["analyze", str(tmp_path / "m.npy"), "--csv", str(tmp_path / "x.csv")]) == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out

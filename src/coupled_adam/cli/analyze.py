@@ -22,13 +22,11 @@ from coupled_adam.cli.options import (
     WholeNumber,
     WordSimilarityOption,
     argument,
-    check_files,
     check_revision,
     device,
     option,
-    optional_path,
-    write_file,
 )
+from coupled_adam.cli.outputs import check_files, write_file
 from coupled_adam.cli.terminal import console, print_table, progress_bar, quiet_libraries
 from coupled_adam.errors import UsageError, printable
 
@@ -44,12 +42,12 @@ class Options(TokenizerOption, WordSimilarityOption, RevisionOption, JsonOption,
     models: list[str] = argument(
         "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
         ".safetensors or .npy file",
-        "MODEL",
+        metavar="MODEL",
     )
     tensor: str | None = option("the name of the embeddings in the file")
-    counts: str | None = option("a .npy file with a unigram count for each token")
-    text: str | None = option("count the tokens of this file, or of this folder's files")
-    tokens: list[str] | None = option("count these token files", metavar="FILE")
+    counts: Path | None = option("a .npy file with a unigram count for each token")
+    text: Path | None = option("count the tokens of this file, or of this folder's files")
+    tokens: list[Path] | None = option("count these token files", metavar="FILE")
     exclude: list[Literal["padding", "unseen"]] = option(
         "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
         "a count of zero)",
@@ -103,9 +101,9 @@ def run(options: Options) -> None:
         tensor=options.tensor,
         revision=options.revision,
         tokenizer=options.tokenizer,
-        counts=optional_path(options.counts),
-        text=optional_path(options.text),
-        tokens=[Path(path) for path in options.tokens or ()],
+        counts=options.counts,
+        text=options.text,
+        tokens=options.tokens or [],
     )
     folders = _verifiable(options.models, source) if options.verify else {}
     by_model = [

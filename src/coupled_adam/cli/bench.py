@@ -18,10 +18,10 @@ from coupled_adam.cli.options import (
     JsonOption,
     Positive,
     RecipeValues,
-    check_files,
     device,
     option,
 )
+from coupled_adam.cli.outputs import check_files
 from coupled_adam.cli.terminal import print_table, quiet_libraries
 from coupled_adam.errors import UsageError
 

@@ -21,13 +21,10 @@ from coupled_adam.cli.options import (
     WordSimilarityOption,
     argument,
     cache_folder,
-    check_files,
-    check_folder,
     device,
     option,
-    optional_path,
-    write_file,
 )
+from coupled_adam.cli.outputs import check_files, check_folder, write_file
 from coupled_adam.cli.terminal import print_path, print_table, quiet_libraries
 from coupled_adam.errors import UsageError
 
@@ -45,14 +42,14 @@ class Options(WordSimilarityOption, RevisionOption, JsonOption, CacheOption, Dev
         metavar="TASK",
         nargs="*",
     )
-    lm_eval_path: str | None = option(
+    lm_eval_path: Path | None = option(
         "a folder with tasks of your own; Python that they name with !function is executed",
         metavar="DIR",
     )
     limit: Count | None = option(
         "use only the first N examples of each task, to try things out", metavar="N"
     )
-    text: str | None = option("held-out text for a model: a file, or a folder of text files")
+    text: Path | None = option("held-out text for a model: a file, or a folder of text files")
     variant: str | None = option(
         "execute the code of this variant, with which a run was trained", metavar="MODULE:NAME"
     )
@@ -76,12 +73,11 @@ def run(options: Options) -> None:
     sets = None
     if options.word_similarity is not None:
         sets = word_similarity_sets(options.word_similarity)
-    tasks_folder = optional_path(options.lm_eval_path)
     downstream = None
     if options.lm_eval is not None:
-        downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder, options.limit)
-    elif tasks_folder is not None or options.limit is not None:
-        given_option = "--limit" if tasks_folder is None else "--lm-eval-path"
+        downstream = Downstream(options.lm_eval or PAPER_TASKS, options.lm_eval_path, options.limit)
+    elif options.lm_eval_path is not None or options.limit is not None:
+        given_option = "--limit" if options.lm_eval_path is None else "--lm-eval-path"
         raise UsageError(f"{given_option} needs --lm-eval, with the names of the tasks")
     if is_run(folder):
         check_folder("MODEL", folder)
@@ -93,7 +89,7 @@ def run(options: Options) -> None:
         recipe = recipe_of_run(folder, options.variant)
         result = evaluate_run(
             folder,
-            lambda: prepare_corpus(recipe, cache_folder(options.cache)),
+            lambda: prepare_corpus(recipe, cache_folder(options)),
             batches=options.batches,
             sets=sets,
             downstream=downstream,
@@ -105,13 +101,13 @@ def run(options: Options) -> None:
         result = evaluate_model(
             options.model,
             revision=options.revision,
-            text=optional_path(options.text),
+            text=options.text,
             batches=options.batches,
             sets=sets,
             downstream=downstream,
             device=target,
         )
-        written = optional_path(options.out)
+        written = Path(options.out) if options.out else None
     # The numbers are shown even if the file cannot be written after all.
     try:
         if options.out is not None:

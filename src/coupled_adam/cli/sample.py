@@ -36,7 +36,7 @@ class Options(RevisionOption, JsonOption, DeviceOption):
     """The options of ``coupled-adam sample``."""
 
     models: list[str] = argument(
-        "the folder of a comparison, a run or a model, or a model's id on the hub", "RUN"
+        "the folder of a comparison, a run or a model, or a model's id on the hub", metavar="RUN"
     )
     prompt: str = option("the beginning of the text (default: a new document)", "")
     tokens: Count = option("how many to write at most", 100)

@@ -324,7 +324,7 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     for work in (
         "coupled_adam.embeddings.analysis.analyze_model",
         "coupled_adam.lab.evaluation.evaluate.evaluate_model",
-        "coupled_adam.bench.bench",
+        "coupled_adam.bench.steps.bench",
         "coupled_adam.lab.reporting.report.read_runs",
         "coupled_adam.lab.comparison.prepare_corpus",
     ):

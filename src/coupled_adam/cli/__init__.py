@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -40,7 +40,6 @@ from coupled_adam.errors import (
     one_line,
     printable,
 )
-from coupled_adam.text.source import arguments_named
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -79,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _command_name(arguments)
         values = vars(_command_parser(name).parse_args(arguments[1:]))
-        options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if values.get(name)}
-        with arguments_named(options), _sigterm_raises():
+        with _sigterm_raises():
             _COMMANDS[name].run(_COMMANDS[name].Options(**values))
         sys.stdout.flush()
     except PreemptedError as error:
@@ -104,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
-        code, message = _explained(error, arguments, can_resume="resume" in values)
+        code, message = _explained(error, arguments, values)
         if code is None:
             raise
         rank = other_rank()
@@ -116,12 +114,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _explained(error: Exception, arguments: list[str], can_resume: bool) -> tuple[int | None, str]:
+def _explained(
+    error: Exception, arguments: list[str], values: Mapping[str, Any]
+) -> tuple[int | None, str]:
     """The exit code for an error, and what is said of it; no code for what is a bug."""
     message = one_line(error, longest=None)
-    kept = "; what was finished is kept, continue with --resume" if can_resume else ""
+    kept = "; what was finished is kept, continue with --resume" if "resume" in values else ""
     match error:
         case UsageError():
+            # Texts are keys of a recipe, which the user may have given by an option.
+            for option in ("text", "tokens"):
+                if values.get(option) and f"--{option} " not in message:
+                    message = message.replace(f"data.{option}=", f"--{option} ")
             return 2, f"{message}{_hint(arguments, message)}"
         case TrainingError():
             return 1, message

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import file_digest
 from coupled_adam.text.hub import hub_error, reach_hub
-from coupled_adam.text.source import Data, argument_name
+from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -66,7 +66,7 @@ class Documents:
 class _Files:
     """Files, a hash of their names and contents in order, and whether they have changed since.
 
-    In messages the argument that gave the files precedes their paths.
+    In messages ``argument``, which gave the files, precedes their paths.
     """
 
     def __init__(self, files: Iterable[Path], argument: str = "") -> None:
@@ -91,12 +91,12 @@ class _Files:
     def check(self) -> None:
         """Raise UsageError if files have changed since their digests were taken."""
         for path, state in self._states.items():
-            with _naming(self.named(path)):
-                changed = _state(path) != state
-            if changed:
-                raise UsageError(
-                    f"{self.named(path)} changed while it was read: start again once it is whole"
-                )
+            name = self.named(path)
+            with _naming(name):
+                if _state(path) != state:
+                    raise UsageError(
+                        f"{name} changed while it was read: start again once it is whole"
+                    )
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def open_documents(data: Data) -> Documents:
             if name
         }
     elif data.text is not None:
-        files = _Files(text_files(Path(data.text)), argument_name("data.text="))
+        files = _Files(text_files(Path(data.text)), "data.text=")
         source, identity, check = files.named(Path(data.text)), files.identity, files.check
         readers = {
             "train": lambda: itertools.chain.from_iterable(
@@ -161,7 +161,7 @@ def content_digest(files: Iterable[Path]) -> str:
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
-    named = f"{argument_name('data.text=')}{path}"
+    named = f"data.text={path}"
     with _naming(named):
         path.stat()
     if path.is_file():

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.source import Data, argument_name
+from coupled_adam.text.source import Data
 
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
@@ -120,7 +120,7 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
         if not paths and split != "test":
             reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
             raise UsageError(f"data.tokens={folder}: {reason}")
-        splits[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
+        splits[split] = [token_file(path, vocab_size, data) for path in paths]
     if not splits["test"]:
         half = sum(file.length for file in splits["valid"]) // 2
         splits["valid"], splits["test"] = _cut(splits["valid"], half)
@@ -131,17 +131,16 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
     return splits
 
 
-def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> TokenFile:
+def token_file(path: Path, vocab_size: int, data: Data | None = None) -> TokenFile:
     """Describe all tokens of a file, which may have llm.c's header.
 
-    Args:
-        token_dtype: ``"uint16"`` or ``"uint32"``; None selects the header's dtype or, without a
-            header, the smaller of the two that can represent the ids below ``vocab_size``.
+    Without ``data.token_dtype`` the ids have the header's type or, without a header, the smaller of
+    uint16 and uint32 that can represent the ids below ``vocab_size``.
 
     Raises:
         UsageError: the file cannot be read, is truncated, or is in another format.
     """
-    named = f"{argument_name('data.tokens=')}{path}"
+    named, token_dtype = f"data.tokens={path}", data.token_dtype if data else None
     try:
         if path.exists() and not path.is_file():
             raise OSError(None, "not a file")
@@ -167,7 +166,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
     length, remainder = divmod(size - offset, np.dtype(dtype).itemsize)
     if remainder or length < 0 or (offset and length != promised):
         promise = f", where its header says {promised} tokens" if offset else ""
-        advice = "" if named.startswith("--") else ", or set data.token_dtype"
+        advice = ", or set data.token_dtype" if data else ""
         raise UsageError(
             f"{named} is damaged: {size - offset} bytes of {dtype}{promise}. Copy or write it again"
             f"{advice}"

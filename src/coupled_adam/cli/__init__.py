@@ -29,7 +29,7 @@ from coupled_adam.cli import (
     train,
 )
 from coupled_adam.cli.options import RecipeValues, add_arguments
-from coupled_adam.cli.terminal import other_rank
+from coupled_adam.cli.terminal import other_rank, quiet_libraries
 from coupled_adam.errors import (
     PreemptedError,
     TrainingError,
@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _command_name(arguments)
         values = vars(_command_parser(name).parse_args(arguments[1:]))
+        quiet_libraries()
         with _sigterm_raises():
             _COMMANDS[name].run(_COMMANDS[name].Options(**values))
         sys.stdout.flush()

@@ -22,7 +22,7 @@ from coupled_adam.cli.options import (
     option,
 )
 from coupled_adam.cli.outputs import check_files, write_file
-from coupled_adam.cli.terminal import print_table, quiet_libraries
+from coupled_adam.cli.terminal import print_table
 from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ def _time_training(
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
-    quiet_libraries()
     optimizer_options = {
         "shapes": options.shapes,
         "dtype": options.dtype,

@@ -25,7 +25,7 @@ from coupled_adam.cli.options import (
     option,
 )
 from coupled_adam.cli.outputs import check_files, check_folder, write_file
-from coupled_adam.cli.terminal import print_path, print_table, quiet_libraries
+from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
 
@@ -68,17 +68,15 @@ def run(options: Options) -> None:
 
     check_files([options.text], out=options.out)
     target = device(options.device)
-    quiet_libraries()
     folder = Path(options.model)
-    sets = None
-    if options.word_similarity is not None:
-        sets = word_similarity_sets(options.word_similarity)
+    name = options.word_similarity
+    sets = None if name is None else word_similarity_sets(name)
     downstream = None
     if options.lm_eval is not None:
         downstream = Downstream(options.lm_eval or PAPER_TASKS, options.lm_eval_path, options.limit)
     elif options.lm_eval_path is not None or options.limit is not None:
-        given_option = "--limit" if options.lm_eval_path is None else "--lm-eval-path"
-        raise UsageError(f"{given_option} needs --lm-eval, with the names of the tasks")
+        name = "--limit" if options.lm_eval_path is None else "--lm-eval-path"
+        raise UsageError(f"{name} needs --lm-eval, with the names of the tasks")
     if is_run(folder):
         check_folder("MODEL", folder)
         if options.text is not None or options.out is not None or options.revision is not None:
@@ -117,7 +115,5 @@ def run(options: Options) -> None:
             print(json.dumps(result, indent=2))
         else:
             print_table(evaluation_table(result, folder.name or options.model))
-    if options.json:
-        return
-    if written is not None:
+    if written is not None and not options.json:
         print_path("all numbers:", written)

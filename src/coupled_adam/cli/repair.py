@@ -32,7 +32,6 @@ from coupled_adam.cli.terminal import (
     print_path,
     print_table,
     progress_bar,
-    quiet_libraries,
 )
 from coupled_adam.errors import UsageError
 
@@ -80,7 +79,6 @@ def run(options: Options) -> None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
     target = device(options.device)
     check_folder("--out", options.out)
-    quiet_libraries()
     out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)
     if text is not None and folder.is_file():

@@ -24,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from coupled_adam import CoupledAdamW, bench, param_groups
-from coupled_adam.bench import Case
+from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam.bench.cases import Case, check_memory, parse_case
+from coupled_adam.bench.machine import describe_machine
 from coupled_adam.bench.optimizers import make_step
+from coupled_adam.bench.steps import bench
 from coupled_adam.bench.timing import Quartiles, now, sample_in_turn, step_sampler
 from coupled_adam.files import write_atomically
 
@@ -83,13 +85,13 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Steps of a matrix, by case and optimizer."""
     device = options.device
     cases = [
-        bench.parse_case(shape, dtype, clip)
+        parse_case(shape, dtype, clip)
         for shape in options.shapes
         for dtype in ("float32", "bfloat16")
         for clip in (False, True)
     ]
-    bench.check_memory(cases, device)
-    for timed in bench.bench(cases, TIMED, device=device, seconds=options.seconds):
+    check_memory(cases, device)
+    for timed in bench(cases, TIMED, device=device, seconds=options.seconds):
         case, name, ratio = timed.case, timed.optimizer, timed.ratio
         count = None
         if device == "cuda":
@@ -142,7 +144,7 @@ class GPT(nn.Module):
 
 def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Callable[[], object]]:
     """A model, and a clipped step of AdamW or, by any other name, of Coupled Adam."""
-    case = bench.parse_case(options.shapes[0], "float32", clip=True)
+    case = parse_case(options.shapes[0], "float32", clip=True)
     torch.manual_seed(0)
     model = GPT(case.rows, case.columns, options.layers, options.length).to(options.device)
     if name == "AdamW":
@@ -245,7 +247,7 @@ def main() -> int:
         print("benchmarks/gpu.py needs a GPU, and torch finds none here", file=sys.stderr)
         return 2
     end = time.monotonic() + 60 * options.minutes
-    machine = bench.describe_machine(options.device)
+    machine = describe_machine(options.device)
     print(f"{machine.device}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     print("\n".join(machine.notes), flush=True)
     content: dict[str, Any] = {"environment": environment(), "machine": machine.to_dict()}

@@ -15,8 +15,14 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 
-from coupled_adam.bench import BASELINE, Case, Timed, bench, describe_machine, save_figure
+from coupled_adam.bench.cases import Case
+from coupled_adam.bench.machine import describe_machine
+from coupled_adam.bench.optimizers import BASELINE
+from coupled_adam.bench.results import Timed
+from coupled_adam.bench.steps import bench
+from coupled_adam.files import write_atomically
 from coupled_adam.lab.training.environment import environment
+from coupled_adam.rendering.pictures import drawn
 
 GROWTH: dict[str, list[Case]] = {
     "rows": [Case(2**n * 1024, 768) for n in range(10)],
@@ -71,7 +77,8 @@ def main() -> None:
     results = list(bench(cases, OPTIMIZERS, device=options.device, seconds=options.seconds))
     print(json.dumps({**facts, "results": [result.to_dict() for result in results]}))
     if options.picture is not None:
-        save_figure(growth_picture(results), options.picture)
+        image = drawn(growth_picture(results), options.picture.suffix[1:])
+        write_atomically(options.picture, image)
 
 
 if __name__ == "__main__":

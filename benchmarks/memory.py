@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from coupled_adam.bench import OPTIMIZERS, parse_case
-from coupled_adam.bench.optimizers import make_step
+from coupled_adam.bench.cases import parse_case
+from coupled_adam.bench.optimizers import OPTIMIZERS, make_step
 
 
 def peak(step: Callable[[], object]) -> int:

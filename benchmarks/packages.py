@@ -6,8 +6,8 @@ python benchmarks/packages.py bench --shapes 50304x768 --json > bench-packages.j
 import importlib
 import sys
 
-from coupled_adam import bench, cli
-from coupled_adam.bench.optimizers import uncoupled
+from coupled_adam import cli
+from coupled_adam.bench.optimizers import OPTIMIZERS, uncoupled
 
 OTHERS = (
     ("optimi", "AdamW"),
@@ -23,5 +23,5 @@ if __name__ == "__main__":
             optimizer = getattr(importlib.import_module(module), name)
         except ImportError:
             continue
-        bench.OPTIMIZERS[f"{module.partition('.')[0]} {name}"] = uncoupled(optimizer)
+        OPTIMIZERS[f"{module.partition('.')[0]} {name}"] = uncoupled(optimizer)
     sys.exit(cli.main())

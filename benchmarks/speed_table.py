@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coupled_adam.bench import Timed
-from coupled_adam.bench.pictures import bench_picture
+from coupled_adam.bench.results import Timed, bench_picture
 from coupled_adam.files import write_atomically
 
 ROOT = Path(__file__).parent.parent

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.bench import save_figure
 from coupled_adam.embeddings import mean_embedding, pictures
 from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.loading import (
@@ -39,7 +39,7 @@ from coupled_adam.lab.evaluation.loading import (
     recipe_of_run,
 )
 from coupled_adam.lab.training.loss import next_token_loss
-from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR
+from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR, drawn
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> None:
         for label, values in rows(theory):
             print(f"{label:34}" + "".join(f"{value:>14}" for value in values))
     if options.picture is not None:
-        save_figure(picture(theory), options.picture)
+        write_atomically(options.picture, drawn(picture(theory), options.picture.suffix[1:]))
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import torch
 from matplotlib.figure import Figure
 
 from coupled_adam import CoupledAdamW
-from coupled_adam.bench import save_figure
-from coupled_adam.rendering.pictures import COUPLED_ADAM_COLOR, Array
+from coupled_adam.files import write_atomically
+from coupled_adam.rendering.pictures import COUPLED_ADAM_COLOR, Array, drawn
 
 TOY_EMBEDDINGS = ((-0.5, 0.9), (1.4, -0.3), (-0.1, -0.7))
 
@@ -67,4 +67,4 @@ def draw_toy_example() -> Figure:
 
 if __name__ == "__main__":
     images = Path(__file__).parents[1] / "docs" / "images"
-    save_figure(draw_toy_example(), images / "toy_example.png")
+    write_atomically(images / "toy_example.png", drawn(draw_toy_example()))

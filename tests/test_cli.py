@@ -164,6 +164,10 @@ def errors(small_recipe, text_file, tmp_path):
         "unknown argument": (("tiny",), "'tiny' is neither an option nor of the form key=value"),
         "unknown key": (("model.n_layr=2",), "did you mean n_layer?"),
         "wrong type": (("model.n_layer=two",), "model.n_layer"),
+        "a variant that is none": (
+            ("variant=os:system", *recipe),
+            "variant=os:system is a builtin_function_or_method, and must be a Variant",
+        ),
         "impossible model": (("model.n_head=3", *recipe), "must be a multiple of model.n_head=3"),
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         "missing wandb": (("--logger", "wandb", *recipe), "pip install wandb"),
@@ -320,7 +324,7 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     for work in (
         "coupled_adam.embeddings.analysis.analyze_model",
         "coupled_adam.lab.evaluation.evaluate.evaluate_model",
-        "coupled_adam.bench.bench",
+        "coupled_adam.bench.steps.bench",
         "coupled_adam.lab.reporting.report.read_runs",
         "coupled_adam.lab.comparison.prepare_corpus",
     ):
@@ -349,7 +353,7 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeyp
         raise OSError(28, "No space left on device")
 
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    monkeypatch.setattr("coupled_adam.cli.options.write_atomically", full)
+    monkeypatch.setattr("coupled_adam.cli.outputs.write_atomically", full)
     assert main(["analyze", str(tmp_path / "m.npy"), "--csv", str(tmp_path / "x.csv")]) == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out

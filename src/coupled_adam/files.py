@@ -95,7 +95,7 @@ def new_folder(
             sync_folder(path.parent)
             return
         old = path.with_name(f".{path.name}.coupled-adam-old")
-        with _alive(path):
+        with _locked(path, is_needed=False):
             path.rename(old)
             temporary.rename(path)
         sync_folder(path.parent)
@@ -117,14 +117,11 @@ def clear_leftovers(folder: Path, is_own: Callable[[str], bool] | None = None) -
             been replaced are left to a caller who knows it.
     """
     for entry in sorted(folder.iterdir()):
-        if entry.is_symlink():
-            continue
         aside = _ASIDE.fullmatch(entry.name)
-        if not aside and not is_temporary(entry):
+        if entry.is_symlink() or not (aside or is_temporary(entry)):
             continue
-        with contextlib.suppress(OSError), _dead(entry) as is_dead:
-            if not is_dead:
-                continue
+        # It cannot be locked while a process is working on it, nor if it is another user's.
+        with contextlib.suppress(OSError), _locked(entry):
             if not aside:
                 remove(entry)
             elif not os.path.lexists(folder / aside[1]):
@@ -197,7 +194,7 @@ def open_regular(path: Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(kind):
             raise UsageError(f"{path} is a pipe or a device, and should be a file")
-        return cast(BinaryIO, open(descriptor, "rb", buffering=0))
+        return cast(BinaryIO, os.fdopen(descriptor, "rb", buffering=0))
     except BaseException:
         os.close(descriptor)
         raise
@@ -288,13 +285,35 @@ def lock(path: Path, refusal: str, wait: float = 0, waits_for: str = "") -> Iter
         OSError: if the file cannot be created or locked.
     """
     go_on = waiting(waits_for, wait)
-    while (descriptor := _locked(path)) is None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            if _acquired(path, descriptor):
+                yield
+                return
+        finally:
+            os.close(descriptor)
         if not go_on():
             raise UsageError(refusal)
+
+
+def _acquired(path: Path, descriptor: int) -> bool:
+    """Whether this process now holds the lock of the file at a path, if there are locks at all."""
     try:
-        yield
-    finally:
-        os.close(descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The process that held it may have removed the file.
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
+        warnings.warn(
+            f"{path.parent} is on a file system without locks: nothing keeps another process from "
+            "writing to it at the same time",
+            stacklevel=4,
+        )
+        return True
 
 
 def waiting(event: str, limit: float) -> Callable[[], bool]:
@@ -327,97 +346,48 @@ def duration(seconds: float) -> str:
     return f"{seconds:g} seconds"
 
 
-def _locked(path: Path) -> int | None:
-    """The descriptor of a file that is now locked; None if another process has locked it."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(descriptor)
-                raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
-            warnings.warn(
-                f"{path.parent} is on a file system without locks: nothing keeps another process "
-                "from writing to it at the same time",
-                stacklevel=2,
-            )
-            return descriptor
-        if _is_still(path, descriptor):
-            return descriptor
-        os.close(descriptor)  # it was removed by the one that held it
-
-
-def _is_still(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
 @contextmanager
 def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     """A file or folder under a temporary name, removed unless the block renames it to ``path``."""
-    while True:
-        temporary = temporary_path(path)
-        try:
-            make(temporary)
-            with _alive(temporary) as descriptor:
-                if not _is_still(temporary, descriptor):
-                    continue  # it was taken for a leftover before it was locked
-                yield temporary
-                return
-        except BaseException:  # at any moment: nothing else ever has this name
-            remove(temporary)
-            raise
+    temporary = temporary_path(path)
+    try:
+        make(temporary)
+        with _locked(temporary, is_needed=False):
+            yield temporary
+    except BaseException:  # at any moment: nothing else ever has this name
+        remove(temporary)
+        raise
 
 
 @contextmanager
-def _alive(path: Path) -> Iterator[int]:
-    """Lock what this process is working on, as far as the file system has locks."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _locked(path: Path, is_needed: bool = True) -> Iterator[None]:
+    """Lock a file or folder itself, to show that this process is working on it.
 
-
-@contextmanager
-def _dead(path: Path) -> Iterator[bool]:
-    """Whether no process is working on it; none can begin to until the block ends."""
+    Raises:
+        OSError: it cannot be opened, or not be locked although that is needed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # another user's, or gone by now
-        yield False
-        return
-    try:
-        try:
+        with contextlib.nullcontext() if is_needed else contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield _is_still(path, descriptor)
+        yield
     finally:
         os.close(descriptor)
 
 
 def _dissolve(old: Path, new: Path, is_own: Callable[[str], bool]) -> None:
     """Remove a folder that has been replaced, and move what is not its own to the new one."""
-    # From the innermost folders outwards, so that each is empty when its turn comes.
-    for folder, folders, names in os.walk(old, topdown=False):
-        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-        for path in [Path(folder, name) for name in (*names, *links)]:
-            place = path.relative_to(old)
-            if is_own(place.as_posix()):
-                path.unlink()
-            elif not os.path.lexists(new / place):
-                (new / place).parent.mkdir(parents=True, exist_ok=True)
-                path.rename(new / place)
-                sync_folder((new / place).parent)
-        with contextlib.suppress(OSError):
-            Path(folder).rmdir()
+    # In reverse order, so that each folder is empty when its turn comes.
+    for path in sorted(old.rglob("*"), reverse=True):
+        target = new / path.relative_to(old)
+        if path.is_dir() and not path.is_symlink():
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        elif is_own(path.relative_to(old).as_posix()):
+            path.unlink()
+        elif not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+            sync_folder(target.parent)
+    with contextlib.suppress(OSError):
+        old.rmdir()

@@ -3,7 +3,9 @@
 import pytest
 from benchmarks import speed_table
 
-from coupled_adam.bench import Case, Machine, Timed
+from coupled_adam.bench.cases import Case
+from coupled_adam.bench.machine import Machine
+from coupled_adam.bench.results import Timed
 
 
 def results(*timed, processor="Sparc", load=0.1, gpus=(), device="cpu"):

@@ -65,32 +65,6 @@ def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Ca
     )
 
 
-class AveragedAdamW(Optimizer):
-    """A literal Coupled Adam, which stores all V × H second moments and averages them each step."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make one step with the default hyperparameters of torch's AdamW."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(
-                        step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
-                    )
-                state["step"] += 1
-                exp_avg, exp_avg_sq, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-                exp_avg.mul_(0.9).add_(p.grad, alpha=0.1)
-                exp_avg_sq.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-                mean = exp_avg_sq.mean(0, keepdim=True)
-                denominator = (mean / (1 - 0.999**step)).sqrt_().add_(1e-8)
-                p.mul_(1 - group["lr"] * 1e-2)
-                p.addcdiv_(exp_avg / (1 - 0.9**step), denominator, value=-group["lr"])
-
-
 OPTIMIZERS = {
     "CoupledAdamW": coupled(),
     "CoupledAdamW fused": coupled(fused=True),
@@ -99,7 +73,6 @@ OPTIMIZERS = {
     "CoupledAdamW LEAN": coupled(**{key: LEAN[key] for key in LEAN if key != "lr_factor"}),
     "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
     "AdamW foreach": uncoupled(torch.optim.AdamW, foreach=True),
-    "AdamW averaged": uncoupled(AveragedAdamW),
 }
 """The optimizers by name. To time another one, add an entry ``coupled(option=value)``."""
 

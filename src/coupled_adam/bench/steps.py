@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from coupled_adam.bench.cases import Case
-from coupled_adam.bench.memory import measure_memory
 from coupled_adam.bench.optimizers import BASELINE, OPTIMIZERS, candidate, make_step
 from coupled_adam.bench.results import Timed
 from coupled_adam.bench.timing import sample_in_turn, step_sampler
@@ -21,24 +21,18 @@ def bench(
     device: str = "cpu",
     seconds: float = 4.0,
 ) -> Iterator[Timed]:
-    """Time optimizers, each in pairs with :data:`~coupled_adam.bench.BASELINE`.
+    """Time optimizers, each in pairs with torch's fused AdamW.
 
     Args:
         cases: the parameters that they update.
-        optimizers: names of :data:`~coupled_adam.bench.OPTIMIZERS` (default: all).
+        optimizers: names of :data:`~coupled_adam.bench.optimizers.OPTIMIZERS` (default: all).
         device: the device of parameters, gradients and states.
         seconds: approximate duration of each measurement; at least six pairs are timed.
     """
     for case, name in itertools.product(cases, optimizers or OPTIMIZERS):
-        memory = measure_memory(case, name, device)
-        yield Timed(
-            case,
-            name,
-            _sample(case, name, device, seconds),
-            memory.state_bytes,
-            memory.extra_bytes,
-            candidate(name).moved_bytes(case),
-        )
+        memory = _memory(case, name, device)
+        samples = _sample(case, name, device, seconds)
+        yield Timed(case, name, samples, *memory, candidate(name).moved_bytes(case))
 
 
 def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[float, float, float]]:
@@ -54,3 +48,31 @@ def _sample(case: Case, name: str, device: str, seconds: float) -> list[tuple[fl
     ]
     rounds = sample_in_turn(samplers, least=_LEAST_PAIRS, most=_MOST_PAIRS, seconds=seconds)
     return [(step, baseline, copy) for step, baseline, copy in rounds]
+
+
+def _memory(case: Case, name: str, device: str) -> tuple[int, int | None]:
+    """Bytes of an optimizer's state, and the peak of what its third step allocates in addition.
+
+    That is what CUDA's allocator counts, and None on other devices, which do not count;
+    ``benchmarks/memory.py`` has torch's profiler count on a CPU.
+    """
+    embedding, params = case.parameters(device)
+    optimizer, step = make_step(name, embedding, params, case.clip)
+    # The first step makes the state, and the second may compile or cache what later ones use.
+    for _ in range(2):
+        step()
+    state = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
+    extra = None
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        extra = torch.cuda.max_memory_allocated() - before
+    return sum(map(_tensor_bytes, state)), extra
+
+
+def _tensor_bytes(x: Tensor) -> int:
+    """Bytes of a tensor; a subclass counts as its inner tensors, such as 8-bit codes and scales."""
+    if hasattr(x, "__tensor_flatten__"):
+        return sum(_tensor_bytes(getattr(x, name)) for name in x.__tensor_flatten__()[0])
+    return x.numel() * x.element_size()

@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -29,7 +29,7 @@ from coupled_adam.cli import (
     train,
 )
 from coupled_adam.cli.options import RecipeValues, add_arguments
-from coupled_adam.cli.terminal import other_rank
+from coupled_adam.cli.terminal import other_rank, quiet_libraries
 from coupled_adam.errors import (
     PreemptedError,
     TrainingError,
@@ -40,7 +40,6 @@ from coupled_adam.errors import (
     one_line,
     printable,
 )
-from coupled_adam.text.source import arguments_named
 
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -76,52 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     values: dict[str, Any] = {}
-    resumable = ""  # what is said after an error of a command that can be resumed
     try:
         name = _command_name(arguments)
         values = vars(_command_parser(name).parse_args(arguments[1:]))
-        resumable = (
-            "; what was finished is kept, continue with --resume" if "resume" in values else ""
-        )
-        options = {f"data.{name}=": f"--{name} " for name in ("text", "tokens") if values.get(name)}
-        with arguments_named(options), _sigterm_raises():
+        quiet_libraries()
+        with _sigterm_raises():
             _COMMANDS[name].run(_COMMANDS[name].Options(**values))
         sys.stdout.flush()
-    except UsageError as error:
-        message = one_line(error, longest=None)
-        return _fail(2, f"{message}{_hint(arguments, message)}", error)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("coupled_adam."):
-            raise
-        return _fail(2, f"{error.msg.partition(':')[0]}; install it with: {install('lab')}", error)
-    except TrainingError as error:
-        return _fail(1, one_line(error, longest=None), error)
-    # What reads standard output, such as head, has seen enough.
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except OSError as error:
-        if error.errno is None:
-            raise
-        # If standard output is on the full disk, Python could not flush it at its end either.
-        try:
-            print(end="", flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        path = error.filename2 or error.filename  # where something was to be renamed to
-        where = f": {printable(str(path))}" if path else ""
-        # There is no such file, so that nothing was begun that could be continued.
-        if error.errno == errno.ENAMETOOLONG:
-            return _fail(2, f"{os.strerror(error.errno)}{where}", error)
-        limit = "; allow more with ulimit -n" if error.errno == errno.EMFILE else ""
-        return _fail(1, f"{os.strerror(error.errno)}{where}{limit}{resumable}", error)
-    except (MemoryError, RuntimeError) as error:
-        if str(error).startswith("Symlink loop"):  # which pathlib raises before Python 3.13
-            return _fail(2, one_line(error), error)
-        if not _is_out_of_memory(error):
-            raise
-        reason = one_line(error) if str(error) else "no more can be allocated"
-        return _fail(1, f"out of memory: {reason}{resumable}", error)
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -138,7 +98,65 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{advice}")
         return 130
+    # What reads standard output, such as head, has seen enough.
+    except BrokenPipeError:
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except Exception as error:
+        code, message = _explained(error, arguments, values)
+        if code is None:
+            raise
+        rank = other_rank()
+        if rank is None:
+            _say(f"error: {message}")
+        elif not is_on_all_ranks(error):
+            print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
+        return code
     return 0
+
+
+def _explained(
+    error: Exception, arguments: list[str], values: Mapping[str, Any]
+) -> tuple[int | None, str]:
+    """The exit code for an error, and what is said of it; no code for what is a bug."""
+    message = one_line(error, longest=None)
+    kept = "; what was finished is kept, continue with --resume" if "resume" in values else ""
+    match error:
+        case UsageError():
+            # Texts are keys of a recipe, which the user may have given by an option.
+            for option in ("text", "tokens"):
+                if values.get(option) and f"--{option} " not in message:
+                    message = message.replace(f"data.{option}=", f"--{option} ")
+            return 2, f"{message}{_hint(arguments, message)}"
+        case TrainingError():
+            return 1, message
+        case ModuleNotFoundError() if not (error.name or "").startswith("coupled_adam."):
+            return 2, f"{error.msg.partition(':')[0]}; install it with: {install('lab')}"
+        case OSError() if error.errno is not None:
+            # If standard output is on the full disk, Python could not flush it at its end either.
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _discard_output()
+            path = error.filename2 or error.filename  # where something was to be renamed to
+            reason = os.strerror(error.errno) + (f": {printable(str(path))}" if path else "")
+            # There is no such file, so that nothing was begun that could be continued.
+            if error.errno == errno.ENAMETOOLONG:
+                return 2, reason
+            limit = "; allow more with ulimit -n" if error.errno == errno.EMFILE else ""
+            return 1, f"{reason}{limit}{kept}"
+        case RuntimeError() if str(error).startswith("Symlink loop"):  # pathlib's, before 3.13
+            return 2, message
+    # torch's error for a CPU is a RuntimeError, which only its message tells from others.
+    is_out_of_memory = isinstance(error, MemoryError) or "OutOfMemoryError" in repr(type(error))
+    if is_out_of_memory or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
+        reason = one_line(error) if str(error) else "no more can be allocated"
+        return 1, f"out of memory: {reason}{kept}"
+    return None, message
+
+
+def _discard_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -157,14 +175,6 @@ def _sigterm_raises() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is Python's MemoryError, or torch's for a CPU, which is no class of its own."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool({"MemoryError", "OutOfMemoryError"} & names) or (
-        "DefaultCPUAllocator" in str(error)
-    )
-
-
 def _command_name(arguments: list[str]) -> str:
     """The command that is called; ``--help`` and ``--version`` end here."""
     name = arguments[0] if arguments else ""
@@ -172,10 +182,10 @@ def _command_name(arguments: list[str]) -> str:
         return name
     if name.startswith("-"):
         _overview().parse_args(arguments)
-    listed = f"there are {', '.join(_COMMANDS)}"
+    commands = f"there are {', '.join(_COMMANDS)}"
     if not name or name.startswith("-"):
-        raise UsageError(f"name a command first: {listed}")
-    hint = did_you_mean(name, _COMMANDS, listed)
+        raise UsageError(f"name a command first: {commands}")
+    hint = did_you_mean(name, _COMMANDS, commands)
     raise UsageError(f"there is no command {one_line(name, 50)!r}: {hint}")
 
 
@@ -227,16 +237,6 @@ class _HelpFormatter(argparse.HelpFormatter):
         return text if says_nothing or "default" in text else f"{text} (default: %(default)s)"
 
 
-def _fail(code: int, message: str, error: BaseException) -> int:
-    """Print an error, unless the first process of several does; return the exit code."""
-    rank = other_rank()
-    if rank is None:
-        _say(f"error: {message}")
-    elif not is_on_all_ranks(error):
-        print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
-    return code
-
-
 def _say(message: str) -> None:
     if other_rank() is None:
         print(f"coupled-adam: {message}", file=sys.stderr)
@@ -244,26 +244,22 @@ def _say(message: str) -> None:
 
 def _overrides_first(arguments: list[str]) -> list[str]:
     """Move ``key=value`` to the front, where no option that takes several values can consume it."""
-    first = [
-        a
-        for a in arguments[1:]
-        if re.match(r"(name|model|data|training|arms|seeds|variant)[.=]", a)
-    ]
-    return [*arguments[:1], *first, *(a for a in arguments[1:] if a not in first)]
+    section = re.compile(r"(name|model|data|training|arms|seeds|variant)[.=]")
+    return [*arguments[:1], *sorted(arguments[1:], key=lambda word: not section.match(word))]
 
 
 def _hint(arguments: list[str], message: str) -> str:
     """Suggest the most similar option for an unknown one, or the key of the recipe that it is."""
     if not message.startswith("unrecognized arguments"):
         return ""
-    command = arguments[0] if arguments[0] in _COMMANDS else None
-    parser = _command_parser(command) if command else _overview()
+    command = _COMMANDS.get(arguments[0])
+    parser = _command_parser(arguments[0]) if command else _overview()
     options = re.findall(r"--[a-z][a-z-]+", parser.format_help())
-    unknown = [word.partition("=")[0] for word in re.findall(r"(?<=\s)--?[\w.=-]+", message)]
-    for name in unknown:
+    for word in re.findall(r"(?<=\s)--?[\w.=-]+", message):
+        name = word.partition("=")[0]
         if near := difflib.get_close_matches(name, options, n=1, cutoff=0.7):
             return f"; did you mean {near[0]}?"
-        if command and issubclass(_COMMANDS[command].Options, RecipeValues):
+        if command and issubclass(command.Options, RecipeValues):
             from coupled_adam.lab.checking import keys
             from coupled_adam.lab.recipe import Recipe
 

@@ -22,14 +22,12 @@ from coupled_adam.cli.options import (
     WholeNumber,
     WordSimilarityOption,
     argument,
-    check_files,
     check_revision,
     device,
     option,
-    optional_path,
-    write_file,
 )
-from coupled_adam.cli.terminal import console, print_table, progress_bar, quiet_libraries
+from coupled_adam.cli.outputs import check_files, write_file
+from coupled_adam.cli.terminal import console, print_table, progress_bar
 from coupled_adam.errors import UsageError, printable
 
 if TYPE_CHECKING:
@@ -44,12 +42,12 @@ class Options(TokenizerOption, WordSimilarityOption, RevisionOption, JsonOption,
     models: list[str] = argument(
         "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
         ".safetensors or .npy file",
-        "MODEL",
+        metavar="MODEL",
     )
     tensor: str | None = option("the name of the embeddings in the file")
-    counts: str | None = option("a .npy file with a unigram count for each token")
-    text: str | None = option("count the tokens of this file, or of this folder's files")
-    tokens: list[str] | None = option("count these token files", metavar="FILE")
+    counts: Path | None = option("a .npy file with a unigram count for each token")
+    text: Path | None = option("count the tokens of this file, or of this folder's files")
+    tokens: list[Path] | None = option("count these token files", metavar="FILE")
     exclude: list[Literal["padding", "unseen"]] = option(
         "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
         "a count of zero)",
@@ -95,17 +93,15 @@ def run(options: Options) -> None:
     _check(options)
     layout = options.layout or "pca"
     target = device(options.device)
-    quiet_libraries()
-    sets = None
-    if options.word_similarity is not None:
-        sets = analysis.word_similarity_sets(options.word_similarity)
+    name = options.word_similarity
+    sets = None if name is None else analysis.word_similarity_sets(name)
     source = analysis.Source(
         tensor=options.tensor,
         revision=options.revision,
         tokenizer=options.tokenizer,
-        counts=optional_path(options.counts),
-        text=optional_path(options.text),
-        tokens=[Path(path) for path in options.tokens or ()],
+        counts=options.counts,
+        text=options.text,
+        tokens=options.tokens or [],
     )
     folders = _verifiable(options.models, source) if options.verify else {}
     by_model = [
@@ -138,39 +134,39 @@ def run(options: Options) -> None:
         with progress_bar("what changed") as progress:
             comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
     listed = undertrained if options.undertrained else []
-    files: dict[str, tuple[str, str | bytes]] = {}
+    files: list[tuple[str, str, str | bytes]] = []
     if options.csv is not None:
-        files["--csv"] = options.csv, analysis_tables.analyses_csv(analyses)
+        files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
     if options.html is not None:
         from coupled_adam.embeddings.analysis_page import analyses_page
 
-        files["--html"] = options.html, analyses_page(analyses, listed)
+        files.append(("--html", options.html, analyses_page(analyses, listed)))
     if options.parquet is not None:
         from coupled_adam.embeddings.maps import parquet, token_maps
 
-        files["--parquet"] = options.parquet, parquet(token_maps(undertrained, layout))
+        files.append(("--parquet", options.parquet, parquet(token_maps(undertrained, layout))))
     if options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page
 
         with progress_bar("neighbours for the map") as progress:
             page = explorer_page(undertrained, comparisons, layout, progress)
-        files["--explore"] = options.explore, page
+        files.append(("--explore", options.explore, page))
     try:
-        for option, (name, content) in files.items():
-            write_file(option, name, content)
+        for file in files:
+            write_file(*file)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
             print(analysis_tables.analyses_json(analyses, listed, neighbours, comparisons))
         else:
             diagnosed: Sequence[Analysis | Undertrainedness] = listed or analyses
-            for analyzed, said in zip(analyses, diagnosed):
-                sentences = f"{analyzed.label}: {' '.join(said.diagnosis)}"
+            for analyzed, diagnosis in zip(analyses, diagnosed):
+                sentences = f"{analyzed.label}: {' '.join(diagnosis.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
-            shown = [analysis_tables.analyses_table(analyses, options.all)]
-            shown += [named.table(options.show) for named in listed]
-            shown += [table for neighbourhood in neighbours for table in neighbourhood.tables()]
-            shown += [t for changes in comparisons for t in changes.tables(options.show)]
-            for table in shown:
+            print_table(analysis_tables.analyses_table(analyses, options.all))
+            tables = [named.table(options.show) for named in listed]
+            tables += [table for entry in neighbours for table in entry.tables()]
+            tables += [table for entry in comparisons for table in entry.tables(options.show)]
+            for table in tables:
                 print_table(table)
 
 

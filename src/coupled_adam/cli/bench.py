@@ -18,15 +18,15 @@ from coupled_adam.cli.options import (
     JsonOption,
     Positive,
     RecipeValues,
-    check_files,
     device,
     option,
 )
-from coupled_adam.cli.terminal import print_table, quiet_libraries
+from coupled_adam.cli.outputs import check_files, write_file
+from coupled_adam.cli.terminal import print_table
 from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
-    from coupled_adam.bench import Machine
+    from coupled_adam.bench.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,16 +49,22 @@ def run(options: Options) -> None:
     """Time steps, of the optimizer alone or of a whole training, and print them."""
     from tqdm import tqdm
 
-    from coupled_adam import bench
+    from coupled_adam.bench import steps
+    from coupled_adam.bench.cases import SHAPES, check_memory, parse_case
+    from coupled_adam.bench.machine import describe_machine
+    from coupled_adam.bench.optimizers import OPTIMIZERS
+    from coupled_adam.bench.results import bench_picture, bench_table
     from coupled_adam.lab.training.environment import environment
 
     check_files(picture=options.picture)
-    if options.picture is not None:
-        bench.check_format(Path(options.picture))
+    # Those of formats in which a picture can be marked as ours.
+    kind = Path(options.picture or "any.png").suffix
+    if kind not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"--picture {options.picture}: end its name with .png, .svg or .pdf")
     target = device(options.device)
     # Read before anything is timed: the code may be changed, and the machine busy, by the end.
     facts = environment()
-    machine = bench.describe_machine(target)
+    machine = describe_machine(target)
     conditions = {"environment": facts, "machine": machine.to_dict()}
     if options.recipe is not None:
         _time_training(options, options.recipe, machine, conditions)
@@ -67,26 +73,29 @@ def run(options: Options) -> None:
         raise UsageError("--steps are those of a recipe: name it with --recipe")
     if options.overrides:
         raise UsageError(f"{options.overrides[0]} changes a recipe: name the recipe with --recipe")
-    shapes = options.shapes or bench.SHAPES["cuda" if target == "cuda" else "cpu"]
-    cases = [bench.parse_case(shape, options.dtype or "float32", options.clip) for shape in shapes]
-    bench.check_memory(cases, target)
-    names = options.optimizers or list(bench.OPTIMIZERS)
+    shapes = options.shapes or SHAPES["cuda" if target == "cuda" else "cpu"]
+    cases = [parse_case(shape, options.dtype or "float32", options.clip) for shape in shapes]
+    check_memory(cases, target)
+    names = options.optimizers or list(OPTIMIZERS)
     for name in names:
-        if name not in bench.OPTIMIZERS:
-            raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(bench.OPTIMIZERS)}")
+        if name not in OPTIMIZERS:
+            raise UsageError(f"--optimizers: no {name!r}; available: {', '.join(OPTIMIZERS)}")
     if not options.json:
         print("\n".join(machine.notes))
-    timed = bench.bench(cases, names, device=target, seconds=options.seconds or 4.0)
+    timed = steps.bench(cases, names, device=target, seconds=options.seconds or 4.0)
     results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
     # The numbers took long to measure, and are shown even if the picture cannot be written.
     try:
         if options.picture is not None:
-            bench.save_figure(bench.bench_picture(results), Path(options.picture))
+            from coupled_adam.rendering.pictures import drawn
+
+            picture = drawn(bench_picture(results), kind[1:])
+            write_file("--picture", options.picture, picture)
     finally:
         if options.json:
             print(json.dumps({**conditions, "results": [result.to_dict() for result in results]}))
         else:
-            print_table(bench.bench_table(results))
+            print_table(bench_table(results))
 
 
 def _time_training(
@@ -96,7 +105,6 @@ def _time_training(
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
-    quiet_libraries()
     optimizer_options = {
         "shapes": options.shapes,
         "dtype": options.dtype,

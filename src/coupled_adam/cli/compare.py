@@ -15,12 +15,12 @@ from coupled_adam.cli.options import (
     RunOptions,
     Selection,
     cache_folder,
-    check_folder,
     execution,
     option,
     overridden,
     selected,
 )
+from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import console, print_path, print_table
 
 
@@ -46,7 +46,7 @@ def run(options: Options) -> None:
     # A comparison that was extended has more arms and seeds than the recipe that is named.
     if named and stored:
         recipe = recipe.joined(stored)
-    recipe = selected(recipe, options.arms, options.seeds)
+    recipe = selected(recipe, options)
     how = execution(options, recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
@@ -63,7 +63,7 @@ def run(options: Options) -> None:
         recipe,
         out,
         execution=how,
-        cache=cache_folder(options.cache),
+        cache=cache_folder(options),
         resume=options.resume,
         on_start=on_start,
     )

@@ -21,14 +21,11 @@ from coupled_adam.cli.options import (
     WordSimilarityOption,
     argument,
     cache_folder,
-    check_files,
-    check_folder,
     device,
     option,
-    optional_path,
-    write_file,
 )
-from coupled_adam.cli.terminal import print_path, print_table, quiet_libraries
+from coupled_adam.cli.outputs import check_files, check_folder, write_file
+from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
 
@@ -45,14 +42,14 @@ class Options(WordSimilarityOption, RevisionOption, JsonOption, CacheOption, Dev
         metavar="TASK",
         nargs="*",
     )
-    lm_eval_path: str | None = option(
+    lm_eval_path: Path | None = option(
         "a folder with tasks of your own; Python that they name with !function is executed",
         metavar="DIR",
     )
     limit: Count | None = option(
         "use only the first N examples of each task, to try things out", metavar="N"
     )
-    text: str | None = option("held-out text for a model: a file, or a folder of text files")
+    text: Path | None = option("held-out text for a model: a file, or a folder of text files")
     variant: str | None = option(
         "execute the code of this variant, with which a run was trained", metavar="MODULE:NAME"
     )
@@ -71,18 +68,15 @@ def run(options: Options) -> None:
 
     check_files([options.text], out=options.out)
     target = device(options.device)
-    quiet_libraries()
     folder = Path(options.model)
-    sets = None
-    if options.word_similarity is not None:
-        sets = word_similarity_sets(options.word_similarity)
-    tasks_folder = optional_path(options.lm_eval_path)
+    name = options.word_similarity
+    sets = None if name is None else word_similarity_sets(name)
     downstream = None
     if options.lm_eval is not None:
-        downstream = Downstream(options.lm_eval or PAPER_TASKS, tasks_folder, options.limit)
-    elif tasks_folder is not None or options.limit is not None:
-        given_option = "--limit" if tasks_folder is None else "--lm-eval-path"
-        raise UsageError(f"{given_option} needs --lm-eval, with the names of the tasks")
+        downstream = Downstream(options.lm_eval or PAPER_TASKS, options.lm_eval_path, options.limit)
+    elif options.lm_eval_path is not None or options.limit is not None:
+        name = "--limit" if options.lm_eval_path is None else "--lm-eval-path"
+        raise UsageError(f"{name} needs --lm-eval, with the names of the tasks")
     if is_run(folder):
         check_folder("MODEL", folder)
         if options.text is not None or options.out is not None or options.revision is not None:
@@ -93,7 +87,7 @@ def run(options: Options) -> None:
         recipe = recipe_of_run(folder, options.variant)
         result = evaluate_run(
             folder,
-            lambda: prepare_corpus(recipe, cache_folder(options.cache)),
+            lambda: prepare_corpus(recipe, cache_folder(options)),
             batches=options.batches,
             sets=sets,
             downstream=downstream,
@@ -105,13 +99,13 @@ def run(options: Options) -> None:
         result = evaluate_model(
             options.model,
             revision=options.revision,
-            text=optional_path(options.text),
+            text=options.text,
             batches=options.batches,
             sets=sets,
             downstream=downstream,
             device=target,
         )
-        written = optional_path(options.out)
+        written = Path(options.out) if options.out else None
     # The numbers are shown even if the file cannot be written after all.
     try:
         if options.out is not None:
@@ -121,7 +115,5 @@ def run(options: Options) -> None:
             print(json.dumps(result, indent=2))
         else:
             print_table(evaluation_table(result, folder.name or options.model))
-    if options.json:
-        return
-    if written is not None:
+    if written is not None and not options.json:
         print_path("all numbers:", written)

@@ -12,9 +12,7 @@ import importlib.util
 import inspect
 import math
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -28,38 +26,37 @@ from typing import (
 )
 
 from coupled_adam.cli.terminal import quiet_libraries
-from coupled_adam.errors import TrainingError, UsageError, did_you_mean, one_line
-from coupled_adam.files import clear_leftovers, is_result, write_atomically
-from coupled_adam.runs import COMPARISON, CONFIG, ENVIRONMENT, SWEEP
+from coupled_adam.errors import UsageError, did_you_mean, one_line
+from coupled_adam.runs import COMPARISON, CONFIG, SWEEP
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
     from coupled_adam.lab.training.config import Execution
 
 N = TypeVar("N", int, float)
+T = TypeVar("T", str, Path)
 
 DEFAULT_RECIPE = "demo"
 
 _MOST_SEEDS = 1000  # of one number, which is how many there are
 
 
-def option(text: str, default: Any = None, metavar: str | None = None, **settings: Any) -> Any:
+def option(text: str, default: Any = None, **settings: Any) -> Any:
     """A field that is an option, ``--name``; ``text`` is its help.
 
     Args:
         default: ``dataclasses.MISSING`` for an option that must be given.
         settings: further arguments for :meth:`argparse.ArgumentParser.add_argument`.
     """
-    metadata = {"help": text, "metavar": metavar, **settings}
+    metadata = {"help": text, **settings}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def argument(text: str, metavar: str | None = None, nargs: str | None = None) -> Any:
-    """A field that is a positional argument."""
-    metadata = {"help": text, "metavar": metavar, "nargs": nargs, "positional": True}
-    return dataclasses.field(metadata=metadata)
+def argument(text: str, **settings: Any) -> Any:
+    """A field that is a positional argument; otherwise as :func:`option`."""
+    return dataclasses.field(metadata={"help": text, "positional": True, **settings})
 
 
 def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
@@ -74,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 def _add_argument(
     parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
 ) -> None:
-    settings = {name: value for name, value in field.metadata.items() if value is not None}
+    settings = dict(field.metadata)
+    is_positional = settings.pop("positional", False)
     # None stands for an option that is left out, and is nothing that can be typed.
     if type(None) in get_args(kind):
         (kind,) = [member for member in get_args(kind) if member is not type(None)]
@@ -88,8 +86,8 @@ def _add_argument(
     elif kind is bool:
         settings["action"] = "store_true"
     elif field.default != "":
-        settings["type"] = _not_empty
-    if settings.pop("positional", False):
+        settings["type"] = _not_empty(kind)
+    if is_positional:
         parser.add_argument(field.name, **settings)
         return
     if field.default_factory is not dataclasses.MISSING:
@@ -102,11 +100,15 @@ def _add_argument(
     parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
 
 
-def _not_empty(text: str) -> str:
+def _not_empty(kind: type[T]) -> Callable[[str], T]:
     """The type of names and paths: Path("") would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
-    return text
+
+    def convert(text: str) -> T:
+        if not text:
+            raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
+        return kind(text)
+
+    return convert
 
 
 def _number(kind: type[N], fits: Callable[[N], bool], meaning: str) -> Callable[[str], N]:
@@ -180,7 +182,7 @@ class WordSimilarityOption:
 class CacheOption:
     """For commands that need a corpus."""
 
-    cache: str | None = option(
+    cache: Path | None = option(
         "the folder that keeps prepared corpora (default: in the user's cache)"
     )
 
@@ -190,7 +192,7 @@ class RecipeValues:
     """For commands that take a recipe: its values, as positional arguments."""
 
     overrides: list[str] = argument(
-        "change a value of the recipe, such as model.n_layer=24", "key=value", nargs="*"
+        "change a value of the recipe, such as model.n_layer=24", metavar="key=value", nargs="*"
     )
 
 
@@ -236,35 +238,35 @@ class Selection:
     )
 
 
-def selected(recipe: Recipe, arms: list[str] | None, seeds: list[int] | None) -> Recipe:
+def selected(recipe: Recipe, options: Selection) -> Recipe:
     """The recipe with the arms and seeds that ``--arms`` and ``--seeds`` give.
 
     Raises:
         UsageError: an arm is not known, or an arm or a seed is given twice.
     """
-    if seeds is not None:
-        recipe = dataclasses.replace(recipe, seeds=_seeds(seeds))
-    if arms is not None:
-        if len({*arms}) < len(arms):
-            raise UsageError(f"--arms {' '.join(arms)} names an arm twice")
-        chosen = {arm: recipe.arms[known_arm(arm, recipe)] for arm in arms}
-        recipe = dataclasses.replace(recipe, arms=chosen)
+    if options.seeds is not None:
+        recipe = dataclasses.replace(recipe, seeds=_seeds(options.seeds))
+    if options.arms is not None:
+        if len({*options.arms}) < len(options.arms):
+            raise UsageError(f"--arms {' '.join(options.arms)} names an arm twice")
+        arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
+        recipe = dataclasses.replace(recipe, arms=arms)
     return recipe
 
 
 def _seeds(numbers: list[int]) -> list[int]:
     """The seeds that ``--seeds`` means: one number counts them, several name them."""
     typed = f"--seeds {' '.join(map(str, numbers))}"
-    if len(numbers) == 1:
-        if not 1 <= numbers[0] <= _MOST_SEEDS:
-            raise UsageError(
-                f"{typed}: one number is how many seeds there are, and must be from 1 to "
-                f"{_MOST_SEEDS}; several numbers are the seeds"
-            )
-        return list(range(1, numbers[0] + 1))
     if len({*numbers}) < len(numbers):
         raise UsageError(f"{typed} names a seed twice: each is run once")
-    return sorted(numbers)
+    if len(numbers) > 1:
+        return sorted(numbers)
+    if not 1 <= numbers[0] <= _MOST_SEEDS:
+        raise UsageError(
+            f"{typed}: one number is how many seeds there are, and must be from 1 to "
+            f"{_MOST_SEEDS}; several numbers are the seeds"
+        )
+    return list(range(1, numbers[0] + 1))
 
 
 def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
@@ -276,20 +278,20 @@ def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
     from coupled_adam.lab.recipe import override, parse_overrides
 
     values = parse_overrides(options.overrides)
+    # Each of these options is a key of the recipe, and takes the place of others.
     for option, value, keys in (
         ("--steps", options.steps, ("training.steps", "training.tokens")),
         ("--text", options.text, ("data.text", "data.hub", "data.tokens")),
     ):
+        if value is None:
+            continue
         for key in keys:
-            if value is not None and values.get(key) is not None:
+            if values.get(key) is not None:
                 raise UsageError(
                     f"{option} {value} and {key}={values[key]} exclude each other: give only one"
                 )
-    if options.steps is not None:
-        values |= {"training.steps": options.steps, "training.tokens": None}
-    if options.text is not None:
-        text = str(Path(options.text).resolve())
-        values |= {"data.text": text, "data.hub": None, "data.tokens": None}
+        content = str(Path(value).resolve()) if isinstance(value, str) else value
+        values |= {**dict.fromkeys(keys), keys[0]: content}
     changed = override(recipe, values)
     # Files in the folder of runs may be another person's, and what they name is code.
     of_runs = options.recipe is None or Path(options.recipe).name in (CONFIG, COMPARISON, SWEEP)
@@ -368,12 +370,9 @@ def device(name: str) -> str:
     """
     import torch
 
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    usable = [device for device, is_usable in available.items() if is_usable]
+    usable = ["cuda"] if torch.cuda.is_available() else []
+    usable += ["mps"] if torch.backends.mps.is_available() else []
+    usable += ["cpu"]
     if name == "auto":
         return usable[0]
     if name not in usable:
@@ -381,70 +380,11 @@ def device(name: str) -> str:
     return name
 
 
-def cache_folder(cache: str | None) -> Path:
-    """The folder of prepared corpora that ``--cache`` names, or the default one."""
+def cache_folder(options: CacheOption) -> Path:
+    """The folder of prepared corpora: that of ``--cache``, or the default one."""
     from coupled_adam.lab.data.corpus import default_cache
 
-    return default_cache() if cache is None else Path(cache)
-
-
-def optional_path(path: str | None) -> Path | None:
-    """A path, where one was given."""
-    return None if path is None else Path(path)
-
-
-def check_files(inputs: Iterable[str | None] = (), **files: str | None) -> None:
-    """Check, before any work is done for them, that files can be written.
-
-    Args:
-        inputs: what the command reads, which its results must not replace.
-        files: paths, by the names of their options.
-
-    Raises:
-        UsageError: a file cannot be written, would replace an input, another result or anything
-            that is no earlier result of this package, or would lie in the folder of a run or a
-            model; nothing has been changed.
-    """
-    read = {Path(name).resolve() for name in inputs if name is not None}
-    written: dict[Path, str] = {}
-    for option, name in files.items():
-        if name is None:
-            continue
-        if name == "-":
-            raise UsageError(f"--{option} - would be a file called -: name a file, or use --json")
-        path = Path(name).resolve()  # a link stays one
-        with _explaining(f"--{option} {name}", "name another file"):
-            if not path.parent.exists():
-                raise UsageError(f"--{option}: there is no folder {path.parent}: create it first")
-            if path.exists() and not path.is_file():
-                raise UsageError(f"--{option} {name} exists and is not a file: name another one")
-            if path in read:
-                raise UsageError(f"--{option} {name} is read by this command: name another file")
-            home = next((folder for folder in path.parents if _is_run_or_model(folder)), None)
-            if home is not None:
-                raise UsageError(
-                    f"--{option} {name} would lie in {home}, the folder of a run or a model: name "
-                    "a file outside"
-                )
-            if path.exists() and not is_result(path):
-                raise UsageError(
-                    f"--{option} {name} exists, and is no earlier result of this command: name "
-                    "another file"
-                )
-            if path in written:
-                raise UsageError(
-                    f"--{written[path]} and --{option} {name} are the same file: name two"
-                )
-            written[path] = option
-            # The only sure way to find out whether a file can be made there is to make one.
-            with tempfile.TemporaryFile(dir=path.parent):
-                pass
-
-
-def _is_run_or_model(folder: Path) -> bool:
-    """Whether a folder is a run's or a model's; a config.yaml alone does not make one."""
-    is_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    return is_model or ((folder / CONFIG).is_file() and (folder / ENVIRONMENT).is_file())
+    return options.cache or default_cache()
 
 
 def check_revision(options: RevisionOption, models: Iterable[str]) -> None:
@@ -452,44 +392,3 @@ def check_revision(options: RevisionOption, models: Iterable[str]) -> None:
     local = [model for model in models if Path(model).exists()]
     if options.revision is not None and local:
         raise UsageError(f"--revision is for models on the hub, and {local[0]} is a path here")
-
-
-def check_folder(option: str, folder: Path) -> None:
-    """Check, before any work is done for it, that a folder can be created or written to.
-
-    Raises:
-        UsageError: it cannot be; nothing has been changed.
-    """
-    try:
-        str(folder.absolute()).encode()
-    except UnicodeEncodeError:  # as safetensors and tokenizers need it
-        raise UsageError(f"{option} {folder} is not UTF-8: choose another folder") from None
-    with _explaining(f"{option} {folder}", "choose another folder"):
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{option} {folder} exists and is not a folder: choose another one")
-        # The innermost folder that exists is the one in which the others will be made.
-        nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        with tempfile.TemporaryFile(dir=nearest):
-            pass
-
-
-def write_file(option: str, name: str, content: str | bytes) -> None:
-    """Write a file that an option names.
-
-    Raises:
-        TrainingError: it cannot be written, such as when the disk is full.
-    """
-    path = Path(name).resolve()  # a link stays one
-    try:
-        clear_leftovers(path.parent)
-        write_atomically(path, content)
-    except OSError as error:
-        raise TrainingError(f"{option} {name} cannot be written ({error.strerror})") from None
-
-
-@contextmanager
-def _explaining(subject: str, instead: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{subject} cannot be written ({error.strerror}): {instead}") from None

@@ -22,18 +22,16 @@ from coupled_adam.cli.options import (
     TokenizerOption,
     WholeNumber,
     argument,
-    check_folder,
     check_revision,
     device,
     option,
-    optional_path,
 )
+from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import (
     console,
     print_path,
     print_table,
     progress_bar,
-    quiet_libraries,
 )
 from coupled_adam.errors import UsageError
 
@@ -48,7 +46,7 @@ class Options(TokenizerOption, RevisionOption, JsonOption, DeviceOption):
     model: str = argument(
         "the folder of a model or a run, a model's id on the hub, or a file with a matrix"
     )
-    out: str = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
+    out: Path = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
     undertrained: bool = option(
         "also repair the tokens that cannot be told from unused rows", default=False
     )
@@ -62,7 +60,7 @@ class Options(TokenizerOption, RevisionOption, JsonOption, DeviceOption):
         default=False,
     )
     seed: WholeNumber = option("of the rows drawn", 0)
-    text: str | None = option("show the loss on this text before and after")
+    text: Path | None = option("show the loss on this text before and after")
     batches: Count | None = option("how many batches of the text to use (default: all)")
     show: Count = option("how many rows the table names", 20, metavar="N")
 
@@ -80,9 +78,8 @@ def run(options: Options) -> None:
     if options.batches is not None and options.text is None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
     target = device(options.device)
-    check_folder("--out", Path(options.out))
-    quiet_libraries()
-    out, text = Path(options.out), optional_path(options.text)
+    check_folder("--out", options.out)
+    out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)
     if text is not None and folder.is_file():
         raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from coupled_adam.cli.options import argument, check_folder, option
+from coupled_adam.cli.options import argument, option
+from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
@@ -18,7 +19,7 @@ from coupled_adam.errors import UsageError
 class Options:
     """The options of ``coupled-adam report``."""
 
-    folders: list[str] = argument("folders with runs in them", "DIR")
+    folders: list[str] = argument("folders with runs in them", metavar="DIR")
     out: str | None = option("the report's folder (default: report in the first DIR)")
     bold: Literal["adamw", "all"] = option(
         "make values bold that are better than AdamW's (default), or than those of all other arms, "

@@ -22,7 +22,7 @@ from coupled_adam.cli.options import (
     device,
     option,
 )
-from coupled_adam.cli.terminal import console, quiet_libraries
+from coupled_adam.cli.terminal import console
 from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Options(RevisionOption, JsonOption, DeviceOption):
     """The options of ``coupled-adam sample``."""
 
     models: list[str] = argument(
-        "the folder of a comparison, a run or a model, or a model's id on the hub", "RUN"
+        "the folder of a comparison, a run or a model, or a model's id on the hub", metavar="RUN"
     )
     prompt: str = option("the beginning of the text (default: a new document)", "")
     tokens: Count = option("how many to write at most", 100)
@@ -63,7 +63,6 @@ def run(options: Options) -> None:
     except UnicodeEncodeError:
         raise UsageError(f"--prompt {options.prompt!r} is not UTF-8") from None
     target = device(options.device)
-    quiet_libraries()
     texts = {}
     for name in (folder for place in options.models for folder in runs_to_sample(place)):
         source = str(Path(name) / MODEL) if is_run(Path(name)) else name

@@ -17,12 +17,12 @@ from coupled_adam.cli.options import (
     RunOptions,
     Selection,
     cache_folder,
-    check_folder,
     execution,
     option,
     overridden,
     selected,
 )
+from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import console, print_path, print_table
 from coupled_adam.errors import UsageError
 
@@ -67,7 +67,7 @@ def run(options: Options) -> None:
         raise UsageError("--optuna needs a package: pip install optuna")
     recipe = named or (stored.grid.recipe if stored else load_recipe(DEFAULT_RECIPE))
     recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
-    recipe = selected(recipe, options.arms, options.seeds)
+    recipe = selected(recipe, options)
     # All settings are checked before the first is trained, and before the folder is touched.
     plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, stored_axes=axes), trials)
 
@@ -84,7 +84,7 @@ def run(options: Options) -> None:
         plan,
         out,
         execution=execution(options, plan.grid.recipe),
-        cache=cache_folder(options.cache),
+        cache=cache_folder(options),
         resume=options.resume,
         on_start=on_start,
         announce=lambda line: console().print(line, highlight=False, markup=False),

@@ -14,12 +14,12 @@ from coupled_adam.cli.options import (
     RunOptions,
     WholeNumber,
     cache_folder,
-    check_folder,
     execution,
     known_arm,
     option,
     overridden,
 )
+from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import print_path
 
 
@@ -51,7 +51,7 @@ def run(options: Options) -> None:
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
         execution=execution(options, recipe),
-        cache=cache_folder(options.cache),
+        cache=cache_folder(options),
         resume=options.resume,
     )
     print_path("the run:", folder)

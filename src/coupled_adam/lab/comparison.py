@@ -39,6 +39,7 @@ from coupled_adam.lab.training.distributed import (
 )
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
+from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.runs import COMPARISON, MODEL, REPORT, run_name
 
 
@@ -160,6 +161,8 @@ def claim_and_prepare(
     Raises:
         UsageError: if the folder is in use or not writable, or the text cannot be used.
     """
+    # Code that cannot be imported is refused before the text is read, which may take hours.
+    on_every_rank(lambda: load_variant(recipe.variant))
     out = file.parent
     new_folders = on_rank_zero(lambda: _claim(out, locks))
     try:

@@ -35,9 +35,7 @@ class Picture:
     @functools.cached_property
     def png(self) -> bytes:
         """The image, drawn once."""
-        image = io.BytesIO()
-        self.figure.savefig(image, dpi=130, format="png", metadata={"Software": "coupled-adam"})
-        return image.getvalue()
+        return drawn(self.figure)
 
     @property
     def data(self) -> str:
@@ -48,6 +46,14 @@ class Picture:
     def wide(self) -> bool:
         """Whether it needs the whole width of a page."""
         return self.figure.get_figwidth() > 8
+
+
+def drawn(figure: Figure, format: str = "png") -> bytes:  # noqa: A002
+    """The image of a figure as PNG, SVG or PDF, marked as ours, so that it may be replaced."""
+    image = io.BytesIO()
+    metadata = {"Software" if format == "png" else "Creator": "coupled-adam"}
+    figure.savefig(image, dpi=130, format=format, metadata=metadata)
+    return image.getvalue()
 
 
 def single(draw: Callable[[Axes], None], caption: str, file: str = "") -> Picture:

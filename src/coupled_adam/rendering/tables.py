@@ -102,60 +102,46 @@ class Table:
 
         No text in it can control a terminal.
         """
-        for piece in self._pieces(width):
-            yield from piece._text()
+        texts = [[cell.text for cell in row] for row in self.cells() if not isinstance(row, str)]
+        widths = [max(map(_width, column)) for column in zip(self.columns, *texts)]
+        title = self.title
+        for columns in self._pieces(widths, width):
+            yield from self._piece(columns, widths, title)
+            title = ""
         widest = min(max(width, 40), _LONGEST_NOTE)
         for note in self.notes:
             yield from ([(line, "dim")] for line in textwrap.wrap(printable(note), widest))
         yield [("", "")]
 
-    def _pieces(self, width: int) -> Iterator[Table]:
-        """Tables of as many columns as fit, each of which begins with the leading ones."""
-        widths = self._widths()
-        lead, title = [*range(self.lead)], self.title
-        chosen = [*lead]
-        # Each piece takes columns as long as they fit, and one in any case.
+    def _pieces(self, widths: Sequence[int], width: int) -> Iterator[list[int]]:
+        """The columns of each piece: the leading ones, and as many as fit, but at least one."""
+        columns = [*range(self.lead)]
         for index in range(self.lead, len(widths)):
-            total = sum(widths[i] + len(_GAP) for i in [*chosen, index]) - len(_GAP)
-            if self.lead and total > width and len(chosen) > len(lead):
-                yield self._of_columns(chosen, title)
-                chosen, title = [*lead], ""
-            chosen.append(index)
-        yield self._of_columns(chosen, title)
+            total = sum(widths[i] + len(_GAP) for i in [*columns, index]) - len(_GAP)
+            if self.lead and total > width and len(columns) > self.lead:
+                yield columns
+                columns = [*range(self.lead)]
+            columns.append(index)
+        yield columns
 
-    def _of_columns(self, chosen: Sequence[int], title: str) -> Table:
-        rows = [row if isinstance(row, str) else [row[i] for i in chosen] for row in self.rows]
-        left = [new for new, old in enumerate(chosen) if old in self.left]
-        return Table([self.columns[i] for i in chosen], rows, title, left=left)
-
-    def _widths(self) -> list[int]:
-        rows = [row for row in self.cells() if not isinstance(row, str)]
-        return [
-            max(_width(header), *(_width(row[index].text) for row in rows), 0)
-            for index, header in enumerate(self.columns)
-        ]
-
-    def _text(self) -> Iterator[Line]:
-        widths = self._widths()
-
+    def _piece(self, columns: Sequence[int], widths: Sequence[int], title: str) -> Iterator[Line]:
         # Spaces are pieces of their own, so that underlines and colors end with the text.
         def line(cells: Sequence[Cell], style: str = "") -> Line:
             pieces: Line = []
-            for index, (cell, width) in enumerate(zip(cells, widths)):
-                text = printable(cell.text)
-                space = " " * (width - _width(text))
+            for index in columns:
+                text = printable(cells[index].text)
+                space = " " * (widths[index] - _width(text))
                 before, after = ("", space) if index in self.left else (space, "")
-                last = index == len(widths) - 1
-                pieces += [(before, ""), (text, style or cell.style)]
-                pieces += [] if last else [(after + _GAP, "")]
-            return pieces
+                pieces += [(before, ""), (text, style or cells[index].style), (after + _GAP, "")]
+            return pieces[:-1]
 
         yield [("", "")]
-        if self.title:
-            yield [(printable(self.title), "bold")]
+        if title:
+            yield [(printable(title), "bold")]
         if any(self.columns):
             yield line([Cell(header) for header in self.columns], "bold")
-        yield [("─" * (sum(widths) + len(_GAP) * (len(widths) - 1)), "dim")]
+        total = sum(widths[index] + len(_GAP) for index in columns) - len(_GAP)
+        yield [("─" * total, "dim")]
         for number, row in enumerate(self.cells()):
             if not isinstance(row, str):
                 yield line(row)
@@ -182,25 +168,21 @@ class Table:
 
     def latex(self) -> str:
         """The table in LaTeX, for the package booktabs; symbols in headers become formulas."""
-        sides = ["l" if index in self.left else "r" for index in range(len(self.columns))]
-        lines = [
-            f"\\begin{{tabular}}{{{''.join(sides)}}}",
-            "\\toprule",
-            " & ".join(map(_latex_header, self.columns)) + r" \\",
-        ]
+        sides = "".join("l" if index in self.left else "r" for index in range(len(self.columns)))
+        lines = [" & ".join(map(_latex_header, self.columns)) + r" \\"]
         if self.rows and not isinstance(self.rows[0], str):
-            lines.append("\\midrule")
+            lines.append(r"\midrule")
         for row in self.cells():
-            if isinstance(row, str):
-                lines.append("\\midrule")
-                if row:
-                    title = _latex_text(row)
-                    lines.append(f"\\multicolumn{{{len(sides)}}}{{l}}{{{title}}} \\\\")
+            if not isinstance(row, str):
+                texts = [_latex_text(cell.text) for cell in row]
+                texts = [rf"\textbf{{{t}}}" if cell.bold else t for cell, t in zip(row, texts)]
+                lines.append(" & ".join(texts) + r" \\")
                 continue
-            texts = [_latex_text(cell.text) for cell in row]
-            texts = [f"\\textbf{{{t}}}" if cell.bold else t for cell, t in zip(row, texts)]
-            lines.append(" & ".join(texts) + r" \\")
-        return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+            lines.append(r"\midrule")
+            if row:
+                lines.append(rf"\multicolumn{{{len(sides)}}}{{l}}{{{_latex_text(row)}}} \\")
+        head = [rf"\begin{{tabular}}{{{sides}}}", r"\toprule"]
+        return "\n".join([*head, *lines, r"\bottomrule", r"\end{tabular}", ""])
 
     def __html__(self) -> str:
         """The table and its notes as a part of a page; all text is escaped. Jinja calls this."""
@@ -286,13 +268,11 @@ def _latex_text(text: str) -> str:
 def _latex_header(text: str) -> str:
     """Escape a header, with its symbols as formulas."""
     symbol = "|".join(_SYMBOLS)
-    parts = re.split(f"((?:{symbol})+)", text)
-    formulas = [
-        "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], symbols) + "$"
-        for symbols in parts[1::2]
-    ]
-    words = [_latex_text(word) for word in parts[::2]]
-    return "".join(word + formula for word, formula in zip(words, [*formulas, ""]))
+
+    def formula(symbols: re.Match[str]) -> str:
+        return "$" + re.sub(symbol, lambda match: _SYMBOLS[match[0]], symbols[0]) + "$"
+
+    return re.sub(f"(?:{symbol})+", formula, _latex_text(text))
 
 
 def fixed(number: float, decimals: int) -> str:

@@ -14,7 +14,6 @@ import json
 import lzma
 import os
 import re
-import stat
 import sys
 import sysconfig
 import warnings
@@ -27,7 +26,7 @@ from typing import Any, TextIO
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import file_digest
 from coupled_adam.text.hub import hub_error, reach_hub
-from coupled_adam.text.source import Data, argument_name
+from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -44,8 +43,7 @@ _COMPRESSIONS: dict[str, Callable[..., Any]] = {
     ".zst": zstd.open,
 }
 _CHUNK = 2**20
-_MAX_DOCUMENT = "COUPLED_ADAM_MAX_DOCUMENT", 10_000_000
-"""Characters in a document: the tokenizer needs up to 500 bytes of memory for each."""
+_MAX_DOCUMENT = "COUPLED_ADAM_MAX_DOCUMENT"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,55 +64,54 @@ class Documents:
 
 
 class _Files:
-    """Files with their digests, and how to find out whether they have changed since.
+    """Files, a hash of their names and contents in order, and whether they have changed since.
 
-    In messages the argument that gave the files precedes their paths.
+    In messages ``argument``, which gave the files, precedes their paths.
     """
 
     def __init__(self, files: Iterable[Path], argument: str = "") -> None:
         self._argument = argument
-        # The state comes first, so that a change while the digest is taken shows as well.
-        self._states = {path: self._state(path) for path in files}
-        self._digests: dict[Path, str] = {}
-        for path in self._states:
-            with self._named_errors(path):
-                self._digests[path] = file_digest(path)
+        self._states: dict[Path, tuple[int, ...]] = {}
+        contents = hashlib.sha256()
+        for path in files:
+            # The state comes first, so that a change while the digest is taken shows as well.
+            with _naming(self.named(path)):
+                self._states[path] = _state(path)
+                digest = bytes.fromhex(file_digest(path))
+            contents.update(path.name.encode(errors="replace") + b"\0" + digest)
+        self.identity = contents.hexdigest()
 
     def __iter__(self) -> Iterator[Path]:
-        return iter(self._digests)
-
-    @property
-    def identity(self) -> str:
-        """A hash of the names and contents of the files, in order."""
-        combined = hashlib.sha256()
-        for path, digest in self._digests.items():
-            combined.update(path.name.encode(errors="replace") + b"\0" + bytes.fromhex(digest))
-        return combined.hexdigest()
+        return iter(self._states)
 
     def named(self, path: Path) -> str:
         """A file as messages name it."""
         return f"{self._argument}{path}"
 
-    def _state(self, path: Path) -> tuple[int, ...]:
-        """What every write to a file changes, at the latest when the file is closed."""
-        with self._named_errors(path):
-            status = path.stat()
-        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-    @contextmanager
-    def _named_errors(self, path: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UsageError(f"{self.named(path)}: {error.strerror}") from None
-
     def check(self) -> None:
         """Raise UsageError if files have changed since their digests were taken."""
         for path, state in self._states.items():
-            if self._state(path) != state:
-                raise UsageError(
-                    f"{self.named(path)} changed while it was read: start again once it is whole"
-                )
+            name = self.named(path)
+            with _naming(name):
+                if _state(path) != state:
+                    raise UsageError(
+                        f"{name} changed while it was read: start again once it is whole"
+                    )
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What every write to a file changes, at the latest when the file is closed."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Turn errors of the file system into UsageErrors that begin with a file's name."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from None
 
 
 def open_documents(data: Data) -> Documents:
@@ -135,7 +132,7 @@ def open_documents(data: Data) -> Documents:
             if name
         }
     elif data.text is not None:
-        files = _Files(text_files(Path(data.text)), argument_name("data.text="))
+        files = _Files(text_files(Path(data.text)), "data.text=")
         source, identity, check = files.named(Path(data.text)), files.identity, files.check
         readers = {
             "train": lambda: itertools.chain.from_iterable(
@@ -164,15 +161,13 @@ def content_digest(files: Iterable[Path]) -> str:
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
-    named = f"{argument_name('data.text=')}{path}"
-    try:
-        kind = path.stat().st_mode
-    except OSError as error:
-        raise UsageError(f"{named}: {error.strerror}") from None
-    if not stat.S_ISDIR(kind):
-        if not stat.S_ISREG(kind):  # a device or a pipe, which may never end
-            raise UsageError(f"{named}: not a file or folder")
+    named = f"data.text={path}"
+    with _naming(named):
+        path.stat()
+    if path.is_file():
         return [path]
+    if not path.is_dir():  # a device or a pipe, which may never end
+        raise UsageError(f"{named}: not a file or folder")
     files = [p for p in _files(path) if _format(p) in _PLAIN + _TABLES]
     if not files:
         raise UsageError(f"{named}: no file in it ends in {', '.join(_PLAIN + _TABLES)}")
@@ -213,17 +208,14 @@ def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
 
     A passage without such a line ends after four times that length.
     """
-    lines_of_passage: list[str] = []
-    size = 0
+    passage = ""
     for line in lines:
         for start in range(0, len(line), 4 * length):  # one piece, unless the line is very long
-            piece = line[start : start + 4 * length]
-            lines_of_passage.append(piece)
-            size += len(piece)
-            if size >= 4 * length or (size >= length and not line.strip()):
-                yield "".join(lines_of_passage).strip()
-                lines_of_passage, size = [], 0
-    yield "".join(lines_of_passage).strip()
+            passage += line[start : start + 4 * length]
+            if len(passage) >= 4 * length or (len(passage) >= length and not line.strip()):
+                yield passage.strip()
+                passage = ""
+    yield passage.strip()
 
 
 def separated(chunks: Iterable[str], separator: str, longest: int = sys.maxsize) -> Iterator[str]:
@@ -285,20 +277,25 @@ def _read(path: Path, data: Data, where: str) -> Iterator[str]:
     """Yield the documents of a file; with an unknown extension it is read as plain text."""
     kind = _format(path)
     if kind == ".parquet":
-        yield from _parquet(path, data.column, where)
+        yield from _cells(_parquet_rows(path, data.column, where), data.column, f"{where}, row")
         return
     with _opened(path, where, newline="" if kind in _DELIMITERS else None) as stream:
-        if kind in _DELIMITERS:
-            yield from _cells(_delimited_rows(stream, _DELIMITERS[kind], where), data, where)
-        elif kind in _TABLES:
-            yield from _cells(_json_rows(stream, where), data, where)
+        if kind in _TABLES:
+            delimiter = _DELIMITERS.get(kind)
+            rows = (
+                _delimited_rows(stream, delimiter, where)
+                if delimiter
+                else _json_rows(stream, where)
+            )
+            yield from _cells(rows, data.column, f"{where}, row")
         elif data.separator is None:
             # Only very long lines are read in pieces.
             yield from passages(_text(functools.partial(stream.readline, _CHUNK), where))
         else:
             pieces = _text(functools.partial(stream.read, _CHUNK), where)
-            for document in separated(pieces, data.separator, _limit(*_MAX_DOCUMENT)):
-                yield _not_too_long(document, where)
+            for document in separated(pieces, data.separator, _longest()):
+                _check_length(document, _longest(), where)
+                yield document
 
 
 @contextmanager
@@ -331,41 +328,33 @@ def _text(read: Callable[[], str], where: str) -> Iterator[str]:
         yield piece
 
 
-def _limit(name: str, default: int) -> int:
-    """A limit, from the environment variable of that name."""
-    value = os.environ.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,18}", value) or int(value) == 0:
-        raise UsageError(f"{name}={value!r} must be a whole number, at least 1")
-    return int(value)
+def _longest() -> int:
+    """Characters in a document: the tokenizer needs up to 500 bytes of memory for each."""
+    limit = os.environ.get(_MAX_DOCUMENT) or "10000000"
+    if not re.fullmatch("[0-9]{1,18}", limit) or int(limit) == 0:
+        raise UsageError(f"{_MAX_DOCUMENT}={limit!r} must be a whole number, at least 1")
+    return int(limit)
 
 
-def _not_too_long(document: str, where: str) -> str:
-    """The document; raise UsageError if the tokenizer would need too much memory for it."""
-    if len(document) > _limit(*_MAX_DOCUMENT):
-        raise _too_long(where)
-    return document
-
-
-def _too_long(where: str) -> UsageError:
-    name, _ = _MAX_DOCUMENT
-    return UsageError(
-        f"{where}: a document has more than {_limit(*_MAX_DOCUMENT)} characters. Divide it, or set "
-        f"the environment variable {name} to a higher number"
-    )
+def _check_length(text: str, longest: int, where: str) -> None:
+    if len(text) > longest:
+        raise UsageError(
+            f"{where}: a document has more than {_longest()} characters. Divide it, or set the "
+            f"environment variable {_MAX_DOCUMENT} to a higher number"
+        )
 
 
 def _lines(stream: TextIO, where: str) -> Iterator[str]:
     """Yield the lines of a table, unless one is longer than any row can be."""
-    longest = 6 * _limit(*_MAX_DOCUMENT) + _CHUNK  # \u0061 for each character, and other columns
-    for number, line in enumerate(iter(functools.partial(stream.readline, longest), ""), 1):
-        if len(line) >= longest:
-            raise _too_long(f"{where}, line {number}")
+    longest = 6 * _longest() + _CHUNK  # \u0061 for each character, and other columns
+    for number, line in enumerate(iter(functools.partial(stream.readline, longest + 1), ""), 1):
+        _check_length(line, longest, f"{where}, line {number}")
         yield line
 
 
 def _delimited_rows(stream: TextIO, delimiter: str, where: str) -> Iterator[Any]:
     """Yield the rows of a table whose first line names its columns."""
-    csv.field_size_limit(_limit(*_MAX_DOCUMENT))
+    csv.field_size_limit(_longest())
     rows = csv.DictReader(_lines(stream, where), delimiter=delimiter, strict=True)
     try:
         yield from rows
@@ -376,20 +365,19 @@ def _delimited_rows(stream: TextIO, delimiter: str, where: str) -> Iterator[Any]
 def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
     """Yield the rows of JSON Lines, or of a single array, which is read as a whole."""
     number = 0
-    # The first character that is not space tells an array from JSON Lines.
     try:
+        # The first character that is not space tells an array from JSON Lines.
         while (start := stream.read(1)).isspace():
             number += start == "\n"
         if start == "[":
-            largest = 100 * _limit(*_MAX_DOCUMENT)
-            start += stream.read(largest)
-            if len(start) > largest:
+            largest, number = 100 * _longest(), 0
+            array = start + stream.read(largest)
+            if len(array) > largest:
                 raise UsageError(
                     f"{where}: an array of more than {largest} characters: write each of its rows "
                     "on a line, as JSON Lines"
                 )
-            number = 0
-            yield from json.loads(start)
+            yield from json.loads(array)
             return
         lines = _lines(stream, where)
         for line in itertools.chain([start + next(lines, "")], lines):
@@ -399,11 +387,11 @@ def _json_rows(stream: TextIO, where: str) -> Iterator[Any]:
     except UnicodeDecodeError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError also for thousands of digits
-        line = f", line {number}" if number else ""
-        raise UsageError(f"{where}{line}: not JSON ({error})") from None
+        place = f"{where}, line {number}" if number else where
+        raise UsageError(f"{place}: not JSON ({error})") from None
 
 
-def _parquet(path: Path, column: str, where: str) -> Iterator[str]:
+def _parquet_rows(path: Path, column: str, where: str) -> Iterator[Any]:
     import pyarrow
     from pyarrow import parquet
 
@@ -414,29 +402,23 @@ def _parquet(path: Path, column: str, where: str) -> Iterator[str]:
         # As dictionaries, since a short file may repeat a long text any number of times.
         with parquet.ParquetFile(path, read_dictionary=[*({column} & paths)]) as table:
             for batch in table.iter_batches(batch_size=1024, columns=[column]):
-                for value in batch.column(0):
-                    yield _cell({column: value.as_py()}, column, where)
+                yield from ({column: text.as_py()} for text in batch.column(0))
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:
         raise UsageError(f"{where}: {one_line(error)}") from None
 
 
-def _cells(rows: Iterable[Any], data: Data, where: str) -> Iterator[str]:
+def _cells(rows: Iterable[Any], column: str, place: str) -> Iterator[str]:
+    """The texts of rows, which are empty for null; in messages a row's number follows ``place``."""
     for number, row in enumerate(rows, 1):
-        yield _cell(row, data.column, f"{where}, row {number}")
-
-
-def _cell(row: Any, column: str, where: str) -> str:
-    """The text of a row, which is empty for null."""
-    if not isinstance(row, dict):
-        raise UsageError(f"{where}: not a JSON object, but {str(row)[:50]!r}")
-    _check_column(row, column, where)
-    text = row[column]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise UsageError(f"{where}: column {column!r} is not text, but {str(text)[:50]!r}")
-    _not_too_long(text, where)
-    return text.encode(errors="replace").decode()  # JSON may contain half a surrogate pair
+        where = f"{place} {number}"
+        if not isinstance(row, dict):
+            raise UsageError(f"{where}: not a JSON object, but {str(row)[:50]!r}")
+        _check_column(row, column, where)
+        text = "" if row[column] is None else row[column]
+        if not isinstance(text, str):
+            raise UsageError(f"{where}: column {column!r} is not text, but {str(text)[:50]!r}")
+        _check_length(text, _longest(), where)
+        yield text.encode(errors="replace").decode()  # JSON may contain half a surrogate pair
 
 
 def _check_column(names: Collection[str], column: str, where: str) -> None:
@@ -449,10 +431,7 @@ def _check_column(names: Collection[str], column: str, where: str) -> None:
 
 
 def _hub_state(data: Data) -> tuple[str, str | None, Callable[[], None]]:
-    """What identifies a data set's content, its full commit (None for a folder), and its check.
-
-    The hub's own cache remembers the commit, in case the hub cannot be reached later.
-    """
+    """What identifies a data set's content, its full commit (None for a folder), and its check."""
     folder = Path(str(data.hub))
     if folder.exists():
         files = _Files(_files(folder) if folder.is_dir() else [folder])
@@ -460,6 +439,7 @@ def _hub_state(data: Data) -> tuple[str, str | None, Callable[[], None]]:
     from huggingface_hub import snapshot_download
 
     reach_hub()
+    # The hub's own cache remembers the commit, in case the hub cannot be reached later.
     with _hub_errors(data):
         snapshot = snapshot_download(
             str(data.hub),
@@ -481,8 +461,7 @@ def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
         )
         if data.shuffle_seed is not None:
             rows = rows.shuffle(seed=data.shuffle_seed, buffer_size=10_000)
-        for number, row in enumerate(rows, 1):
-            yield _cell(row, data.column, f"data.hub={data.hub}, {split} row {number}")
+        yield from _cells(rows, data.column, f"data.hub={data.hub}, {split} row")
 
 
 @contextmanager

@@ -1,28 +1,7 @@
 """The section ``data`` of a recipe: which text to read, and how."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from types import MappingProxyType
 from typing import Literal
-
-_options: ContextVar[Mapping[str, str]] = ContextVar("options", default=MappingProxyType({}))
-
-
-def argument_name(key: str) -> str:
-    """How messages name the argument of a key, such as ``"data.text="``, up to its value."""
-    return _options.get().get(key, key)
-
-
-@contextmanager
-def arguments_named(options: Mapping[str, str]) -> Iterator[None]:
-    """While this is open, messages name options for keys, as ``{"data.text=": "--text "}``."""
-    token = _options.set(options)
-    try:
-        yield
-    finally:
-        _options.reset(token)
 
 
 @dataclasses.dataclass(frozen=True)

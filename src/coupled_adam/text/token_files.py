@@ -1,9 +1,6 @@
 """Token ids on disk: the files of prepared corpora, and those written by nanoGPT and llm.c."""
 
 import dataclasses
-import functools
-import os
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.source import Data, argument_name
+from coupled_adam.text.source import Data
 
-_OPEN = 64  # files at a time
 _HEADER = 256 * 4  # bytes; magic number, version, number of tokens, and zeros, as int32
 _LLM_C = {(20240520, 1): "uint16", (20240801, 7): "uint32"}
 
@@ -36,99 +32,76 @@ class TokenFile:
         if not fits or self.dtype not in ("<u2", "<u4") or min(self.offset, self.length) < 0:
             raise ValueError(f"{self} is not a range of token ids")
 
-    def open(self, folder: Path) -> "TokenIds":
-        """Open the ids; a relative path is relative to ``folder``."""
-        return TokenIds(folder / self.path, self)
-
     def is_there(self, folder: Path) -> bool:
         """Whether the file exists and is still long enough."""
-        path, end = folder / self.path, self.offset + self.length * np.dtype(self.dtype).itemsize
-        return path.is_file() and path.stat().st_size >= end
+        path = folder / self.path
+        return path.is_file() and path.stat().st_size >= self._byte(self.length)
 
     def cut(self, at: int) -> tuple["TokenFile", "TokenFile"]:
         """Split into the first ``at`` tokens and the rest."""
         at = min(max(at, 0), self.length)
-        return dataclasses.replace(self, length=at), dataclasses.replace(
-            self,
-            offset=self.offset + at * np.dtype(self.dtype).itemsize,
-            length=self.length - at,
-        )
+        rest = dataclasses.replace(self, offset=self._byte(at), length=self.length - at)
+        return dataclasses.replace(self, length=at), rest
 
+    def read(self, folder: Path, start: int, stop: int) -> NDArray[Any]:
+        """The ids [stop - start] of a part; a relative path is relative to ``folder``.
 
-class TokenIds:
-    """Token ids in a file, with ``len`` and slices, which are read when they are asked for.
-
-    They are not memory-mapped: a file that is truncated later would then kill the process (SIGBUS).
-    """
-
-    def __init__(self, path: Path, range_: TokenFile) -> None:
-        self.filename, self._range = path, range_
-        self._dtype = np.dtype(range_.dtype)
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._file)
-
-    def __len__(self) -> int:
-        return self._range.length
-
-    def __getitem__(self, where: slice) -> NDArray[Any]:
-        """The ids [tokens].
+        The file is not mapped into memory, since a mapped one that is truncated kills the process
+        (SIGBUS), nor kept open, since a large corpus has more files than a process may open.
 
         Raises:
             UsageError: the file has become shorter.
         """
-        # pread may return less than it was asked for, and nothing only at the end of the file.
-        start, stop, step = where.indices(len(self))
-        size = self._dtype.itemsize
-        ids = np.empty(max(0, stop - start), self._dtype)
-        unread, at = ids.view(np.uint8), self._range.offset + start * size
-        while len(unread):
-            content = os.pread(self._file, min(len(unread), 2**26), at)
-            if not content:
-                raise UsageError(
-                    f"{self.filename} was truncated while it was in use: restore it, and continue "
-                    "with --resume"
-                )
-            unread[: len(content)] = np.frombuffer(content, np.uint8)
-            unread, at = unread[len(content) :], at + len(content)
-        return ids[::step]
+        path = folder / self.path
+        stop = min(stop, self.length)
+        ids = np.fromfile(path, self.dtype, stop - start, offset=self._byte(start))
+        if len(ids) < stop - start:
+            raise UsageError(
+                f"{path} was truncated while it was in use: restore it, and continue with --resume"
+            )
+        return ids
+
+    def _byte(self, token: int) -> int:
+        """Where in the file a token is."""
+        return self.offset + token * np.dtype(self.dtype).itemsize
 
 
 class Tokens:
-    """Token ids of one or several files in a folder, with ``len`` and slices.
+    """Token ids of one or several files in a folder, with ``len`` and slices without a step.
 
-    At most 64 files stay open. Slicing raises UsageError for ids that are not below
-    ``vocab_size``, as in a file that has been replaced since it was checked.
+    Slicing raises UsageError for ids that are not below ``vocab_size``, as in a file that has been
+    replaced since it was checked.
     """
 
     def __init__(
         self, files: Sequence[TokenFile], folder: Path = Path(), vocab_size: int | None = None
     ) -> None:
         self._files = files
+        self._folder = folder
         self._vocab_size = vocab_size
         self._ends = np.cumsum([file.length for file in files])
-        # A process may not have as many files open as a large corpus consists of.
-        self._open = functools.lru_cache(_OPEN)(lambda file: file.open(folder))
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, where: slice) -> NDArray[Any]:
-        start, stop, step = where.indices(len(self))
-        first = int(np.searchsorted(self._ends, start, "right"))
+        start, stop, _ = where.indices(len(self))
+        stop = max(start, stop)
         pieces = [np.empty(0, self._files[0].dtype)]
         # From the file in which the slice begins to the one in which it ends.
-        for file, end in zip(self._files[first:], self._ends[first:]):
-            begin = int(end) - file.length
+        for number in range(int(np.searchsorted(self._ends, start, "right")), len(self._files)):
+            file = self._files[number]
+            begin = int(self._ends[number]) - file.length
             if begin >= stop:
                 break
-            ids = self._open(file)[max(start - begin, 0) : stop - begin]
+            ids = file.read(self._folder, max(start - begin, 0), stop - begin)
             if self._vocab_size is not None and len(ids) and ids.max() >= self._vocab_size:
                 raise UsageError(
                     f"{file.path}: token id {ids.max()} is beyond "
                     f"model.vocab_size={self._vocab_size}: the file has changed; restore it"
                 )
             pieces.append(ids)
-        return np.concatenate(pieces)[::step]
+        return np.concatenate(pieces)
 
 
 def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
@@ -147,29 +120,27 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
         if not paths and split != "test":
             reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
             raise UsageError(f"data.tokens={folder}: {reason}")
-        splits[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
+        splits[split] = [token_file(path, vocab_size, data) for path in paths]
     if not splits["test"]:
         half = sum(file.length for file in splits["valid"]) // 2
         splits["valid"], splits["test"] = _cut(splits["valid"], half)
-    limits = {"train": data.max_tokens}
     for split, files in splits.items():
-        limit = limits.get(split, data.max_held_out_tokens)
+        limit = data.max_tokens if split == "train" else data.max_held_out_tokens
         if limit is not None:
             splits[split] = _cut(files, limit)[0]
     return splits
 
 
-def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> TokenFile:
+def token_file(path: Path, vocab_size: int, data: Data | None = None) -> TokenFile:
     """Describe all tokens of a file, which may have llm.c's header.
 
-    Args:
-        token_dtype: ``"uint16"`` or ``"uint32"``; None selects the header's dtype or, without a
-            header, the smaller of the two that can represent the ids below ``vocab_size``.
+    Without ``data.token_dtype`` the ids have the header's type or, without a header, the smaller of
+    uint16 and uint32 that can represent the ids below ``vocab_size``.
 
     Raises:
         UsageError: the file cannot be read, is truncated, or is in another format.
     """
-    named = f"{argument_name('data.tokens=')}{path}"
+    named, token_dtype = f"data.tokens={path}", data.token_dtype if data else None
     try:
         if path.exists() and not path.is_file():
             raise OSError(None, "not a file")
@@ -195,7 +166,7 @@ def token_file(path: Path, vocab_size: int, token_dtype: str | None = None) -> T
     length, remainder = divmod(size - offset, np.dtype(dtype).itemsize)
     if remainder or length < 0 or (offset and length != promised):
         promise = f", where its header says {promised} tokens" if offset else ""
-        advice = "" if named.startswith("--") else ", or set data.token_dtype"
+        advice = ", or set data.token_dtype" if data else ""
         raise UsageError(
             f"{named} is damaged: {size - offset} bytes of {dtype}{promise}. Copy or write it again"
             f"{advice}"

@@ -296,11 +296,11 @@ def _count(
     digests: dict[str, list[str]] = {split: [] for split in files}
     for split, parts in files.items():
         for file in parts:
-            ids = file.open(folder)
+            ids = Tokens([file], folder)
             digest = hashlib.sha256()
             starts = range(0, len(ids), 2**24)  # 128 MB as int64
             for start in tqdm(starts, f"counting tokens, {split}", disable=None, leave=False):
-                piece = np.array(ids[start : start + 2**24])  # read once
+                piece = ids[start : start + 2**24]
                 digest.update(piece.data)
                 try:
                     piece_counts = unigram_counts(piece, vocab_size)

@@ -16,7 +16,7 @@ from coupled_adam.embeddings.measures import small_print
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.experiments import experiments
-from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS, Run
+from coupled_adam.lab.reporting.finished_run import COLUMNS, Run
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
 from coupled_adam.rendering.tables import Table
@@ -38,7 +38,7 @@ def report_page(
         "conclusion": conclusion(runs, left_out),
         "arms": _arms(runs, out),
         "table": table,
-        "measures": small_print((COLUMNS | MORE_COLUMNS).values()),
+        "measures": small_print(COLUMNS.values()),
         "names": ", ".join(dict.fromkeys(run.experiment.partition(" ")[0] for run in runs)),
         "experiments": [
             # The runs of an experiment have the same settings, so that any of them can show them.

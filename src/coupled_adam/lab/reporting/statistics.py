@@ -97,12 +97,16 @@ class Paired:
         """Whether p is below :data:`SIGNIFICANCE`."""
         return self.p < SIGNIFICANCE
 
+    @property
+    def direction(self) -> Literal["lower", "higher"]:
+        """Whether the values are lower or higher than the baseline's, on average."""
+        return "lower" if self.difference < 0 else "higher"
+
     def one_sided(self, better: Literal["lower", "higher"]) -> float:
         """The p-value of the one-sided test that the values are lower, or higher."""
-        is_better = self.difference < 0 if better == "lower" else self.difference > 0
         if self.p == 1:  # no difference at all
             return 1.0 if self.low == self.high else 0.5
-        return self.p / 2 if is_better else 1 - self.p / 2
+        return self.p / 2 if better == self.direction else 1 - self.p / 2
 
 
 def paired_t_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:

@@ -63,6 +63,11 @@ class Setting:
         """All values, as in ``lr=0.001,lr_factor=4``: the name of a folder."""
         return ",".join(f"{k}={as_text(v)}" for k, v in self.values.items()) or "unchanged"
 
+    @property
+    def title(self) -> str:
+        """All values, as tables have them."""
+        return self.name.replace(",", ", ")
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:

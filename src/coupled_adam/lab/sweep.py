@@ -110,7 +110,7 @@ def sweep(
 
             def attempt(setting: Setting) -> Tried:
                 place = f"[{len(tried) + 1}/{plan.settings}]"
-                announce(f"{place} {setting.arm}: {setting.name.replace(',', ', ')}")
+                announce(f"{place} {setting.arm}: {setting.title}")
                 losses = {
                     run.seed: _validation_loss(run, corpus, execution)
                     for run in _runs(setting, out)

@@ -81,10 +81,8 @@ class Recipe:
     @property
     def steps(self) -> int:
         """The number of optimizer steps of one run."""
-        if self.training.steps is not None:
-            return self.training.steps
-        assert self.training.tokens is not None
-        return self.training.tokens // self.tokens_per_step
+        training = self.training  # one of the two is given
+        return training.steps or (training.tokens or 0) // self.tokens_per_step
 
     @property
     def tokens_per_step(self) -> int:
@@ -95,38 +93,6 @@ class Recipe:
     def tokens(self) -> int:
         """D, the number of tokens that one run is trained on."""
         return self.steps * self.tokens_per_step
-
-    @property
-    def parameters(self) -> int:
-        """N, the number of trained parameters of a run's model; a tied matrix counts once.
-
-        Raises:
-            UsageError: transformers cannot build the architecture, which is built without weights
-                if it is neither gpt2 nor stablelm.
-        """
-        model = self.model
-        if model.architecture not in ("gpt2", "stablelm"):
-            import torch
-
-            from coupled_adam.lab.models import build_model, count_parameters
-
-            with torch.device("meta"):
-                return count_parameters(build_model(self))
-        width, layers = model.n_embd, model.n_layer
-        inner = model.intermediate_size or 4 * width
-        matrices = 1 if model.tied else 2
-        # Attention has four matrices; the feed-forward part of GPT-2 has two, and SwiGLU three.
-        if model.architecture == "gpt2":
-            embeddings = model.n_positions or self.training.sequence_length
-            weights = 4 * width**2 + 2 * width * inner
-            biases = 5 * width + inner
-        else:
-            embeddings = 0
-            weights = 4 * width**2 + 3 * width * inner
-            biases = 0
-        norms = (2 * layers + 1) * width * (2 if model.bias else 1)
-        block = weights + (biases if model.bias else 0)
-        return (matrices * model.vocab_size + embeddings) * width + layers * block + norms
 
     @property
     def warmup_steps(self) -> int:
@@ -221,8 +187,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with names such as ``training.lr``."""
     result: dict[str, Any] = {}
     for key, value in values.items():
-        nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        result.update(nested if nested is not None else {f"{prefix}{key}": value})
+        name = f"{prefix}{key}"
+        result |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return result
 
 

@@ -36,7 +36,7 @@ from coupled_adam.lab.evaluation.loading import (
     recipe_of_run,
     require_causal,
 )
-from coupled_adam.lab.models import count_parameters, output_embeddings
+from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.schemas import check_evaluation
 from coupled_adam.runs import COUNTS, EVALUATION, MODEL
@@ -110,14 +110,13 @@ def evaluate_run(
         loss = held_out_loss(model, tokens, length, sequences, losses)
         _merge(path, {**loss, "test_batches": batches})
     if not has_measures:
-        # Those of a new model: the one that was loaded does not know which biases were frozen.
-        with torch.device("meta"):
-            parameters = count_parameters(trained.build_model(recipe))
         try:
             counts = read_array(run / COUNTS)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        _merge(path, {"parameters": parameters, **measures(model, counts)})
+        # Those of a new model: the one that was loaded does not know which biases were frozen.
+        number = parameters(recipe, trained.build_model)
+        _merge(path, {"parameters": number, **measures(model, counts)})
     for scores in _scores(model, lambda: load_model_tokenizer(run / MODEL), sets, downstream):
         _merge(path, scores)
     return _read(path)

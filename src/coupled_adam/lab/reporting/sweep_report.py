@@ -11,6 +11,7 @@ import yaml
 from matplotlib.axes import Axes
 
 from coupled_adam.lab.grid import Setting, as_text, is_number
+from coupled_adam.lab.models import parameters
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.reporting.finished_run import short
 from coupled_adam.lab.reporting.plots import arm_colors
@@ -140,7 +141,7 @@ class SweepReport:
     def terminal(self) -> Table:
         """The table for the terminal; the chosen settings are bold."""
         recipe = self.recipe
-        size = f"D = {short(recipe.tokens)} tokens, N = {short(recipe.parameters)} parameters"
+        size = f"D = {short(recipe.tokens)} tokens, N = {short(parameters(recipe))} parameters"
         return self.table(self.tried, title=f"{recipe.name}: {size}", notes=self.notes())
 
     def table(self, tried: Sequence[Tried], *, title: str = "", notes: Sequence[str] = ()) -> Table:

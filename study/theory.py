@@ -33,10 +33,10 @@ from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.loading import (
     block_length,
     check_model,
-    is_causal,
     load_model,
     load_model_tokenizer,
     recipe_of_run,
+    require_causal,
 )
 from coupled_adam.lab.training.loss import next_token_loss
 from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR
@@ -131,8 +131,7 @@ def measure_folder(
         if text is None:
             raise UsageError(f"{folder} is a model: name a text for it with --text")
         model = load_model(folder, device)
-        if not is_causal(model):
-            raise UsageError(f"{folder}: a causal language model is needed")
+        require_causal(model, folder)
         tokens = text_tokens(text, load_model_tokenizer(folder))
         length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS
     taken = itertools.islice(held_out_batches(tokens, batch_size, length), batches)

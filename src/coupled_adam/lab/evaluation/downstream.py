@@ -57,7 +57,7 @@ class Downstream:
         path = None if folder is None else str(folder)
         # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
         self._manager = TaskManager(include_path=path, include_defaults=folder is None)
-        if folder is not None and not set(names) <= set(self._manager.all_tasks):
+        if not set(names) <= set(self._manager.all_tasks):
             self._manager = TaskManager(include_path=path)
         for name in names:
             if name not in self._manager.all_tasks:
@@ -120,12 +120,10 @@ class Downstream:
             for task, score in scores.items():
                 line = f"{task}: {score['metric']} {with_error(score)}"
                 print(f"{line} ({number} of {len(self.names)})", file=sys.stderr)
-        accuracies = [score["accuracy"] for score in tasks.values()]
         errors = [score["stderr"] for score in tasks.values()]
-        have_errors = None not in errors
         return {
-            "accuracy": math.fsum(accuracies) / len(tasks),
-            "stderr": math.hypot(*errors) / len(tasks) if have_errors else None,
+            "accuracy": math.fsum(score["accuracy"] for score in tasks.values()) / len(tasks),
+            "stderr": None if None in errors else math.hypot(*errors) / len(tasks),
             "tasks": tasks,
             "limit": self.limit,
             "versions": {"lm_eval": self._version, **versions},

@@ -166,13 +166,12 @@ def evaluate_model(
     }
     counts = None
     if text is not None:
-        tokens, length = _text_and_length(text, tokenizer(), model)
+        tokens = _tokens_of(text, tokenizer(), model)
         try:
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         except ValueError as error:
             raise UsageError(f"{source}: its tokenizer does not fit its model: {error}") from None
-        sequences = None if batches is None else batches * _TEXT_BATCH
-        result |= {**held_out_loss(model, tokens, length, sequences), "test_batches": batches}
+        result |= {**_text_loss(model, tokens, batches), "test_batches": batches}
     result |= measures(model, counts)
     for scores in _scores(model, tokenizer, sets, downstream):
         result |= scores
@@ -189,13 +188,12 @@ def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, A
         UsageError: the embeddings are not finite or all zero, or the counts do not fit them.
     """
     output = output_embeddings(model).detach()
-    inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    inputs = inputs.detach()
+    inputs: Any = model.get_input_embeddings().weight
     tied = inputs.data_ptr() == output.data_ptr()
     try:
         return {
             "embeddings": analyze(output, counts).to_dict(),
-            "input_embeddings": None if tied else analyze(inputs, counts).to_dict(),
+            "input_embeddings": None if tied else analyze(inputs.detach(), counts).to_dict(),
         }
     except ValueError as error:
         raise UsageError(f"{model.name_or_path}: {error}") from None
@@ -221,11 +219,9 @@ def held_out_loss(
     if sequences is not None:
         tokens = tokens[: sequences * length + 1]
     total, predicted = 0.0, 0
+    options: dict[str, Any] = {"unit": "", "unit_scale": True, "leave": False, "delay": 1}
     size = (len(tokens) - 1) // length * length
-    bar = tqdm(
-        total=size, desc="test loss", unit="", unit_scale=True, disable=None, leave=False, delay=1
-    )
-    with torch.inference_mode(), bar:
+    with torch.inference_mode(), tqdm(desc="test loss", total=size, disable=None, **options) as bar:
         for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
             size = blocks[:, 1:].numel()
             bar.update(size)
@@ -246,25 +242,29 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
         UsageError: as for :func:`evaluate_model`.
     """
     model = load_model(folder, device)
-    tokens, length = _text_and_length(text, load_model_tokenizer(folder), model)
-    sequences = None if batches is None else batches * _TEXT_BATCH
+    tokens = _tokens_of(text, load_model_tokenizer(folder), model)
     try:
-        loss: float = held_out_loss(model, tokens, length, sequences)["test_loss"]
+        loss: float = _text_loss(model, tokens, batches)["test_loss"]
     except UsageError:  # it is not finite
         return None
     return loss
 
 
-def _text_and_length(
+def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> tuple[NDArray[Any], int]:
-    """The tokens of a text, and how many of them a model's block has."""
+) -> NDArray[Any]:
+    """The tokens of a text, which are enough for a block of the model."""
     tokens, length = text_tokens(text, tokenizer), block_length(model)
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
         )
-    return tokens, length
+    return tokens
+
+
+def _text_loss(model: PreTrainedModel, tokens: NDArray[Any], batches: int | None) -> dict[str, Any]:
+    sequences = None if batches is None else batches * _TEXT_BATCH
+    return held_out_loss(model, tokens, block_length(model), sequences)
 
 
 def _scores(
@@ -290,13 +290,14 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(read_text(path), parse_constant=_number, parse_float=_number)
-        check_evaluation(values)
+        content: dict[str, Any] = json.loads(
+            read_text(path), parse_constant=_number, parse_float=_number
+        )
+        check_evaluation(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is not an evaluation: remove it, and it is made again ({one_line(error)})"
         ) from None
-    content: dict[str, Any] = values
     return content
 
 

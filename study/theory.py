@@ -38,7 +38,7 @@ from coupled_adam.lab.evaluation.loading import (
     recipe_of_run,
     require_causal,
 )
-from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.token_files import Tokens
@@ -174,7 +174,7 @@ def measure_theory(
     seen = 0
     for batch in batches:
         head.weight.grad = inputs.weight.grad = None
-        next_token_loss(model, batch.to(model.device)).backward()
+        sequence_losses(model, batch.to(model.device)).mean().backward()
         gradients = {"output": head.weight.grad, "input": inputs.weight.grad}
         if not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
             raise UsageError(f"{model.name_or_path}: a gradient is not finite")

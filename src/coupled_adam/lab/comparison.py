@@ -86,8 +86,7 @@ def compare(
     Args:
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
-            or more of them; finished runs are kept, an interrupted run continues from its last
-            checkpoint.
+            or more of them; an interrupted run continues from its last checkpoint.
         on_start: called when the folder and the corpus are there, before the first run starts.
 
     Returns:
@@ -151,10 +150,8 @@ def claim_and_prepare(
     """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
 
     Args:
-        file: the file that describes what the folder holds; written once the corpus is there. If it
-            cannot be prepared, new folders are removed again, unless others have put anything
-            there.
-        content: the content of that file.
+        file: what describes the folder; written with its content once the corpus is there. If that
+            fails, new folders are removed again, unless others have put anything there.
         locks: the folder is locked until it closes.
 
     Raises:
@@ -239,10 +236,8 @@ def check_same(
 ) -> None:
     """Raise UsageError if a folder holds another comparison or sweep than is to be continued.
 
-    Args:
-        kind: what it is, for the message.
-        stored, current: the settings of the one in the folder, and of the one that is asked for.
-        may_differ: whether a setting, by its dotted key, may have another value.
+    ``stored`` is what the folder has, ``current`` what is asked for; ``may_differ`` says whether a
+    setting, by its dotted key, may have another value.
     """
     different = ", ".join(
         f"{key}={there!r} there, {here!r} here"

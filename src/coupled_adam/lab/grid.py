@@ -134,8 +134,8 @@ def several_values(
         stored_axes: the axes of a sweep that is continued; one value for these is a further one.
 
     Returns:
-        The arguments with one value, and the values of the others by key. A key with a pattern of
-        arms, such as ``arms.*.lr_factor``, is among the others even if it has one value.
+        The arguments with one value, and the values of the others by key; among these are keys with
+        a pattern of arms, such as ``arms.*.lr_factor``.
 
     Raises:
         UsageError: an argument is not of that form, or a key is given twice.

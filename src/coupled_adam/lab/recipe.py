@@ -48,7 +48,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
         require(
-            re.fullmatch(r"\w[\w.+-]{,49}", self.name) is not None,
+            re.fullmatch(r"\w[\w.+-]{,49}", self.name),
             f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
         )
         _check_data(self.data)
@@ -58,13 +58,13 @@ class Recipe:
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
         require(
-            self.variant is None or re.fullmatch(r"[\w.]+:\w+", self.variant) is not None,
+            self.variant is None or re.fullmatch(r"[\w.]+:\w+", self.variant),
             f"variant={self.variant!r} must be module:name, such as study.masked_lm:MASKED_LM",
         )
-        require(bool(self.arms), "arms must name at least one arm")
+        require(self.arms, "arms must name at least one arm")
         for name in self.arms:
             require(
-                re.fullmatch(r"\w[\w+-]{,49}", name) is not None,
+                re.fullmatch(r"\w[\w+-]{,49}", name),
                 f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50",
             )
             couple = getattr(self.arm(name), "couple", "both")
@@ -106,17 +106,15 @@ class Recipe:
         for key, value in options.items():
             if not isinstance(value, str | int | float | None):
                 raise UsageError(f"arms.{name}.{key}={as_typed(value)} must be one value")
-        kind = options.pop("optimizer", None)
+        kind, kinds = options.pop("optimizer", None), ", ".join(OPTIMIZERS)
         if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
-            names = ", ".join(arm for arm in self.arms if arm != name)
+            names = ", ".join(arm for arm in self.arms if arm != name) or "none"
             raise UsageError(
-                f"arms.{name}.optimizer must be given: one of {', '.join(OPTIMIZERS)}. Or did you "
-                f"mean another arm? There are {names or 'none'}"
+                f"arms.{name}.optimizer must be given: one of {kinds}. Or did you mean another "
+                f"arm? There are {names}"
             )
         if kind not in OPTIMIZERS:
-            raise UsageError(
-                f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}"
-            )
+            raise UsageError(f"arms.{name}.optimizer={kind!r} must be one of {kinds}")
         return checked(OPTIMIZERS[kind], options, f"arms.{name}")
 
     def only(self, arm: str, seed: int) -> "Recipe":
@@ -171,10 +169,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key or not key.isprintable():
-            raise UsageError(
-                f"{argument!r} is neither an option nor of the form key=value, such as "
-                "training.lr=1e-3"
-            )
+            form = "key=value, such as training.lr=1e-3"
+            raise UsageError(f"{argument!r} is neither an option nor of the form {form}")
         if not value.strip():
             raise UsageError(f"{key}= has no value: give one, or write {key}=null")
         if key in values:
@@ -195,11 +191,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Both values of each dotted key that differs between nested dicts; None if it lacks it."""
     first, second = flat(first), flat(second)
-    return {
-        key: (first.get(key), second.get(key))
-        for key in {**first, **second}
-        if first.get(key) != second.get(key)
-    }
+    values = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
+    return {key: both for key, both in values.items() if both[0] != both[1]}
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
@@ -250,10 +243,9 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     inherited = _read_inherited(base, [*extended, name])
     # Sections are merged; arms are not, as half of them would be another recipe's.
     for key, value in values.items():
-        if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
-            inherited[key] = {**inherited[key], **value}
-        else:
-            inherited[key] = value
+        both_sections = isinstance(value, dict) and isinstance(inherited.get(key), dict)
+        merged = both_sections and key != "arms"
+        inherited[key] = {**inherited[key], **value} if merged else value
     return inherited
 
 

@@ -15,8 +15,8 @@ LARGEST = 10**15
 """The limit of all counts: far larger than any in use, and exact as a float."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise UsageError with the message unless the condition holds."""
+def require(condition: object, message: str) -> None:
+    """Raise UsageError with the message unless the condition is true."""
     if not condition:
         raise UsageError(message)
 

@@ -77,19 +77,12 @@ def sweep(
 
     Args:
         given: what is tried, besides what a sweep that is continued has tried.
-        cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same sweep, with the same values and seeds or
             more of them; with Optuna, with the same number of trials or more.
         on_start: called with all that the folder is to hold, before the first run starts.
         announce: called with a line about each setting before its runs are trained.
 
-    Returns:
-        The report, on rank 0; None on the others.
-
-    Raises:
-        UsageError: as in :func:`~coupled_adam.lab.comparison.compare`.
-        TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in
-            :func:`~coupled_adam.lab.training.run.train`, except when a run has diverged.
+    Returns and raises the same as :func:`~coupled_adam.lab.comparison.compare`.
     """
     settings = {
         "command": "sweep",

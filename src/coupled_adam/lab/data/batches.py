@@ -74,13 +74,11 @@ class Batches:
 def held_out_loader(
     tokens: Tokens | NDArray[Any], recipe: Recipe, *, rank: int = 0, world_size: int = 1
 ) -> DataLoader[Any]:
-    """Create a loader of one process's share of a held-out split, to evaluate during training.
+    """A loader of one process's share of a held-out split, to evaluate during training.
 
     Every process gets the same number of batches, since a forward pass of a sharded model needs all
-    processes. If the blocks do not divide evenly, some processes get a block that is not counted.
-
-    Returns:
-        Batches of blocks, [batch, length + 1], each with a mask [batch] of the blocks to count.
+    processes. Each is blocks [batch, length + 1] with a mask [batch] of the blocks to count: if
+    they do not divide evenly, some processes get a block that is not counted.
     """
     training = recipe.training
     length, batch = training.sequence_length, training.batch_size // world_size

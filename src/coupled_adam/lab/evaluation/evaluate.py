@@ -68,20 +68,15 @@ def evaluate_run(
 
     - ``test_loss``: in nats per token, over ``test_tokens`` predicted tokens in ``test_batches``
     - ``parameters``: N
-    - ``embeddings``: :meth:`EmbeddingReport.to_dict` of the output embeddings
-    - ``input_embeddings``: the same of the input embeddings, or null if the two are tied
+    - ``embeddings``, ``input_embeddings``: :meth:`EmbeddingReport.to_dict`; null for tied inputs
     - ``word_similarity``: :meth:`WordSimilarityReport.to_dict` of the output embeddings, or null
     - ``lm_eval``: the result of :meth:`Downstream.evaluate`, or null
 
     Args:
-        run: the run's folder.
-        corpus: the run's corpus, or a function that prepares it, which is called only if there is
-            no test loss yet.
+        corpus: the run's corpus, or a function that prepares it if there is no test loss yet.
         batches: the number of batches, of the recipe's size and from the start of the test split,
-            over which the test loss is averaged; None uses the recipe's ``test_batches`` or, if
-            that is null, the whole split.
-        sets: if given, word similarity is evaluated, even if it was evaluated before.
-        downstream: if given, accuracies are evaluated, even if they were evaluated before.
+            for the test loss; None uses the recipe's ``test_batches`` or else the whole split.
+        sets, downstream: if given, what is evaluated, even if it was before.
         variant: as for :func:`~coupled_adam.lab.evaluation.loading.recipe_of_run`.
 
     Raises:
@@ -135,14 +130,11 @@ def evaluate_model(
     """Evaluate a causal language model in Hugging Face format, without writing any files.
 
     Args:
-        source: the model's folder, or its id on the Hugging Face hub; its weights are safetensors
-            of any dtype, converted to float32.
-        revision: a branch, tag or commit on the hub.
+        source: the model's folder, or its id on the Hugging Face hub; its weights are safetensors.
         text: a file or folder, for the test loss and the unigram counts. Each document (or passage
-            of plain text) is preceded by the token that begins a text. Blocks are as long as the
-            model allows, but at most 1024 tokens.
-        batches: the number of batches of 8 blocks, from the start of the text, over which the test
-            loss is averaged; None uses the whole text.
+            of plain text) is preceded by the token that begins a text.
+        batches: the number of batches of 8 blocks, from the start of the text, for the test loss;
+            None uses the whole text.
 
     Returns:
         The same parts as :func:`evaluate_run`; parts that were not requested are None.
@@ -181,11 +173,8 @@ def evaluate_model(
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
     """Measure the output embeddings and, if they are not tied, also the input embeddings.
 
-    Args:
-        counts: unigram counts [V].
-
     Raises:
-        UsageError: the embeddings are not finite or all zero, or the counts do not fit them.
+        UsageError: the embeddings are not finite or all zero, or ``counts`` [V] do not fit them.
     """
     output = output_embeddings(model).detach()
     inputs: Any = model.get_input_embeddings().weight
@@ -206,12 +195,13 @@ def held_out_loss(
     sequences: int | None,
     losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses,
 ) -> dict[str, Any]:
-    """Compute the mean cross-entropy of all complete blocks, or of the first ``sequences``.
-
-    The result also contains the number of predicted tokens.
+    """The mean cross-entropy of all complete blocks, or of the first ``sequences``.
 
     Args:
         losses: the loss of each sequence of a batch, as in a :class:`Variant`.
+
+    Returns:
+        ``test_loss``, and ``test_tokens``, the number of predicted tokens.
 
     Raises:
         UsageError: the loss is not finite.
@@ -235,11 +225,7 @@ def held_out_loss(
 def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> float | None:
     """The mean cross-entropy of a causal language model on a text; None if it is not finite.
 
-    Args:
-        folder, text, batches, device: as for :func:`evaluate_model`.
-
-    Raises:
-        UsageError: as for :func:`evaluate_model`.
+    The arguments and errors are those of :func:`evaluate_model`.
     """
     model = load_model(folder, device)
     tokens = _tokens_of(text, load_model_tokenizer(folder), model)

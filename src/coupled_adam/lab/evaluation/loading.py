@@ -17,10 +17,7 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
-    """Read the recipe of a run from the run's folder.
-
-    Args:
-        variant: the variant whose code may be executed; a folder may be another person's.
+    """Read the recipe of a run; ``variant`` is the one whose code may be executed.
 
     Raises:
         UsageError: the folder has no readable recipe, or the run was trained with another variant.
@@ -63,8 +60,6 @@ def load_model(
 
     Args:
         source: the model's folder, or its id on the Hugging Face hub.
-        device: where to load it.
-        revision: a branch, tag or commit on the hub.
         cls: its class, where its configuration does not tell.
 
     Raises:

@@ -62,10 +62,9 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
-    results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
-    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete
-    and on the disk (:func:`coupled_adam.files.new_folder`); anything else is never replaced.
-    ``bold`` is explained at :func:`arm_results`.
+    results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, it is
+    replaced as a whole once the new one is complete and on the disk; anything else is never
+    replaced. ``bold`` is explained at :func:`arm_results`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.

@@ -1,4 +1,4 @@
-"""A report as a single, self-contained HTML page."""
+"""A report as a single, self-contained HTML page, which a browser shows without a network."""
 
 import base64
 import json

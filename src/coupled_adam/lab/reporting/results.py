@@ -69,7 +69,6 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
     Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
 
     Args:
-        runs: the runs of all experiments.
         bold: ``"adamw"``: an arm is bold where it is better than plain AdamW. AdamW is bold if
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
@@ -176,15 +175,7 @@ def results_table(
     seeds: bool = False,
     notes: Sequence[str] = (),
 ) -> Table:
-    """The table of results, with a row for each arm.
-
-    Args:
-        rows: the results; an experiment after the other.
-        columns: the metrics to show.
-        title, notes: what is above and below it.
-        sizes: whether to show D and N.
-        seeds: whether to show the number of seeds.
-    """
+    """The table of results, a row for each arm, with or without D, N and the number of seeds."""
     # All rows have the same settings, those by which experiments of one name differ.
     lead = [*("D", "N")[: 2 * sizes], *rows[0].settings, "Optimizer"]
     lines: list[list[str | Cell] | str] = []

@@ -62,9 +62,8 @@ class Checkpoints(pl.Callback):
     def last(self, skip_damaged: bool) -> Path | None:
         """The newest checkpoint, or None if there is none. Every rank must call this.
 
-        Args:
-            skip_damaged: whether to rename damaged checkpoints (to ``step-N.damaged``) and return
-                the newest intact one.
+        With ``skip_damaged`` damaged ones are renamed to ``step-N.damaged``, and the newest intact
+        one is returned.
 
         Raises:
             UsageError: if the newest checkpoint is damaged or belongs to another run.

@@ -58,11 +58,8 @@ def nodes() -> int:
 def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
-    Before that, every process compares its settings with those of the others, so that none waits
-    for something that another will not do.
-
-    Args:
-        settings: what must be the same in all processes: plain values and dicts of them.
+    Before that, every process compares its ``settings``, plain values and dicts of them, with those
+    of the others, so that none waits for something that another will not do.
 
     Raises:
         UsageError: in every process, if their settings differ.

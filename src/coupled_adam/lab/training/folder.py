@@ -41,7 +41,7 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
     """Create the run's folder, or check that it belongs to this run, and lock it.
 
     Args:
-        locks: an exit stack; the folder is unlocked when it closes.
+        locks: the folder is unlocked when this closes.
 
     Raises:
         UsageError: if the folder holds another run, a run on another text, or files of others and
@@ -129,8 +129,7 @@ def save_model(
 ) -> None:
     """Save a model and the tokenizer of its corpus; the folder appears once both are complete.
 
-    Args:
-        state_dict: the weights, gathered from all processes.
+    ``state_dict`` has the weights, gathered from all processes.
 
     Raises:
         TrainingError, OSError: it cannot be written.

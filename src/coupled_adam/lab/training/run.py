@@ -30,7 +30,7 @@ def train(
     """Train one model into the run's folder, or resume from the last checkpoint in it.
 
     On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
-    run is left as it is.
+    run is left as it is. Whatever ends a run, the last checkpoint is kept.
 
     Args:
         progress: the bar of all runs, of which this is one; None for a bar of its own.
@@ -39,11 +39,10 @@ def train(
         UsageError: if the folder holds another run or a run on another text, or is in use by
             another process; if its last checkpoint is damaged; or if the batch cannot be divided
             among the processes.
-        DivergedError: if a loss or gradient is not finite; the last checkpoint is kept.
-        TrainingError: if another process failed; the last checkpoint is kept.
+        DivergedError: if a loss or gradient is not finite.
+        TrainingError: if another process failed.
         PreemptedError: after SIGTERM, once a checkpoint has been written.
-        KeyboardInterrupt: if the user pressed Ctrl-C; the last checkpoint is kept.
-        OSError: if the disk is full or the folder is not writable; the last checkpoint is kept.
+        KeyboardInterrupt, OSError: after Ctrl-C, or if the disk is full or the folder read-only.
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():

@@ -87,7 +87,7 @@ class Downstream:
         """Measure the accuracy on each task, zero-shot unless the task itself shows examples.
 
         Returns:
-            ``accuracy``, from 0 to 1, the mean over the tasks (a group is one, a tag all its tasks);
+            ``accuracy``, from 0 to 1, the mean over tasks (a group is one, a tag all its tasks);
             its ``stderr``, sqrt(sum se^2) / n as if the tasks were independent, or None if the
             harness reports none; ``tasks``, with ``accuracy``, ``stderr`` and ``metric`` of each;
             the ``versions`` of harness and tasks; and the ``limit``.

@@ -24,7 +24,7 @@ from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.lab.training.loss import next_token_loss, sequence_losses
+from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.schedules import lr_scheduler
 
 ROUNDINGS = ("float32", "nearest", "stochastic")
@@ -57,7 +57,7 @@ def train(how: str, seed: int) -> dict[str, float]:
     for batch in Batches(corpus.tokens("train"), recipe, seed):
         matrix.data.copy_(stored.detach())
         model.zero_grad()
-        next_token_loss(model, batch).backward()
+        sequence_losses(model, batch).mean().backward()
         stored.grad = matrix.grad.to(stored.dtype)
         optimizer.step()
         scheduler.step()

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS
+from coupled_adam.lab.reporting.finished_run import COLUMNS
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
@@ -86,7 +86,7 @@ MEASURES = {
         column.digits,
         column.better or "higher",
     )
-    for key, column in (COLUMNS | MORE_COLUMNS).items()
+    for key, column in COLUMNS.items()
 } | {
     "valid_loss": Measure("L (validation) ↓", _at("valid_loss"), 3, "lower"),
     "test_documents": Measure(
@@ -112,7 +112,7 @@ MEASURES = {
 }
 NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
 """Measures that the first runs of the study did not record."""
-ALL = (*(key for key in COLUMNS if key != "accuracy"), *NEWER)
+ALL = (*(key for key in COLUMNS if COLUMNS[key].column and key != "accuracy"), *NEWER)
 MORE = ("valid_loss", *ALL, "men")
 FEW = ("valid_loss", "test_loss", "mean_norm_ratio", "isotropy_unit", "men")
 

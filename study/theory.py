@@ -33,12 +33,12 @@ from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.loading import (
     block_length,
     check_model,
-    is_causal,
     load_model,
     load_model_tokenizer,
     recipe_of_run,
+    require_causal,
 )
-from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.rendering.pictures import ADAMW_COLOR, COUPLED_ADAM_COLOR, drawn
 from coupled_adam.runs import MODEL, is_run
 from coupled_adam.text.token_files import Tokens
@@ -131,8 +131,7 @@ def measure_folder(
         if text is None:
             raise UsageError(f"{folder} is a model: name a text for it with --text")
         model = load_model(folder, device)
-        if not is_causal(model):
-            raise UsageError(f"{folder}: a causal language model is needed")
+        require_causal(model, folder)
         tokens = text_tokens(text, load_model_tokenizer(folder))
         length, betas, eps = block_length(model), PAPER_BETAS, PAPER_EPS
     taken = itertools.islice(held_out_batches(tokens, batch_size, length), batches)
@@ -175,7 +174,7 @@ def measure_theory(
     seen = 0
     for batch in batches:
         head.weight.grad = inputs.weight.grad = None
-        next_token_loss(model, batch.to(model.device)).backward()
+        sequence_losses(model, batch.to(model.device)).mean().backward()
         gradients = {"output": head.weight.grad, "input": inputs.weight.grad}
         if not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
             raise UsageError(f"{model.name_or_path}: a gradient is not finite")

@@ -498,7 +498,13 @@ def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
 def test_recipes(capsys):
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
-    for words in ("tiny", "124M-20B-scaled", "2.6B-210B", "2,666.7M", "Skylion007/openwebtext"):
+    for words in (
+        "tiny",
+        "124M-20B-scaled",
+        "2.6B-210B",
+        "stablelm, 32 x 2560",
+        "Skylion007/openwebtext",
+    ):
         assert words in listed
     assert main(["recipes", "350M-10B"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)

@@ -346,31 +346,6 @@ def test_on_the_disk_before_it_has_its_name(unfinished, disk):
     assert disk.check(run) > 11
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda lines: [*lines[:3], *lines[4:]], "1 are missing, first train_loss of step 20"),
-        (lambda lines: [*lines[:4], *lines[2:]], "2 are there twice, first valid_loss of step 10"),
-        (lambda lines: [], "9 are missing, first isotropy of step 0"),
-    ],
-)
-def test_lines_of_the_log_are_missing_or_doubled(unfinished, finished, change, said):
-    run, go_on = unfinished
-    path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == 9  # at step 0, and two of each ten steps
-    path.write_text("".join(change(lines)))
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    with pytest.raises(UsageError, match=rf"metrics.jsonl is damaged: .* {said}"):
-        go_on()
-    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
-    with pytest.warns(UserWarning, match=said):
-        continued = go_on(skip_damaged=True)
-    assert path.read_text() == "".join(dict.fromkeys(change(lines)))
-    expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
-    assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
-
-
 # --- folders with what others have made ---
 
 

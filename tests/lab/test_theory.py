@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, GPT2Con
 
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.loading import load_model
-from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.lab.training.loss import sequence_losses
 
 
 def batches(number, vocab_size=448):
@@ -47,7 +47,7 @@ def test_by_the_formulas(gpt2, gpt2_options):
         untied = GPT2LMHeadModel(GPT2Config(**gpt2_options, tie_word_embeddings=False)).double()
         untied.load_state_dict(model.state_dict())
         untied.eval()
-        next_token_loss(untied, batch).backward()
+        sequence_losses(untied, batch).mean().backward()
         layer = untied.lm_head if side == "output" else untied.transformer.wte
         sides.append(layer.weight.grad)
     total = sides[0] + sides[1]

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.bench.timing import Quartiles, now, sample_in_turn
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.models import build_model
+from coupled_adam.lab.models import build_model, parameters
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.loss import next_token_loss
+from coupled_adam.lab.training.loss import sequence_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
         step()
     rounds = sample_in_turn([coupled_step, adamw_step], least=steps, most=steps)
     samples = [(a, b) for a, b in rounds]
-    return TrainingSpeed(recipe.name, recipe.parameters, recipe.tokens_per_step, samples)
+    return TrainingSpeed(recipe.name, parameters(recipe), recipe.tokens_per_step, samples)
 
 
 def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[], float]:
@@ -118,7 +118,7 @@ def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[]
         start = now(device)
         optimizer.zero_grad()
         with autocast:
-            loss = next_token_loss(model, batch)
+            loss = sequence_losses(model, batch).mean()
         loss.backward()
         if not coupled:
             nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)

@@ -321,6 +321,7 @@ def execution(options: RunOptions, recipe: Recipe) -> Execution:
     Raises:
         UsageError: a device or a logger is not available here, or the model is too large for it.
     """
+    from coupled_adam.lab.models import parameters
     from coupled_adam.lab.training.config import Execution
 
     quiet_libraries()  # after their imports, which set the levels they like
@@ -330,9 +331,9 @@ def execution(options: RunOptions, recipe: Recipe) -> Execution:
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"--logger {name} needs a package: pip install {name}")
     target = device(options.device)
-    parameters = recipe.parameters  # an error, if transformers cannot build the architecture
+    number = parameters(recipe)  # an error, if transformers cannot build the architecture
     if options.strategy != "fsdp2":  # which shares a model among machines
-        _check_memory(recipe, parameters, target)
+        _check_memory(recipe, number, target)
     return Execution(
         device=target,
         strategy=options.strategy,

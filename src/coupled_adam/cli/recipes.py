@@ -24,20 +24,24 @@ def run(options: Options) -> None:
     if options.name is not None:
         print(explained(load_recipe(options.name)), end="")
         return
-    rows = []
     recipes = [load_recipe(name) for name in recipe_names()]
     # The small ones first, which are those to try.
-    for recipe in sorted(recipes, key=lambda recipe: (recipe.parameters, recipe.tokens)):
-        data = recipe.data
-        rows.append(
-            [
-                recipe.name,
-                f"{recipe.parameters / 1e6:,.1f}M",
-                f"{recipe.tokens / 1e6:,.0f}M",
-                str(data.text or data.hub or data.tokens or "Python's documentation"),
-                str(len(recipe.arms)),
-                str(len(recipe.seeds)),
-            ]
-        )
-    columns = ("recipe", "parameters", "tokens", "text", "arms", "seeds")
-    print_table(Table(columns, rows, left=(0, 3)))
+    recipes.sort(key=lambda recipe: (recipe.model.n_layer * recipe.model.n_embd**2, recipe.tokens))
+    rows = [
+        [
+            recipe.name,
+            f"{recipe.model.architecture}, {recipe.model.n_layer} x {recipe.model.n_embd}",
+            f"{recipe.tokens / 1e6:,.0f}M",
+            str(
+                recipe.data.text
+                or recipe.data.hub
+                or recipe.data.tokens
+                or "Python's documentation"
+            ),
+            str(len(recipe.arms)),
+            str(len(recipe.seeds)),
+        ]
+        for recipe in recipes
+    ]
+    columns = ("recipe", "blocks x width", "tokens", "text", "arms", "seeds")
+    print_table(Table(columns, rows, left=(0, 1, 3)))

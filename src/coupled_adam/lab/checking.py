@@ -36,12 +36,12 @@ def checked(cls: type[T], values: Any, where: str = "") -> T:
         instance: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]  # it is hashable
         return instance
     except ValidationError as error:
-        # An unknown key comes first, since it is often why another one is missing.
         errors = error.errors(include_url=False)
-        first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
         missing = [
-            e["loc"] for e in errors if e["type"] == "missing" and isinstance(e["loc"][-1], str)
+            e["loc"] for e in errors if e["type"] == "missing" and e["loc"][-1] not in (0, 1)
         ]
+        # An unknown key comes first, since it is often why another one is missing.
+        first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
         if first["loc"] in missing:
             names = ", ".join(_key(where, loc) for loc in missing)
             raise UsageError(f"{names} must be given") from None

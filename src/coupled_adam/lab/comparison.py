@@ -87,8 +87,7 @@ def compare(
     Args:
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
-            or more of them; finished runs are kept, an interrupted run continues from its last
-            checkpoint.
+            or more of them; an interrupted run continues from its last checkpoint.
         on_start: called when the folder and the corpus are there, before the first run starts.
 
     Returns:
@@ -118,8 +117,8 @@ def compare(
                         progress.say("testing")
                         evaluate_trained(run, corpus, execution)
                 progress.say("done")
-            own_rank = rank()
-        if own_rank > 0:
+            is_first = rank() == 0
+        if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
         for run in runs:
@@ -133,11 +132,11 @@ def train_and_evaluate(
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
     with process_group(execution.device, run_settings(run, execution, resume)):
         if not resume:
-            on_rank_zero(lambda: check_new(run.folder))
+            on_rank_zero(lambda: check_unused(run.folder, "run", resume))
         corpus = _same_corpus(run.recipe, cache)
         train(run, corpus, execution)
-        own_rank = rank()
-    if own_rank == 0:
+        is_first = rank() == 0
+    if is_first:
         evaluate_trained(run, corpus, execution)
 
 
@@ -152,10 +151,8 @@ def claim_and_prepare(
     """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
 
     Args:
-        file: the file that describes what the folder holds; written once the corpus is there. If it
-            cannot be prepared, new folders are removed again, unless others have put anything
-            there.
-        content: the content of that file.
+        file: what describes the folder; written with its content once the corpus is there. If that
+            fails, new folders are removed again, unless others have put anything there.
         locks: the folder is locked until it closes.
 
     Raises:
@@ -164,7 +161,21 @@ def claim_and_prepare(
     # Code that cannot be imported is refused before the text is read, which may take hours.
     on_every_rank(lambda: load_variant(recipe.variant))
     out = file.parent
-    new_folders = on_rank_zero(lambda: _claim(out, locks))
+
+    def claim() -> list[Path]:
+        """Hold the folder as its only writer; return what was created, the innermost first."""
+        try:
+            new_folders = make_folder(out)
+            locks.enter_context(sole_writer(out))
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise UsageError(
+                f"--out {out} cannot be written ({reason}): choose another folder"
+            ) from None
+        clear_leftovers(out)
+        return new_folders
+
+    new_folders = on_rank_zero(claim)
     try:
         corpus = _same_corpus(recipe, cache)
     except UsageError:
@@ -175,20 +186,6 @@ def claim_and_prepare(
         raise
     on_rank_zero(lambda: write_atomically(file, yaml.safe_dump(content, sort_keys=False)))
     return corpus
-
-
-def _claim(out: Path, locks: contextlib.ExitStack) -> list[Path]:
-    """Hold a folder as its only writer; return those that were created, the innermost first."""
-    try:
-        new_folders = make_folder(out)
-        locks.enter_context(sole_writer(out))
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(
-            f"--out {out} cannot be written ({reason}): choose another folder"
-        ) from None
-    clear_leftovers(out)
-    return new_folders
 
 
 def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
@@ -208,11 +205,7 @@ def shared_settings(
 
 
 def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
-    """Prepare the corpus on all ranks.
-
-    Raises:
-        UsageError: on every rank, if one of them cannot, or if they have different texts.
-    """
+    """Prepare the corpus on all ranks; UsageError on all of them if their texts differ."""
     corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
     (first_source, first_identity), *later = all_gather((corpus.facts["source"], corpus.identity))
     for number, (source, identity) in enumerate(later, 1):
@@ -226,19 +219,15 @@ def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
     return corpus
 
 
-def check_new(folder: Path) -> None:
-    """Raise UsageError if a folder that must be new is used."""
-    if is_used(folder):
-        raise UsageError(
-            f"--out {folder} exists: continue it with --resume, or choose another folder"
-        )
-
-
-def is_used(folder: Path) -> bool:
-    """Whether the folder holds more than the lock of a process killed before it wrote anything."""
-    if not folder.is_dir():
-        return folder.exists()
-    return any(path.name != LOCK and not is_temporary(path) for path in folder.iterdir())
+def check_unused(out: Path, kind: str, resume: bool) -> None:
+    """Raise UsageError if a folder that holds no comparison, sweep or run cannot become one."""
+    is_used = out.exists()
+    if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
+        is_used = any(path.name != LOCK and not is_temporary(path) for path in out.iterdir())
+    if is_used and resume:
+        raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
+    if is_used:
+        raise UsageError(f"--out {out} exists: continue it with --resume, or choose another folder")
 
 
 def check_same(
@@ -250,28 +239,19 @@ def check_same(
 ) -> None:
     """Raise UsageError if a folder holds another comparison or sweep than is to be continued.
 
-    Args:
-        kind: what it is, for the message.
-        stored, current: the settings of the one in the folder, and of the one that is asked for.
-        may_differ: whether a setting, by its dotted key, may have another value.
+    ``stored`` is what the folder has, ``current`` what is asked for; ``may_differ`` says whether a
+    setting, by its dotted key, may have another value.
     """
-    different = [
+    different = ", ".join(
         f"{key}={there!r} there, {here!r} here"
         for key, (there, here) in differences(stored, current).items()
         if not may_differ(key)
-    ]
+    )
     if different:
         raise UsageError(
-            f"--out {out} holds another {kind} ({', '.join(different)}): leave those options out "
+            f"--out {out} holds another {kind} ({different}): leave those options out "
             "to continue it, or choose another folder"
         )
-
-
-def check_unused(out: Path, kind: str, resume: bool) -> None:
-    """Raise UsageError if a folder that holds no comparison or sweep cannot become one."""
-    if resume and is_used(out):
-        raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
-    check_new(out)
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:

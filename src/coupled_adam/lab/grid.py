@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import fnmatch
 import itertools
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -37,9 +38,7 @@ class Axis:
 
     def to_plain(self) -> list[Any] | str:
         """The values as YAML can hold them; a range as it is written on the command line."""
-        if self.is_range:
-            return "..".join(map(as_text, self.values))
-        return list(self.values)
+        return "..".join(map(as_text, self.values)) if self.is_range else list(self.values)
 
     def belongs_to(self, arm: str) -> bool:
         """Whether it changes the runs of this arm."""
@@ -62,6 +61,11 @@ class Setting:
     def name(self) -> str:
         """All values, as in ``lr=0.001,lr_factor=4``: the name of a folder."""
         return ",".join(f"{k}={as_text(v)}" for k, v in self.values.items()) or "unchanged"
+
+    @property
+    def title(self) -> str:
+        """All values, as tables have them."""
+        return self.name.replace(",", ", ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +134,8 @@ def several_values(
         stored_axes: the axes of a sweep that is continued; one value for these is a further one.
 
     Returns:
-        The arguments with one value, and the values of the others by key. A key with a pattern of
-        arms, such as ``arms.*.lr_factor``, is among the others even if it has one value.
+        The arguments with one value, and the values of the others by key; among these are keys with
+        a pattern of arms, such as ``arms.*.lr_factor``.
 
     Raises:
         UsageError: an argument is not of that form, or a key is given twice.
@@ -205,20 +209,24 @@ def make_grid(
 
 
 def _axis(recipe: Recipe, key: str, listed: Sequence[Any], stored: Axis | None) -> Axis:
-    """The axis of an option: its values, and those that the sweep that is continued has tried.
-
-    Raises:
-        UsageError: a value is invalid or given twice.
-    """
-    # As the recipe reads them: 1e-3 is text in YAML, and would be another run than 0.001.
-    values = tuple(_read(override(recipe, {key: value}), key) for value in listed)
-    texts = [as_text(value) for value in values]
-    repeated = next((text for text in texts if texts.count(text) > 1), None)
-    if repeated is not None:
-        raise UsageError(f"{key} has the value {repeated} twice: leave one of them out")
+    """The axis of an option: its values, and those that the sweep that is continued has tried."""
+    section, _, option = key.partition(".")
+    values: tuple[Any, ...] = ()
+    for value in listed:
+        # As the recipe reads them: 1e-3 is text in YAML, and would be another run than 0.001.
+        changed = override(recipe, {key: value})
+        if section == "arms":
+            arm, _, arm_option = option.partition(".")
+            read = getattr(changed.arm(arm), arm_option)
+        else:
+            read = changed.to_dict()[section][option]
+        if read in values:
+            raise UsageError(f"{key} has the value {as_text(read)} twice: leave one of them out")
+        values += (read,)
     is_range, are_numbers = isinstance(listed, Range), all(map(is_number, values))
     if is_range and not are_numbers:
-        raise UsageError(f"{key}={texts[0]}..{texts[1]}: a range needs two numbers")
+        low, high = map(as_text, values)
+        raise UsageError(f"{key}={low}..{high}: a range needs two numbers")
     if stored is not None and not is_range and not stored.is_range:
         values = tuple(dict.fromkeys((*stored.values, *values)))
     return Axis(key, tuple(sorted(values)) if are_numbers else values, is_range)
@@ -232,7 +240,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 def as_text(value: Any) -> str:
     """A value as in YAML, and without characters that a folder's name should not have."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, list | tuple):
         return "_".join(map(as_text, value))
     # Twelve digits hide the rounding of float64, as in 0.30000000000000004.
@@ -240,8 +248,7 @@ def as_text(value: Any) -> str:
 
 
 def _keys(pattern: str, recipe: Recipe) -> list[str]:
-    """The keys that a pattern stands for."""
-    # A pattern stands for arms only: the same option has the same name in each of them.
+    """The keys that a pattern stands for; it stands for arms, which have options of one name."""
     section, _, option = pattern.partition(".")
     if any(fnmatch.fnmatchcase(pattern, excluded) for excluded in _OTHER_TEXT):
         raise UsageError(
@@ -250,10 +257,10 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
         )
     if section in ("model", "training") and "*" not in pattern:
         return [pattern]
-    arm, _, option = option.partition(".")
     if "." not in pattern:
         hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(Recipe, pattern)
         raise UsageError(f"{pattern} cannot be swept: {hint}")
+    arm, _, option = option.partition(".")
     if section != "arms" or not option or option == "optimizer":
         raise UsageError(
             f"{pattern} cannot be swept: give several values of a key of model or training, or of "
@@ -265,12 +272,3 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
         hint = f"did you mean arms.{near[0]}?" if near else f"there are {', '.join(recipe.arms)}"
         raise UsageError(f"{pattern} matches no arm of recipe {recipe.name!r}: {hint}")
     return [f"arms.{name}.{option}" for name in arms]
-
-
-def _read(recipe: Recipe, key: str) -> Any:
-    """A value of a recipe, converted to its type."""
-    section, _, option = key.partition(".")
-    if section == "arms":
-        arm, _, option = option.partition(".")
-        return getattr(recipe.arm(arm), option)
-    return recipe.to_dict()[section][option]

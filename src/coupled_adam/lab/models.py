@@ -1,7 +1,9 @@
 """The architectures, from transformers' configurations."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -86,6 +88,12 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         )
     config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
     return config
+
+
+def parameters(recipe: Recipe, build: Callable[[Recipe], PreTrainedModel] = build_model) -> int:
+    """N: the trained parameters of the model that is built, of which no weights are made."""
+    with torch.device("meta"):
+        return count_parameters(build(recipe))
 
 
 def count_parameters(model: PreTrainedModel) -> int:

@@ -48,7 +48,7 @@ class Recipe:
     def __post_init__(self) -> None:
         """Raise UsageError for values that are out of range or do not fit together."""
         require(
-            re.fullmatch(r"\w[\w.+-]{,49}", self.name) is not None,
+            re.fullmatch(r"\w[\w.+-]{,49}", self.name),
             f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
         )
         _check_data(self.data)
@@ -58,13 +58,13 @@ class Recipe:
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
         require(
-            self.variant is None or re.fullmatch(r"[\w.]+:\w+", self.variant) is not None,
+            self.variant is None or re.fullmatch(r"[\w.]+:\w+", self.variant),
             f"variant={self.variant!r} must be module:name, such as study.masked_lm:MASKED_LM",
         )
-        require(bool(self.arms), "arms must name at least one arm")
+        require(self.arms, "arms must name at least one arm")
         for name in self.arms:
             require(
-                re.fullmatch(r"\w[\w+-]{,49}", name) is not None,
+                re.fullmatch(r"\w[\w+-]{,49}", name),
                 f"arms: {name!r} must be letters, digits and _ + - (a folder), at most 50",
             )
             couple = getattr(self.arm(name), "couple", "both")
@@ -81,10 +81,8 @@ class Recipe:
     @property
     def steps(self) -> int:
         """The number of optimizer steps of one run."""
-        if self.training.steps is not None:
-            return self.training.steps
-        assert self.training.tokens is not None
-        return self.training.tokens // self.tokens_per_step
+        training = self.training  # one of the two is given
+        return training.steps or (training.tokens or 0) // self.tokens_per_step
 
     @property
     def tokens_per_step(self) -> int:
@@ -95,38 +93,6 @@ class Recipe:
     def tokens(self) -> int:
         """D, the number of tokens that one run is trained on."""
         return self.steps * self.tokens_per_step
-
-    @property
-    def parameters(self) -> int:
-        """N, the number of trained parameters of a run's model; a tied matrix counts once.
-
-        Raises:
-            UsageError: transformers cannot build the architecture, which is built without weights
-                if it is neither gpt2 nor stablelm.
-        """
-        model = self.model
-        if model.architecture not in ("gpt2", "stablelm"):
-            import torch
-
-            from coupled_adam.lab.models import build_model, count_parameters
-
-            with torch.device("meta"):
-                return count_parameters(build_model(self))
-        width, layers = model.n_embd, model.n_layer
-        inner = model.intermediate_size or 4 * width
-        matrices = 1 if model.tied else 2
-        # Attention has four matrices; the feed-forward part of GPT-2 has two, and SwiGLU three.
-        if model.architecture == "gpt2":
-            embeddings = model.n_positions or self.training.sequence_length
-            weights = 4 * width**2 + 2 * width * inner
-            biases = 5 * width + inner
-        else:
-            embeddings = 0
-            weights = 4 * width**2 + 3 * width * inner
-            biases = 0
-        norms = (2 * layers + 1) * width * (2 if model.bias else 1)
-        block = weights + (biases if model.bias else 0)
-        return (matrices * model.vocab_size + embeddings) * width + layers * block + norms
 
     @property
     def warmup_steps(self) -> int:
@@ -140,17 +106,15 @@ class Recipe:
         for key, value in options.items():
             if not isinstance(value, str | int | float | None):
                 raise UsageError(f"arms.{name}.{key}={as_typed(value)} must be one value")
-        kind = options.pop("optimizer", None)
+        kind, kinds = options.pop("optimizer", None), ", ".join(OPTIMIZERS)
         if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
-            names = ", ".join(arm for arm in self.arms if arm != name)
+            names = ", ".join(arm for arm in self.arms if arm != name) or "none"
             raise UsageError(
-                f"arms.{name}.optimizer must be given: one of {', '.join(OPTIMIZERS)}. Or did you "
-                f"mean another arm? There are {names or 'none'}"
+                f"arms.{name}.optimizer must be given: one of {kinds}. Or did you mean another "
+                f"arm? There are {names}"
             )
         if kind not in OPTIMIZERS:
-            raise UsageError(
-                f"arms.{name}.optimizer={kind!r} must be one of {', '.join(OPTIMIZERS)}"
-            )
+            raise UsageError(f"arms.{name}.optimizer={kind!r} must be one of {kinds}")
         return checked(OPTIMIZERS[kind], options, f"arms.{name}")
 
     def only(self, arm: str, seed: int) -> "Recipe":
@@ -205,10 +169,8 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if not equals or not key or not key.isprintable():
-            raise UsageError(
-                f"{argument!r} is neither an option nor of the form key=value, such as "
-                "training.lr=1e-3"
-            )
+            form = "key=value, such as training.lr=1e-3"
+            raise UsageError(f"{argument!r} is neither an option nor of the form {form}")
         if not value.strip():
             raise UsageError(f"{key}= has no value: give one, or write {key}=null")
         if key in values:
@@ -221,19 +183,16 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested dicts as one, with names such as ``training.lr``."""
     result: dict[str, Any] = {}
     for key, value in values.items():
-        nested = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-        result.update(nested if nested is not None else {f"{prefix}{key}": value})
+        name = f"{prefix}{key}"
+        result |= flat(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return result
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Both values of each dotted key that differs between nested dicts; None if it lacks it."""
     first, second = flat(first), flat(second)
-    return {
-        key: (first.get(key), second.get(key))
-        for key in {**first, **second}
-        if first.get(key) != second.get(key)
-    }
+    values = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
+    return {key: both for key, both in values.items() if both[0] != both[1]}
 
 
 def parse_recipe(text: str, source: str) -> Recipe:
@@ -284,10 +243,9 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     inherited = _read_inherited(base, [*extended, name])
     # Sections are merged; arms are not, as half of them would be another recipe's.
     for key, value in values.items():
-        if isinstance(value, dict) and isinstance(inherited.get(key), dict) and key != "arms":
-            inherited[key] = {**inherited[key], **value}
-        else:
-            inherited[key] = value
+        both_sections = isinstance(value, dict) and isinstance(inherited.get(key), dict)
+        merged = both_sections and key != "arms"
+        inherited[key] = {**inherited[key], **value} if merged else value
     return inherited
 
 

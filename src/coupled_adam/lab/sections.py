@@ -15,8 +15,8 @@ LARGEST = 10**15
 """The limit of all counts: far larger than any in use, and exact as a float."""
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise UsageError with the message unless the condition holds."""
+def require(condition: object, message: str) -> None:
+    """Raise UsageError with the message unless the condition is true."""
     if not condition:
         raise UsageError(message)
 
@@ -56,7 +56,7 @@ class Model:
     architecture: str
     # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
     vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST)]
-    n_layer: Count
+    n_layer: Annotated[int, Field(strict=True, ge=1, le=1000)]  # more take too long to count
     n_head: Count
     n_embd: Count
     n_positions: Count | None = None

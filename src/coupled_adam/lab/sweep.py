@@ -50,16 +50,13 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """The content of ``sweep.yaml``."""
-        return {
-            "recipe": self.grid.recipe.to_dict(),
-            "values": {axis.key: axis.to_plain() for axis in self.grid.axes},
-            "trials": self.trials,
-        }
+        values = {axis.key: axis.to_plain() for axis in self.grid.axes}
+        return {"recipe": self.grid.recipe.to_dict(), "values": values, "trials": self.trials}
 
     def settings_by_key(self) -> dict[str, Any]:
         """The recipe's values, or the values to try, by dotted keys."""
-        values = {axis.key: axis.to_plain() for axis in self.grid.axes}
-        return {**flat(self.grid.recipe.to_dict()), **values, "--optuna": self.trials}
+        content = self.to_dict()
+        return {**flat(content["recipe"]), **content["values"], "--optuna": content["trials"]}
 
 
 def sweep(
@@ -80,19 +77,12 @@ def sweep(
 
     Args:
         given: what is tried, besides what a sweep that is continued has tried.
-        cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same sweep, with the same values and seeds or
             more of them; with Optuna, with the same number of trials or more.
         on_start: called with all that the folder is to hold, before the first run starts.
         announce: called with a line about each setting before its runs are trained.
 
-    Returns:
-        The report, on rank 0; None on the others.
-
-    Raises:
-        UsageError: as in :func:`~coupled_adam.lab.comparison.compare`.
-        TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in
-            :func:`~coupled_adam.lab.training.run.train`, except when a run has diverged.
+    Returns and raises the same as :func:`~coupled_adam.lab.comparison.compare`.
     """
     settings = {
         "command": "sweep",
@@ -110,11 +100,9 @@ def sweep(
 
             def attempt(setting: Setting) -> Tried:
                 place = f"[{len(tried) + 1}/{plan.settings}]"
-                announce(f"{place} {setting.arm}: {setting.name.replace(',', ', ')}")
-                losses = {
-                    run.seed: _validation_loss(run, corpus, execution)
-                    for run in _runs(setting, out)
-                }
+                announce(f"{place} {setting.arm}: {setting.title}")
+                runs = _runs(setting, out)
+                losses = {run.seed: _validation_loss(run, corpus, execution) for run in runs}
                 tried.append(Tried(setting, losses))
                 return tried[-1]
 
@@ -124,9 +112,9 @@ def sweep(
                 else:
                     for setting in plan.grid.settings(arm):
                         attempt(setting)
-            own_rank = rank()
+            is_first = rank() == 0
         # Outside of the group, so that no process waits for the evaluation until it times out.
-        if own_rank > 0:
+        if not is_first:
             return None
         for best in best_of_arms(tried):
             test = {
@@ -168,12 +156,13 @@ def _validation_loss(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 
 def _final_loss(run: TrainingRun, corpus: Corpus, device: str) -> float:
     """The validation loss of a finished run: from its log or, without one there, of its model."""
-    training = run.recipe.training
-    loss = None
-    for step, name, line in logged_lines(run.folder / METRICS):
-        if (step, name) == (run.recipe.steps, "valid_loss"):
-            loss = json.loads(line)[name]
+    lines = logged_lines(run.folder / METRICS)
+    end = (run.recipe.steps, "valid_loss")
+    loss = next(
+        (json.loads(line)["valid_loss"] for *place, line in lines if (*place,) == end), None
+    )
     if loss is None:  # the last evaluation was before the end
+        training = run.recipe.training
         batches = training.evaluation_batches
         sequences = None if batches is None else batches * training.batch_size
         model, variant = load_trained(run.folder, run.recipe, device)
@@ -235,9 +224,6 @@ def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
     """The sweep with the values and seeds, or trials, of the one that is continued as well.
 
     With Optuna nothing but the number of trials may grow: its choice depends on everything else.
-
-    Raises:
-        UsageError: the folder holds another sweep, or something else.
     """
     stored = stored_sweep(out) if resume else None
     if stored is None:
@@ -246,8 +232,8 @@ def _extended(plan: Sweep, out: Path, resume: bool) -> Sweep:
     grows = {"--optuna"}
     if stored.trials is None and plan.trials is None:
         # An axis may get more values, but there may be no further axis.
-        axes = stored.grid.axes, plan.grid.axes
-        grows = {"seeds", *({axis.key for axis in axes[0]} & {axis.key for axis in axes[1]})}
+        keys, stored_keys = ({axis.key for axis in sweep.grid.axes} for sweep in (plan, stored))
+        grows = {"seeds", *(keys & stored_keys)}
     elif stored.trials is None or plan.trials is None:
         grows = set()
     check_same(out, "sweep", stored.settings_by_key(), plan.settings_by_key(), grows.__contains__)

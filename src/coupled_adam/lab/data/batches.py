@@ -39,8 +39,7 @@ class Batches:
         self.batch_size = recipe.training.batch_size
         self.steps = recipe.steps
         self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = rank, world_size
         self.position = 0
 
     def __len__(self) -> int:
@@ -61,7 +60,7 @@ class Batches:
             first = batch * self.batch_size + self.rank * share
             starts = order[first : first + share] * self.length
             self.position += 1  # before yield: the state is saved after this batch's step
-            yield torch.from_numpy(_blocks(self.tokens, starts, self.length))
+            yield _blocks(self.tokens, starts, self.length)
 
     def state_dict(self) -> dict[str, int]:
         """The number of batches returned so far, for Lightning's checkpoints."""
@@ -75,13 +74,11 @@ class Batches:
 def held_out_loader(
     tokens: Tokens | NDArray[Any], recipe: Recipe, *, rank: int = 0, world_size: int = 1
 ) -> DataLoader[Any]:
-    """Create a loader of one process's share of a held-out split, to evaluate during training.
+    """A loader of one process's share of a held-out split, to evaluate during training.
 
     Every process gets the same number of batches, since a forward pass of a sharded model needs all
-    processes. If the blocks do not divide evenly, some processes get a block that is not counted.
-
-    Returns:
-        Batches of blocks, [batch, length + 1], each with a mask [batch] of the blocks to count.
+    processes. Each is blocks [batch, length + 1] with a mask [batch] of the blocks to count: if
+    they do not divide evenly, some processes get a block that is not counted.
     """
     training = recipe.training
     length, batch = training.sequence_length, training.batch_size // world_size
@@ -90,11 +87,8 @@ def held_out_loader(
         blocks = min(blocks, training.evaluation_batches * training.batch_size)
     # Past the last block each process repeats it, and the mask says that it does not count.
     numbers = np.arange(rank, math.ceil(blocks / world_size) * world_size, world_size)
-    ids, counted = (
-        _blocks(tokens, np.minimum(numbers, blocks - 1) * length, length),
-        numbers < blocks,
-    )
-    return DataLoader(TensorDataset(torch.from_numpy(ids), torch.from_numpy(counted)), batch)
+    ids = _blocks(tokens, np.minimum(numbers, blocks - 1) * length, length)
+    return DataLoader(TensorDataset(ids, torch.from_numpy(numbers < blocks)), batch)
 
 
 def held_out_batches(
@@ -103,11 +97,9 @@ def held_out_batches(
     """Yield all complete blocks of a split in order, in batches [batch, sequence_length + 1]."""
     starts = range(0, len(tokens) - sequence_length, sequence_length)
     for first in range(0, len(starts), batch_size):
-        batch = starts[first : first + batch_size]
-        yield torch.from_numpy(_blocks(tokens, batch, sequence_length))
+        yield _blocks(tokens, starts[first : first + batch_size], sequence_length)
 
 
-def _blocks(
-    tokens: Tokens | NDArray[Any], starts: range | NDArray[Any], length: int
-) -> NDArray[np.int64]:
-    return np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+def _blocks(tokens: Tokens | NDArray[Any], starts: range | NDArray[Any], length: int) -> Tensor:
+    blocks = np.stack([tokens[start : start + length + 1] for start in starts])
+    return torch.from_numpy(blocks.astype(np.int64))

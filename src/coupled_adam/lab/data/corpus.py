@@ -19,14 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError
-from coupled_adam.files import (
-    clear_leftovers,
-    duration,
-    file_digest,
-    lock,
-    new_folder,
-    read_text,
-)
+from coupled_adam.files import clear_leftovers, duration, file_digest, lock, new_folder, read_text
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
     corpus_tokenizer,
@@ -129,18 +122,17 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
     }
     folder = cache / content_hash(made_from)[:32]
+    refusal = (
+        f"another process has been preparing the corpus {folder} for more than "
+        f"{duration(_PATIENCE)}: end it, or choose another --cache"
+    )
+    waits_for = f"another process that is preparing the corpus {folder}"
     try:
         # First without the lock, since a cache that holds the corpus may be read-only.
         corpus = _find(folder, source)
         if corpus is None:
             cache.mkdir(parents=True, exist_ok=True)
-            with lock(
-                cache / f"{folder.name}.lock",
-                f"another process has been preparing the corpus {folder} for more than "
-                f"{duration(_PATIENCE)}: end it, or choose another --cache",
-                _PATIENCE,
-                f"another process that is preparing the corpus {folder}",
-            ):
+            with lock(cache / f"{folder.name}.lock", refusal, _PATIENCE, waits_for):
                 corpus = _find(folder, source)  # created by another process in the meantime
                 if corpus is None:
                     clear_leftovers(cache, _is_own)
@@ -155,33 +147,43 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
 
 
 class TokenFiles:
-    """A source of token files that are used where they are.
+    """Token files that are used where they are; otherwise like :class:`Documents`.
 
     Attributes:
         source: the name of the source in messages.
         files: the ranges of token ids in files, for each split.
-        digests: the SHA-256 of each range.
+        fingerprint: a hash of the tokens of all splits, whatever the files' names are.
     """
 
     def __init__(self, source: str, files: dict[str, list[TokenFile]]) -> None:
         self.source = source
         self.files = files
-        sizes = [file.length * np.dtype(file.dtype).itemsize for f in files.values() for file in f]
-        with _progress("checking the token files", sum(sizes)) as bar:
-            self.digests = {
-                split: [_range_digest(file, bar) for file in parts]
-                for split, parts in files.items()
-            }
+        self.fingerprint = self._digest()
 
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the tokens of all splits, whatever the files' names are."""
-        return content_hash(
-            {
-                split: [(file.dtype, file.length, digest) for file, digest in zip(parts, digests)]
-                for (split, parts), digests in zip(self.files.items(), self.digests.values())
+    def _digest(self) -> str:
+        size = sum(_size(file) for parts in self.files.values() for file in parts)
+        with _progress("checking the token files", size) as bar:
+
+            def of_range(file: TokenFile) -> str:
+                try:
+                    return file_digest(Path(file.path), file.offset, _size(file), bar.update)
+                except OSError as error:
+                    raise UsageError(f"data.tokens: {file.path}: {error.strerror}") from None
+
+            ranges = {
+                split: [(file.dtype, file.length, of_range(file)) for file in parts]
+                for split, parts in self.files.items()
             }
-        )
+        return content_hash(ranges)
+
+    def check(self) -> None:
+        """Raise UsageError if files have changed since the fingerprint was taken."""
+        if self._digest() != self.fingerprint:
+            raise UsageError(f"{self.source} changed while it was read: start again")
+
+
+def _size(file: TokenFile) -> int:
+    return file.length * np.dtype(file.dtype).itemsize
 
 
 def content_hash(content: Any) -> str:
@@ -190,28 +192,28 @@ def content_hash(content: Any) -> str:
 
 
 def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
-    """The corpus in a folder; None if it is missing or damaged.
-
-    A corpus that refers to files other than its own and those of the source counts as damaged.
-    """
-    if not (folder / "corpus.json").exists():
+    """The corpus in a folder; None if it is missing or damaged."""
+    path = folder / "corpus.json"
+    if not path.exists():
         return None
     # The file may hold any JSON, so that any of its parts may be missing or of another type.
     damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-    reason = "corpus.json"
+    reason = path.name
     with contextlib.suppress(*damaged):
-        facts = json.loads(read_text(folder / "corpus.json"))
+        facts = json.loads(read_text(path))
         digest = facts.pop("digest")
-        files = {s: [TokenFile(**file) for file in facts["files"][s]] for s in SPLITS}
-        tokens = {s: sum(file.length for file in parts) for s, parts in files.items()}
-        paths = {file.path for parts in files.values() for file in parts}
         # Whoever wrote the file, a corpus of documents reads nothing outside of its folder.
-        inside = isinstance(source, TokenFiles) or paths <= {f"{split}.bin" for split in SPLITS}
-        consistent = isinstance(facts["end_of_text"], int | None) and facts["tokens"] == tokens
-        if digest == content_hash(facts) and inside and consistent:
+        own_files = {
+            s: [TokenFile(f"{s}.bin", facts["dtype"], 0, facts["tokens"][s])] for s in SPLITS
+        }
+        is_own = isinstance(source, TokenFiles) or facts["files"] == _described(own_files)
+        if (
+            digest == content_hash(facts)
+            and is_own
+            and isinstance(facts["end_of_text"], int | None)
+        ):
             reason = _difference(folder, facts["digests"])
-            present = [file.is_there(folder) for parts in files.values() for file in parts]
-            if not reason and (all(present) or isinstance(source, TokenFiles)):
+            if not reason:
                 return _loaded(folder, facts, source)
     warnings.warn(f"{folder} is damaged ({reason}), and made again", stacklevel=3)
     return None
@@ -219,15 +221,13 @@ def _find(folder: Path, source: Documents | TokenFiles) -> Corpus | None:
 
 def _difference(folder: Path, digests: dict[str, str]) -> str:
     """The first file that is not there or has another digest; otherwise empty."""
-    sizes = {}
-    for name in digests:
-        path = folder / name
-        if not path.is_file():
-            return name
-        sizes[path] = path.stat().st_size
-    with _progress("checking the cached corpus", sum(sizes.values())) as bar:
-        for name, path in zip(digests, sizes):
-            if file_digest(path, progress=bar.update) != digests[name]:
+    missing = next((name for name in digests if not (folder / name).is_file()), "")
+    if missing:
+        return missing
+    size = sum((folder / name).stat().st_size for name in digests)
+    with _progress("checking the cached corpus", size) as bar:
+        for name, digest in digests.items():
+            if file_digest(folder / name, progress=bar.update) != digest:
                 return name
     return ""
 
@@ -257,53 +257,45 @@ def _make(
     folder: Path,
 ) -> Corpus:
     with new_folder(folder, _is_own) as temporary:
-        facts: dict[str, Any] = {"vocab_size": vocab_size, "fingerprint": source.fingerprint}
+        documents: dict[str, int] | dict[str, None]
         # Documents become files of ids in this folder; token files are read where they are.
         if isinstance(source, Documents):
-            if tokenizer is None:
-                tokenizer = train_tokenizer(source, data, vocab_size)
-            files, facts["documents"] = write_tokens(source, data, tokenizer, vocab_size, temporary)
-            source.check()  # what was digested is what has been read
+            tokenizer = tokenizer or train_tokenizer(source, data, vocab_size)
+            files, documents = write_tokens(source, data, tokenizer, vocab_size, temporary)
         else:
-            files = source.files
-            facts["documents"] = dict.fromkeys(SPLITS)
-        facts["tokenizer"] = data.tokenizer
-        facts["end_of_text"] = None
+            files, documents = source.files, dict.fromkeys(SPLITS)
         if tokenizer is not None:
-            facts["tokenizer"] = data.tokenizer or f"BPE of {len(tokenizer)} tokens"
-            facts["end_of_text"] = end_of_text_id(tokenizer)
             save_tokenizer(tokenizer, temporary / "tokenizer")
-        facts["dtype"] = files["train"][0].dtype
-        facts["tokens"] = {s: sum(file.length for file in parts) for s, parts in files.items()}
-        facts["files"] = _described(files)
-        # Counted from the files, as training will read them; token files may have changed by now.
-        counts, digests = _count(files, temporary, vocab_size)
-        if isinstance(source, TokenFiles) and digests != source.digests:
-            raise UsageError(f"{source.source} changed while it was read: start again")
-        np.save(temporary / COUNTS, counts)
+        np.save(temporary / COUNTS, _count(files, temporary, vocab_size))
+        source.check()  # what was digested is what has been read
         written = sorted(path for path in temporary.rglob("*") if path.is_file())
-        facts["digests"] = {p.relative_to(temporary).as_posix(): file_digest(p) for p in written}
+        trained = None if tokenizer is None else f"BPE of {len(tokenizer)} tokens"
+        facts = {
+            "vocab_size": vocab_size,
+            "fingerprint": source.fingerprint,
+            "documents": documents,
+            "tokenizer": data.tokenizer or trained,
+            "end_of_text": None if tokenizer is None else end_of_text_id(tokenizer),
+            "dtype": files["train"][0].dtype,
+            "tokens": {s: sum(file.length for file in parts) for s, parts in files.items()},
+            "files": _described(files),
+            "digests": {p.relative_to(temporary).as_posix(): file_digest(p) for p in written},
+        }
         content = {**facts, "digest": content_hash(facts)}
         (temporary / "corpus.json").write_text(json.dumps(content, indent=2))
     return _loaded(folder, facts, source)
 
 
-def _count(
-    files: dict[str, list[TokenFile]], folder: Path, vocab_size: int
-) -> tuple[NDArray[np.int64], dict[str, list[str]]]:
-    """Count the tokens of the training split, [V], check the ids of all splits, and digest them."""
+def _count(files: dict[str, list[TokenFile]], folder: Path, vocab_size: int) -> NDArray[np.int64]:
+    """Count the tokens of the training split, [V], and check the ids of all splits."""
     counts = np.zeros(vocab_size, np.int64)
-    digests: dict[str, list[str]] = {split: [] for split in files}
     for split, parts in files.items():
         for file in parts:
             ids = Tokens([file], folder)
-            digest = hashlib.sha256()
             starts = range(0, len(ids), 2**24)  # 128 MB as int64
             for start in tqdm(starts, f"counting tokens, {split}", disable=None, leave=False):
-                piece = ids[start : start + 2**24]
-                digest.update(piece.data)
                 try:
-                    piece_counts = unigram_counts(piece, vocab_size)
+                    piece_counts = unigram_counts(ids[start : start + 2**24], vocab_size)
                 except ValueError as error:
                     raise UsageError(
                         f"{file.path} ({file.dtype}): {error} Set model.vocab_size={vocab_size} "
@@ -311,17 +303,7 @@ def _count(
                     ) from None
                 if split == "train":
                     counts += piece_counts
-            digests[split].append(digest.hexdigest())
-    return counts, digests
-
-
-def _range_digest(file: TokenFile, bar: "tqdm[Any]") -> str:
-    """The digest of the ids of a file that is not in a corpus's folder."""
-    path, size = Path(file.path), file.length * np.dtype(file.dtype).itemsize
-    try:
-        return file_digest(path, file.offset, size, bar.update)
-    except OSError as error:
-        raise UsageError(f"data.tokens: {path}: {error.strerror}") from None
+    return counts
 
 
 def _progress(label: str, size: int) -> "tqdm[Any]":
@@ -335,20 +317,20 @@ def _check_length(corpus: Corpus, recipe: Recipe) -> None:
     length, batch = recipe.training.sequence_length, recipe.training.batch_size
     needed = {"train": batch * length + 1, "valid": length + 1, "test": length + 1}
     tokens, documents = corpus.facts["tokens"], corpus.facts["documents"]
-    for split in SPLITS:
-        if tokens[split] >= needed[split]:
-            continue
-        finding = f"its {split} split has {tokens[split]} tokens"
-        problem, fix = "is too short", "Give more text"
-        # Long enough, but as documents are not cut, they cannot be shared out.
-        if documents["train"] is not None and sum(tokens.values()) >= sum(needed.values()):
-            problem = "has too few documents"
-            finding += f" in {documents[split]} of its {sum(documents.values())} documents"
-            fix = (
-                "Give more documents (data.separator is what separates those of a text file), or "
-                "raise data.held_out"
-            )
-        raise UsageError(
-            f"{corpus.facts['source']} {problem}: {finding}, and the recipe needs {needed[split]}. "
-            f"{fix}, or lower training.batch_size or training.sequence_length"
+    split = next((split for split in SPLITS if tokens[split] < needed[split]), None)
+    if split is None:
+        return
+    problem, where, fix = "is too short", "", "Give more text"
+    # Long enough, but as documents are not cut, they cannot be shared out.
+    if documents["train"] is not None and sum(tokens.values()) >= sum(needed.values()):
+        problem = "has too few documents"
+        where = f" in {documents[split]} of its {sum(documents.values())} documents"
+        fix = (
+            "Give more documents (data.separator is what separates those of a text file), or "
+            "raise data.held_out"
         )
+    raise UsageError(
+        f"{corpus.facts['source']} {problem}: its {split} split has {tokens[split]} tokens{where}, "
+        f"and the recipe needs {needed[split]}. {fix}, or lower training.batch_size or "
+        "training.sequence_length"
+    )

@@ -56,9 +56,8 @@ def train_tokenizer(documents: Documents, data: Data, vocab_size: int) -> PreTra
     """Train a byte-level BPE on the training documents only."""
 
     def texts() -> Iterator[str]:
-        left = _BPE_CHARACTERS
-        if data.max_tokens is not None:
-            left = min(left, 4 * data.max_tokens)  # about four characters a token
+        limit = 4 * data.max_tokens if data.max_tokens else _BPE_CHARACTERS  # a token has about 4
+        left = min(limit, _BPE_CHARACTERS)
         for split, text in _assigned(documents, "train", data):
             if split == "train":
                 yield text
@@ -138,17 +137,13 @@ def write_tokens(
 
 def _encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[str]], Iterator[list[int]]]:
     """A function from texts to ids that treats special tokens within a text as plain text."""
-    if tokenizer.is_fast:
-        rust = tokenizer.backend_tokenizer  # twice as fast as calling it through transformers
-        rust.encode_special_tokens = True
-        return lambda texts: (
-            encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
-        )
+    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    if not tokenizer.is_fast:
+        return lambda texts: (tokenizer(text, **options)["input_ids"] for text in texts)
+    rust = tokenizer.backend_tokenizer  # twice as fast as calling it through transformers
+    rust.encode_special_tokens = True
     return lambda texts: (
-        tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
-            "input_ids"
-        ]
-        for text in texts
+        encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)
     )
 
 

@@ -31,10 +31,8 @@ class Downstream:
 
     Args:
         names: the names of tasks, groups or tags.
-        folder: a folder with the user's own tasks (YAML), which is searched recursively. Names that
-            are not found there are looked up among the harness's tasks.
-        limit: how many examples of each task to use, from its start; None for all. For trying
-            things out: the paper uses all.
+        folder: the user's own tasks (YAML), in any folder below; then the harness's are looked up.
+        limit: how many examples of each task to use, from its start; None for all, as in the paper.
 
     Raises:
         UsageError: the harness is not installed, there is no such task, its data cannot be loaded,
@@ -57,7 +55,7 @@ class Downstream:
         path = None if folder is None else str(folder)
         # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
         self._manager = TaskManager(include_path=path, include_defaults=folder is None)
-        if folder is not None and not set(names) <= set(self._manager.all_tasks):
+        if not set(names) <= set(self._manager.all_tasks):
             self._manager = TaskManager(include_path=path)
         for name in names:
             if name not in self._manager.all_tasks:
@@ -88,15 +86,11 @@ class Downstream:
     ) -> dict[str, Any]:
         """Measure the accuracy on each task, zero-shot unless the task itself shows examples.
 
-        Args:
-            batch_size: the number of sequences in a batch.
-
         Returns:
-            ``accuracy``, from 0 to 1, the mean over the tasks; ``stderr``, its standard error,
-            computed as sqrt(sum se^2) / n as if the tasks were independent; ``tasks``, with the
-            ``accuracy``, the ``stderr`` and the ``metric`` used as accuracy of each task; and the
-            ``versions`` of harness and tasks; and the ``limit``. A group counts as one task, a tag
-            as all its tasks. A standard error is None if the harness does not report it.
+            ``accuracy``, from 0 to 1, the mean over tasks (a group is one, a tag all its tasks);
+            its ``stderr``, sqrt(sum se^2) / n as if the tasks were independent, or None if the
+            harness reports none; ``tasks``, with ``accuracy``, ``stderr`` and ``metric`` of each;
+            the ``versions`` of harness and tasks; and the ``limit``.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -120,12 +114,10 @@ class Downstream:
             for task, score in scores.items():
                 line = f"{task}: {score['metric']} {with_error(score)}"
                 print(f"{line} ({number} of {len(self.names)})", file=sys.stderr)
-        accuracies = [score["accuracy"] for score in tasks.values()]
         errors = [score["stderr"] for score in tasks.values()]
-        have_errors = None not in errors
         return {
-            "accuracy": math.fsum(accuracies) / len(tasks),
-            "stderr": math.hypot(*errors) / len(tasks) if have_errors else None,
+            "accuracy": math.fsum(score["accuracy"] for score in tasks.values()) / len(tasks),
+            "stderr": None if None in errors else math.hypot(*errors) / len(tasks),
             "tasks": tasks,
             "limit": self.limit,
             "versions": {"lm_eval": self._version, **versions},

@@ -36,7 +36,7 @@ from coupled_adam.lab.evaluation.loading import (
     recipe_of_run,
     require_causal,
 )
-from coupled_adam.lab.models import count_parameters, output_embeddings
+from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.schemas import check_evaluation
 from coupled_adam.runs import COUNTS, EVALUATION, MODEL
@@ -68,20 +68,15 @@ def evaluate_run(
 
     - ``test_loss``: in nats per token, over ``test_tokens`` predicted tokens in ``test_batches``
     - ``parameters``: N
-    - ``embeddings``: :meth:`EmbeddingReport.to_dict` of the output embeddings
-    - ``input_embeddings``: the same of the input embeddings, or null if the two are tied
+    - ``embeddings``, ``input_embeddings``: :meth:`EmbeddingReport.to_dict`; null for tied inputs
     - ``word_similarity``: :meth:`WordSimilarityReport.to_dict` of the output embeddings, or null
     - ``lm_eval``: the result of :meth:`Downstream.evaluate`, or null
 
     Args:
-        run: the run's folder.
-        corpus: the run's corpus, or a function that prepares it, which is called only if there is
-            no test loss yet.
+        corpus: the run's corpus, or a function that prepares it if there is no test loss yet.
         batches: the number of batches, of the recipe's size and from the start of the test split,
-            over which the test loss is averaged; None uses the recipe's ``test_batches`` or, if
-            that is null, the whole split.
-        sets: if given, word similarity is evaluated, even if it was evaluated before.
-        downstream: if given, accuracies are evaluated, even if they were evaluated before.
+            for the test loss; None uses the recipe's ``test_batches`` or else the whole split.
+        sets, downstream: if given, what is evaluated, even if it was before.
         variant: as for :func:`~coupled_adam.lab.evaluation.loading.recipe_of_run`.
 
     Raises:
@@ -110,14 +105,13 @@ def evaluate_run(
         loss = held_out_loss(model, tokens, length, sequences, losses)
         _merge(path, {**loss, "test_batches": batches})
     if not has_measures:
-        # Those of a new model: the one that was loaded does not know which biases were frozen.
-        with torch.device("meta"):
-            parameters = count_parameters(trained.build_model(recipe))
         try:
             counts = read_array(run / COUNTS)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        _merge(path, {"parameters": parameters, **measures(model, counts)})
+        # Those of a new model: the one that was loaded does not know which biases were frozen.
+        number = parameters(recipe, trained.build_model)
+        _merge(path, {"parameters": number, **measures(model, counts)})
     for scores in _scores(model, lambda: load_model_tokenizer(run / MODEL), sets, downstream):
         _merge(path, scores)
     return _read(path)
@@ -136,14 +130,11 @@ def evaluate_model(
     """Evaluate a causal language model in Hugging Face format, without writing any files.
 
     Args:
-        source: the model's folder, or its id on the Hugging Face hub; its weights are safetensors
-            of any dtype, converted to float32.
-        revision: a branch, tag or commit on the hub.
+        source: the model's folder, or its id on the Hugging Face hub; its weights are safetensors.
         text: a file or folder, for the test loss and the unigram counts. Each document (or passage
-            of plain text) is preceded by the token that begins a text. Blocks are as long as the
-            model allows, but at most 1024 tokens.
-        batches: the number of batches of 8 blocks, from the start of the text, over which the test
-            loss is averaged; None uses the whole text.
+            of plain text) is preceded by the token that begins a text.
+        batches: the number of batches of 8 blocks, from the start of the text, for the test loss;
+            None uses the whole text.
 
     Returns:
         The same parts as :func:`evaluate_run`; parts that were not requested are None.
@@ -167,13 +158,12 @@ def evaluate_model(
     }
     counts = None
     if text is not None:
-        tokens, length = _text_and_length(text, tokenizer(), model)
+        tokens = _tokens_of(text, tokenizer(), model)
         try:
             counts = unigram_counts(tokens, len(output_embeddings(model)))
         except ValueError as error:
             raise UsageError(f"{source}: its tokenizer does not fit its model: {error}") from None
-        sequences = None if batches is None else batches * _TEXT_BATCH
-        result |= {**held_out_loss(model, tokens, length, sequences), "test_batches": batches}
+        result |= {**_text_loss(model, tokens, batches), "test_batches": batches}
     result |= measures(model, counts)
     for scores in _scores(model, tokenizer, sets, downstream):
         result |= scores
@@ -183,20 +173,16 @@ def evaluate_model(
 def measures(model: PreTrainedModel, counts: NDArray[Any] | None) -> dict[str, Any]:
     """Measure the output embeddings and, if they are not tied, also the input embeddings.
 
-    Args:
-        counts: unigram counts [V].
-
     Raises:
-        UsageError: the embeddings are not finite or all zero, or the counts do not fit them.
+        UsageError: the embeddings are not finite or all zero, or ``counts`` [V] do not fit them.
     """
     output = output_embeddings(model).detach()
-    inputs: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
-    inputs = inputs.detach()
+    inputs: Any = model.get_input_embeddings().weight
     tied = inputs.data_ptr() == output.data_ptr()
     try:
         return {
             "embeddings": analyze(output, counts).to_dict(),
-            "input_embeddings": None if tied else analyze(inputs, counts).to_dict(),
+            "input_embeddings": None if tied else analyze(inputs.detach(), counts).to_dict(),
         }
     except ValueError as error:
         raise UsageError(f"{model.name_or_path}: {error}") from None
@@ -209,12 +195,13 @@ def held_out_loss(
     sequences: int | None,
     losses: Callable[[PreTrainedModel, Tensor], Tensor] = sequence_losses,
 ) -> dict[str, Any]:
-    """Compute the mean cross-entropy of all complete blocks, or of the first ``sequences``.
-
-    The result also contains the number of predicted tokens.
+    """The mean cross-entropy of all complete blocks, or of the first ``sequences``.
 
     Args:
         losses: the loss of each sequence of a batch, as in a :class:`Variant`.
+
+    Returns:
+        ``test_loss``, and ``test_tokens``, the number of predicted tokens.
 
     Raises:
         UsageError: the loss is not finite.
@@ -222,11 +209,9 @@ def held_out_loss(
     if sequences is not None:
         tokens = tokens[: sequences * length + 1]
     total, predicted = 0.0, 0
+    options: dict[str, Any] = {"unit": "", "unit_scale": True, "leave": False, "delay": 1}
     size = (len(tokens) - 1) // length * length
-    bar = tqdm(
-        total=size, desc="test loss", unit="", unit_scale=True, disable=None, leave=False, delay=1
-    )
-    with torch.inference_mode(), bar:
+    with torch.inference_mode(), tqdm(desc="test loss", total=size, disable=None, **options) as bar:
         for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
             size = blocks[:, 1:].numel()
             bar.update(size)
@@ -240,32 +225,32 @@ def held_out_loss(
 def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> float | None:
     """The mean cross-entropy of a causal language model on a text; None if it is not finite.
 
-    Args:
-        folder, text, batches, device: as for :func:`evaluate_model`.
-
-    Raises:
-        UsageError: as for :func:`evaluate_model`.
+    The arguments and errors are those of :func:`evaluate_model`.
     """
     model = load_model(folder, device)
-    tokens, length = _text_and_length(text, load_model_tokenizer(folder), model)
-    sequences = None if batches is None else batches * _TEXT_BATCH
+    tokens = _tokens_of(text, load_model_tokenizer(folder), model)
     try:
-        loss: float = held_out_loss(model, tokens, length, sequences)["test_loss"]
+        loss: float = _text_loss(model, tokens, batches)["test_loss"]
     except UsageError:  # it is not finite
         return None
     return loss
 
 
-def _text_and_length(
+def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> tuple[NDArray[Any], int]:
-    """The tokens of a text, and how many of them a model's block has."""
+) -> NDArray[Any]:
+    """The tokens of a text, which are enough for a block of the model."""
     tokens, length = text_tokens(text, tokenizer), block_length(model)
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
         )
-    return tokens, length
+    return tokens
+
+
+def _text_loss(model: PreTrainedModel, tokens: NDArray[Any], batches: int | None) -> dict[str, Any]:
+    sequences = None if batches is None else batches * _TEXT_BATCH
+    return held_out_loss(model, tokens, block_length(model), sequences)
 
 
 def _scores(
@@ -291,13 +276,14 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        values = json.loads(read_text(path), parse_constant=_number, parse_float=_number)
-        check_evaluation(values)
+        content: dict[str, Any] = json.loads(
+            read_text(path), parse_constant=_number, parse_float=_number
+        )
+        check_evaluation(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is not an evaluation: remove it, and it is made again ({one_line(error)})"
         ) from None
-    content: dict[str, Any] = values
     return content
 
 

@@ -20,38 +20,25 @@ def evaluation_table(result: Mapping[str, Any], name: str) -> Table:
         """A row about the model, not about one of its matrices."""
         return [label, symbol, text, *[""] * len(sides)]
 
-    rows = [alone(*fact) for fact in _facts(result)]
-    rows += measure_rows([*sides.values()])
-    rows += [alone(*score) for score in _scores(result)]
-    return Table(["", "", *sides, "healthy"], rows, name, left=(0, 1, len(sides) + 2))
-
-
-def _facts(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows about the model and its test loss."""
-    rows = [("parameters", "N", f"{result['parameters']:,}")]
+    rows = [alone("parameters", "N", f"{result['parameters']:,}")]
     if result.get("test_loss") is not None:
-        loss, tokens = result["test_loss"], result.get("test_tokens")
-        rows.append(("test loss, nats per token", "L", f"{loss:.4f}"))
-        if tokens is not None:
-            rows.append(("tokens of the test loss", "", f"{tokens:,}"))
-    return rows
-
-
-def _scores(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows about the sets of word similarity, and the downstream tasks."""
-    rows = []
+        rows.append(alone("test loss, nats per token", "L", f"{result['test_loss']:.4f}"))
+        if result.get("test_tokens") is not None:
+            rows.append(alone("tokens of the test loss", "", f"{result['test_tokens']:,}"))
+    rows += measure_rows([*sides.values()])
     similarity, tasks = result.get("word_similarity"), result.get("lm_eval")
     if similarity is not None:
-        rows.append(("word similarity, mean of the sets", "r̄", _score(similarity["mean"])))
-        for name, score in similarity["sets"].items():
-            pairs = f"{score['pairs']}/{score['total']}"
-            rows.append((f"word similarity, {name}", "r", f"{_score(score['r'])}, {pairs}"))
+        rows.append(alone("word similarity, mean of the sets", "r̄", _score(similarity["mean"])))
+        for set_name, score in similarity["sets"].items():
+            text = f"{_score(score['r'])}, {score['pairs']}/{score['total']}"
+            rows.append(alone(f"word similarity, {set_name}", "r", text))
     if tasks is not None:
-        rows.append(("accuracy, mean of the tasks", "Acc", with_error(tasks)))
-        rows += [(f"accuracy, {name}", "", with_error(s)) for name, s in tasks["tasks"].items()]
+        rows.append(alone("accuracy, mean of the tasks", "Acc", with_error(tasks)))
+        for task, score in tasks["tasks"].items():
+            rows.append(alone(f"accuracy, {task}", "", with_error(score)))
         if tasks.get("limit") is not None:
-            rows.append(("examples of each task, at most", "", str(tasks["limit"])))
-    return rows
+            rows.append(alone("examples of each task, at most", "", str(tasks["limit"])))
+    return Table(["", "", *sides, "healthy"], rows, name, left=(0, 1, len(sides) + 2))
 
 
 def _score(value: float | None) -> str:

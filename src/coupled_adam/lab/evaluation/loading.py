@@ -17,10 +17,7 @@ from coupled_adam.text.tokenizers import load_tokenizer
 
 
 def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
-    """Read the recipe of a run from the run's folder.
-
-    Args:
-        variant: the variant whose code may be executed; a folder may be another person's.
+    """Read the recipe of a run; ``variant`` is the one whose code may be executed.
 
     Raises:
         UsageError: the folder has no readable recipe, or the run was trained with another variant.
@@ -63,8 +60,6 @@ def load_model(
 
     Args:
         source: the model's folder, or its id on the Hugging Face hub.
-        device: where to load it.
-        revision: a branch, tag or commit on the hub.
         cls: its class, where its configuration does not tell.
 
     Raises:
@@ -128,22 +123,17 @@ def load_model_tokenizer(
 
 
 def require_causal(model: PreTrainedModel, source: Path | str) -> None:
-    """Raise UsageError unless it is a causal language model."""
-    if not is_causal(model):
-        raise UsageError(
-            f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
-            "language model is needed"
-        )
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether logits do not depend on later tokens, as those of a masked language model do."""
+    """Raise UsageError if logits depend on later tokens, as those of a masked model do."""
     # Two blocks that differ in their last token: a causal model cannot tell them apart before it.
     ids = torch.zeros(2, 4, dtype=torch.int64)
     ids[1, -1] = 1
     first, second = _logits(model, ids)[:, :-1]
     # With values that are not finite, the model counts as causal; they are reported elsewhere.
-    return not (first - second).abs().max() > 1e-4 * first.abs().max()
+    if (first - second).abs().max() > 1e-4 * first.abs().max():
+        raise UsageError(
+            f"{source}: {type(model).__name__} predicts tokens from later ones, too: a causal "
+            "language model is needed"
+        )
 
 
 @torch.inference_mode()

@@ -26,13 +26,9 @@ def sample(
     same random numbers, so that their texts differ only where their probabilities do.
 
     Args:
-        prompt: the beginning of the text; empty to begin a document.
+        prompt: the beginning of the text, which is not returned; empty to begin a document.
         tokens: the largest number of tokens to write.
         temperature: the logits are divided by it; 0 takes the most probable token every time.
-        seed: the seed of the random numbers.
-
-    Returns:
-        The continuation, without the prompt.
 
     Raises:
         UsageError: the tokenizer has neither a BOS nor an EOS token for an empty prompt, or does

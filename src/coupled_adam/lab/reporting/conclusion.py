@@ -1,5 +1,6 @@
 """What the runs of an experiment show, in sentences that say no more than their tests."""
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -31,21 +32,17 @@ def conclusion(runs: Sequence[Run], left_out: Mapping[Path, str]) -> list[str]:
         (f"{experiment.name}: " if len(compared) > 1 else "") + " ".join(_sentences(experiment))
         for experiment in compared
     ]
-    diverged = sum(reason.startswith("diverged") for reason in left_out.values())
-    unfinished = sum(reason.startswith("not ") for reason in left_out.values())
-    if diverged:
-        paragraphs.append(f"{_runs(diverged)} diverged and cannot be compared.")
-    if unfinished:
-        paragraphs.append(f"{_runs(unfinished)} not finished or evaluated yet, and not used.")
+    for start, fate in (
+        ("diverged", "diverged and cannot be compared."),
+        ("not ", "not finished or evaluated yet, and not used."),
+    ):
+        number = sum(reason.startswith(start) for reason in left_out.values())
+        if number:
+            paragraphs.append(f"{number} run{'s' if number > 1 else ''} {fate}")
     return paragraphs
 
 
-def _runs(number: int) -> str:
-    return "1 run" if number == 1 else f"{number} runs"
-
-
 def _sentences(experiment: Experiment) -> list[str]:
-    """What is said about an experiment."""
     sentences = []
     for arm in experiment.arms:
         seeds = [str(run.seed) for run in arm if not _is_finite(run)]
@@ -79,15 +76,18 @@ def _is_finite(run: Run) -> bool:
 def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
     """The results of each arm, the baseline first, and the command for more seeds."""
     runs = [arm[0] for arm in arms if _is_finite(arm[0])]
-    facts = {phrase: [fact(run) for run in runs] for phrase, fact in _FACTS.items()}
-    # A fact that one of the runs lacks cannot be compared, and is left out for all of them.
-    facts = {phrase: texts for phrase, texts in facts.items() if None not in texts}
+    facts: dict[str, list[str]] = {}
+    for phrase, (number, text) in _FACTS.items():
+        numbers = [x for x in map(number, runs) if x is not None]
+        # A fact that one of the runs lacks cannot be compared, and is left out for all of them.
+        if len(numbers) == len(runs):
+            facts[phrase] = [text(x) for x in numbers]
     if len(runs) < 2 or not facts:
         return []
     names = [run.label.replace(", ", " (", 1) + ")" * (", " in run.label) for run in runs]
     first = ", ".join(phrase.format(texts[0]) for phrase, texts in facts.items())
     comparisons = [
-        f"{name}: {', '.join(str(texts[place]) for texts in facts.values())}"
+        f"{name}: {', '.join(texts[place] for texts in facts.values())}"
         for place, name in enumerate(names[1:], 1)
     ]
     folder, command = runs[0].folder.parent, " --seeds 3 --resume"
@@ -99,60 +99,62 @@ def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
     ]
 
 
-def _milliseconds(run: Run) -> str | None:
-    speed = run.tokens_per_second
-    return None if speed is None else f"{1000 * run.recipe.tokens_per_step / speed:.0f} ms"
-
-
-def _bytes(number: float | None) -> str | None:
-    if number is None:
-        return None
+def _bytes(number: float) -> str:
     return f"{number / 1e6:.1f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
 
 
-def _number(value: float | None, digits: str) -> str | None:
-    return None if value is None else f"{value:{digits}}"
-
-
-_FACTS: dict[str, Callable[[Run], str | None]] = {
-    "a test loss of {}": lambda run: _number(run.value(TEST_LOSS), ".3f"),
-    "a mean embedding of relative norm {}": lambda run: _number(run.value(_MEAN), ".2g"),
-    "{} of optimizer state for the embeddings": lambda run: _bytes(run.embedding_state),
-    "{} a step": _milliseconds,
+_FACTS: dict[str, tuple[Callable[[Run], float | None], Callable[[float], str]]] = {
+    "a test loss of {}": (lambda run: run.value(TEST_LOSS), "{:.3f}".format),
+    "a mean embedding of relative norm {}": (lambda run: run.value(_MEAN), "{:.2g}".format),
+    "{} of optimizer state for the embeddings": (lambda run: run.embedding_state, _bytes),
+    "{} a step": (
+        lambda run: run.seconds and 1000 * run.seconds / run.recipe.steps,
+        "{:.0f} ms".format,
+    ),
 }
-"""What a single run shows, in words."""
-
-_BySeed = dict[int, float]
+"""What a single run shows: the words, the number and its text."""
 
 
-def _pairs(
-    baseline: Sequence[Run], arm: Sequence[Run], measure: Measure
-) -> tuple[_BySeed, _BySeed]:
-    """The values of runs with the same seeds, by seed: those of the arm, and of the baseline."""
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+    """A measure of the runs of two arms with the same seeds, and the test of the differences."""
+
+    mean: float
+    baseline: float
+    test: Paired | None
+
+
+def _pairs(baseline: Sequence[Run], arm: Sequence[Run], measure: Measure) -> _Pairs | None:
+    """Compare an arm with the baseline; None if they have no seed in common."""
     # Runs that diverged are left out for all measures, not only for their losses.
     values, baseline_values = (
-        {
-            seed: value
-            for seed, value in values_by_seed(filter(_is_finite, runs), measure).items()
-            if math.isfinite(value)
-        }
-        for runs in (arm, baseline)
+        values_by_seed(filter(_is_finite, runs), measure) for runs in (arm, baseline)
     )
-    seeds = sorted(values.keys() & baseline_values.keys())
-    return {seed: values[seed] for seed in seeds}, {seed: baseline_values[seed] for seed in seeds}
+    seeds = [
+        seed
+        for seed in sorted(values.keys() & baseline_values.keys())
+        if math.isfinite(values[seed]) and math.isfinite(baseline_values[seed])
+    ]
+    if not seeds:
+        return None
+    values = {seed: values[seed] for seed in seeds}
+    mean, baseline_mean = (
+        math.fsum(v[seed] for seed in seeds) / len(seeds) for v in (values, baseline_values)
+    )
+    return _Pairs(mean, baseline_mean, paired_t_test(values, baseline_values))
 
 
 def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     """The sentence about an arm's test loss."""
     name, reference = arm[0].label, baseline[0].label
-    losses, baseline_losses = _pairs(baseline, arm, TEST_LOSS)
-    if not losses:
+    pairs = _pairs(baseline, arm, TEST_LOSS)
+    if pairs is None:
         return f"{name} and {reference} have no finished seed in common, and cannot be compared."
-    test = paired_t_test(losses, baseline_losses)
+    test = pairs.test
     if test is None:
         return (
             f"{name} and {reference} have one finished seed in common, with which no test is "
-            f"possible: the test loss is {_mean(losses):.3f} and {_mean(baseline_losses):.3f}."
+            f"possible: the test loss is {pairs.mean:.3f} and {pairs.baseline:.3f}."
         )
     if not test.significant:
         return (
@@ -161,10 +163,9 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
             f"interval {test.low:+.3f} to {test.high:+.3f}; paired t-test, {shown_p(test.p)})."
         )
     # As distances, since the word says in which direction.
-    word = "lower" if test.difference < 0 else "higher"
     low, high = sorted((abs(test.low), abs(test.high)))
     return (
-        f"The test loss of {name} is {word} than that of {reference} by "
+        f"The test loss of {name} is {test.direction} than that of {reference} by "
         f"{abs(test.difference):.3f} (95 % confidence interval {low:.3f} to {high:.3f}; paired "
         f"t-test over {test.pairs} seeds, {shown_p(test.p)})."
     )
@@ -174,38 +175,27 @@ def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
     """A sentence with the most important measures of the embeddings, if they were measured."""
     clauses = []
     for name, measure in _GEOMETRY.items():
-        values, baseline_values = _pairs(baseline, arm, measure)
-        if values:
-            clause = f"{name} is {_mean(values):.2g} against {_mean(baseline_values):.2g}"
-            test = paired_t_test(values, baseline_values)
-            if test is not None:
-                clause += f" ({shown_p(test.p)})"
-            clauses.append(clause)
+        pairs = _pairs(baseline, arm, measure)
+        if pairs is not None:
+            clause = f"{name} is {pairs.mean:.2g} against {pairs.baseline:.2g}"
+            clauses.append(clause + (f" ({shown_p(pairs.test.p)})" if pairs.test else ""))
     return [f"With {arm[0].label}, {' and '.join(clauses)}."] if clauses else []
-
-
-def _mean(values: _BySeed) -> float:
-    return math.fsum(values.values()) / len(values)
 
 
 def _overview(baseline: Sequence[Run], rivals: Sequence[Sequence[Run]]) -> str:
     """One sentence about the test losses of many arms."""
-    by_verdict: dict[str, list[str]] = {}
+    arms_by_verdict: dict[str, list[str]] = {}
     for arm in rivals:
-        losses, baseline_losses = _pairs(baseline, arm, TEST_LOSS)
-        test = paired_t_test(losses, baseline_losses)
-        text = arm[0].label if test is None else f"{arm[0].label} ({shown_p(test.p)})"
-        by_verdict.setdefault(_verdict(test), []).append(text)
-    listed = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in by_verdict.items())
+        pairs = _pairs(baseline, arm, TEST_LOSS)
+        test, label = pairs and pairs.test, arm[0].label
+        verdict = "no test possible with fewer than two seeds"
+        if test:
+            verdict = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
+            verdict = test.direction if test.significant else verdict
+            label += f" ({shown_p(test.p)})"
+        arms_by_verdict.setdefault(verdict, []).append(label)
+    listed = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in arms_by_verdict.items())
     return (
         f"Test losses of {len(rivals)} arms against {baseline[0].label} (paired t-tests over the "
         f"seeds in common, not corrected for {len(rivals)} comparisons): {listed}."
     )
-
-
-def _verdict(test: Paired | None) -> str:
-    if test is None:
-        return "no test possible with fewer than two seeds"
-    if not test.significant:
-        return f"cannot be told apart (p ≥ {SIGNIFICANCE})"
-    return "lower" if test.difference < 0 else "higher"

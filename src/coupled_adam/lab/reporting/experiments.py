@@ -41,10 +41,10 @@ class Experiment:
 
 def experiments(runs: Sequence[Run]) -> list[Experiment]:
     """The experiments of runs that have been given their names, in the order of the runs."""
-    by_name: dict[str, list[Run]] = {}
+    members: dict[str, list[Run]] = {}
     for run in runs:
-        by_name.setdefault(run.experiment, []).append(run)
-    return [Experiment(name, members) for name, members in by_name.items()]
+        members.setdefault(run.experiment, []).append(run)
+    return [Experiment(name, own_runs) for name, own_runs in members.items()]
 
 
 def baseline_of(arms: Iterable[list[Run]]) -> list[Run] | None:
@@ -73,45 +73,40 @@ def with_experiments(runs: Sequence[Run]) -> list[Run]:
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
-    settings = {key: _settings(members[0]) for key, members in groups.items()}
     # 124M-20B-scaled and 124M-20B are one experiment, with the shorter name.
-    names = {
-        key: min((run.recipe.name for run in members), key=lambda name: (len(name), name))
-        for key, members in groups.items()
+    named = [
+        (min((run.recipe.name for run in members), key=lambda name: (len(name), name)), members)
+        for members in groups.values()
+    ]
+    namesakes: dict[str, list[dict[str, Any]]] = {}
+    for name, members in named:
+        namesakes.setdefault(name, []).append(_settings(members[0]))
+    telling = {
+        name: [key for key in first if any(other[key] != first[key] for other in others)]
+        for name, (first, *others) in namesakes.items()
     }
-
-    def tells(key: str, setting: str) -> bool:
-        """Whether a setting differs between an experiment and any of its namesakes."""
-        namesakes = [settings[k] for k in groups if names[k] == names[key]]
-        return any(namesake[setting] != settings[key][setting] for namesake in namesakes)
-
     # The same for all experiments, so that a table has one column for each.
     keys = [
-        setting
-        for setting in next(iter(settings.values()), ())
-        if any(tells(key, setting) for key in groups)
+        key
+        for run in runs[:1]
+        for key in _settings(run)
+        if any(key in differing for differing in telling.values())
     ]
     # Where D and N are the same for experiments of different names, a column has the name.
-    names_of_size: dict[tuple[int, int], set[str]] = {}
-    for key, members in groups.items():
-        for run in members:
-            size = (run.parameters, run.recipe.tokens)
-            names_of_size.setdefault(size, set()).add(names[key])
-    has_names = any(len(sharing) > 1 for sharing in names_of_size.values())
-    runs_with_names = []
-    for key, members in groups.items():
-        values = {setting: settings[key][setting] for setting in keys}
+    names_of_sizes = {(*run.size, name) for name, members in named for run in members}
+    has_names = len(names_of_sizes) > len({run.size for run in runs})
+    titled = []
+    for name, members in named:
+        values = {key: _settings(members[0])[key] for key in keys}
         listed = ", ".join(
-            f"{short_key(setting, keys)}={setting_text(value)}"
-            for setting, value in values.items()
-            if tells(key, setting)
+            f"{short_key(key, keys)}={setting_text(values[key])}"
+            for key in keys
+            if key in telling[name]
         )
-        title = f"{names[key]} ({listed})" if listed else names[key]
-        columns = {"recipe": names[key]} if has_names else {}
-        runs_with_names += [
-            dataclasses.replace(run, experiment=title, settings=columns | values) for run in members
-        ]
-    return runs_with_names
+        title = f"{name} ({listed})" if listed else name
+        settings = {"recipe": name, **values} if has_names else values
+        titled += [dataclasses.replace(run, experiment=title, settings=settings) for run in members]
+    return titled
 
 
 def with_other_tokens(runs: Sequence[Run]) -> list[Run]:
@@ -131,9 +126,10 @@ def with_other_tokens(runs: Sequence[Run]) -> list[Run]:
 def _settings(run: Run) -> dict[str, Any]:
     """What the runs of an experiment have in common, by dotted keys."""
     recipe = run.recipe.to_dict()
-    sections = ("model", "data", "training")
     values = {
-        f"{section}.{key}": recipe[section][key] for section in sections for key in recipe[section]
+        f"{section}.{key}": value
+        for section in ("model", "data", "training")
+        for key, value in recipe[section].items()
     }
     return {**values, "variant": run.recipe.variant}
 

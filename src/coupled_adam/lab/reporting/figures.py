@@ -8,22 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from coupled_adam.lab.reporting import plots
 from coupled_adam.lab.reporting.experiments import Experiment, experiments
 from coupled_adam.lab.reporting.finished_run import ACCURACY, TEST_LOSS, Run
-from coupled_adam.lab.reporting.plots import (
-    arm_colors,
-    plot_against_tokens,
-    plot_drift,
-    plot_fitted_a,
-    plot_frequency,
-    plot_loss,
-    plot_map,
-    plot_projection,
-    plot_second_moment,
-    plot_spectra,
-    plot_sweep,
-    plot_sweep_measures,
-)
 from coupled_adam.rendering.pictures import Picture, single
 
 Draw = tuple[Callable[[Axes], None], str]
@@ -54,26 +41,26 @@ def _first_seeds(runs: Sequence[Run]) -> list[Run]:
 def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
     """The four most informative pictures of an experiment as one figure, and its caption."""
     # Three clouds in one picture are as many as can be told apart.
-    colors = arm_colors(run.arm for run in runs)
+    colors = plots.arm_colors(run.arm for run in runs)
     first = _first_seeds(runs)
     models = [run for run in first if run.arm in ("adamw", "coupled_adam", "lean")] or first[:2]
     models = [run for run in models if run.has_model]
     draws: list[Draw] = [
         (
-            partial(plot_loss, runs=runs, colors=colors),
+            partial(plots.plot_loss, runs=runs, colors=colors),
             "Loss against tokens: held-out, and faint behind it on the training text.",
         ),
         (
-            partial(plot_drift, runs=runs, colors=colors),
+            partial(plots.plot_drift, runs=runs, colors=colors),
             "Drift of the mean embedding: its norm relative to the mean norm, over training.",
         ),
         (
-            partial(plot_projection, runs=models, colors=colors),
+            partial(plots.plot_projection, runs=models, colors=colors),
             "The embeddings seen from the side: along their mean, and along their largest "
             "spread across it. X: the mean; +: the origin.",
         ),
         (
-            partial(plot_frequency, runs=models, colors=colors),
+            partial(plots.plot_frequency, runs=models, colors=colors),
             "Norms of the embeddings against how often their tokens occur in the training text.",
         ),
     ]
@@ -88,96 +75,74 @@ def _overview(runs: Sequence[Run]) -> tuple[Figure, str]:
 def _details(experiment: Experiment) -> dict[str, Draw]:
     """The other pictures of an experiment, by file name."""
     runs = experiment.runs
-    colors = arm_colors(run.arm for run in runs)
-    first = _first_seeds(runs)
+    colors = plots.arm_colors(run.arm for run in runs)
     pictures: dict[str, Draw] = {
         "mean_norm_absolute": (
-            partial(plot_drift, runs=runs, colors=colors, metric="mean_norm"),
+            partial(plots.plot_drift, runs=runs, colors=colors, metric="mean_norm"),
             "Norm of the mean embedding over training.",
         ),
     }
-    spectra = [run for run in first if run.spectrum]
+    spectra = [run for run in _first_seeds(runs) if run.spectrum]
     if spectra:
         pictures["spectrum"] = (
-            partial(plot_spectra, runs=spectra, colors=colors),
+            partial(plots.plot_spectra, runs=spectra, colors=colors),
             "Singular values of the output embeddings, relative to the largest.",
         )
     # Of AdamW alone, and of one run, since the points of several would hide each other.
     with_moments = [run for run in experiment.baseline or () if run.second_moments()]
     if with_moments:
         pictures["second_moment"] = (
-            partial(plot_second_moment, run=min(with_moments, key=lambda run: run.seed)),
+            partial(plots.plot_second_moment, run=min(with_moments, key=lambda run: run.seed)),
             "AdamW's second moment of each token's row, averaged over H, against the token's "
             "unigram probability, with the fit E[v̂] = A p̃ (as Fig. 4 of arXiv 2502.08441).",
         )
-    scaled = _sweep(runs, "coupled_adam", "second_moment_scale", lambda s: -np.log2(s))
-    if len(scaled) > 1:
-        pictures["scale"] = (
-            partial(plot_sweep, sweep=scaled, runs=runs, xlabel="n (ν is scaled by 2⁻ⁿ)"),
-            "Scaled Coupled Adam: loss against n (Sec. 6.1).",
-        )
-        pictures["scale_measures"] = (
-            partial(plot_sweep_measures, sweep=scaled, xlabel="n (ν is scaled by 2⁻ⁿ)"),
-            "Scaled Coupled Adam: the measures against n.",
-        )
+    scaled = _sweep(runs, "coupled_adam", "second_moment_scale", lambda scale: -np.log2(scale))
     factors = _sweep(runs, "sgd", "lr_factor", float)
-    if len(factors) > 1:
-        pictures["sgd"] = (
-            partial(plot_sweep, sweep=factors, runs=runs, xlabel="factor f"),
-            "SGD for the embeddings: loss against the factor on the learning rate (Table 7).",
-        )
-        pictures["sgd_measures"] = (
-            partial(plot_sweep_measures, sweep=factors, xlabel="factor f"),
-            "SGD for the embeddings: the measures against the factor.",
-        )
+    for file, sweep, xlabel, title in (
+        ("scale", scaled, "n (ν is scaled by 2⁻ⁿ)", "Scaled Coupled Adam (Sec. 6.1)"),
+        ("sgd", factors, "factor f", "SGD for the embeddings (Table 7)"),
+    ):
+        if len(sweep) > 1:
+            pictures[file] = (
+                partial(plots.plot_sweep, sweep=sweep, runs=runs, xlabel=xlabel),
+                f"{title}: loss against the {xlabel}.",
+            )
+            pictures[f"{file}_measures"] = (
+                partial(plots.plot_sweep_measures, sweep=sweep, xlabel=xlabel),
+                f"{title}: the measures against the {xlabel}.",
+            )
     return pictures
 
 
 def _across(runs: Sequence[Run]) -> list[Picture]:
     """The pictures that compare experiments."""
-    pictures = []
+    pictures: dict[str, Draw] = {}
     # The two arms that all experiments have; more lines could not be told apart.
     pairs = [run for run in runs if run.arm in ("adamw", "coupled_adam")]
     if len({run.recipe.tokens for run in pairs}) > 1:
-        pictures.append(
-            single(
-                partial(plot_against_tokens, runs=pairs, measure=TEST_LOSS),
-                "Test loss against the tokens trained on, for each number of parameters (App. G).",
-                "figures/loss_against_tokens.png",
-            )
+        pictures["loss_against_tokens"] = (
+            partial(plots.plot_against_tokens, runs=pairs, measure=TEST_LOSS),
+            "Test loss against the tokens trained on, for each number of parameters (App. G).",
         )
         if any(run.value(ACCURACY) is not None for run in pairs):
-            pictures.append(
-                single(
-                    partial(plot_against_tokens, runs=pairs, measure=ACCURACY),
-                    "Mean accuracy of the downstream tasks against the tokens trained on (App. G).",
-                    "figures/accuracy_against_tokens.png",
-                )
+            pictures["accuracy_against_tokens"] = (
+                partial(plots.plot_against_tokens, runs=pairs, measure=ACCURACY),
+                "Mean accuracy of the downstream tasks against the tokens trained on (App. G).",
             )
-    with_moments = [
-        run
-        for experiment in experiments(runs)
-        for run in experiment.baseline or ()
-        if len(run.second_moments()) > 1
-    ]
+    baselines = [run for experiment in experiments(runs) for run in experiment.baseline or ()]
+    with_moments = [run for run in baselines if len(run.second_moments()) > 1]
     if with_moments:
-        pictures.append(
-            single(
-                partial(plot_fitted_a, runs=with_moments),
-                "The fitted A of E[v̂] = A p̃ against the tokens seen (as Fig. 5).",
-                "figures/second_moment_fit.png",
-            )
+        pictures["second_moment_fit"] = (
+            partial(plots.plot_fitted_a, runs=with_moments),
+            "The fitted A of E[v̂] = A p̃ against the tokens seen (as Fig. 5).",
         )
-    if len({(run.parameters, run.recipe.tokens) for run in runs}) > 1:
-        pictures.append(
-            single(
-                partial(plot_map, runs=runs),
-                "The experiments: parameters against tokens, and the compute-optimal N = D / 20 "
-                "(as Fig. 6).",
-                "figures/map.png",
-            )
+    if len({run.size for run in runs}) > 1:
+        pictures["map"] = (
+            partial(plots.plot_map, runs=runs),
+            "The experiments: parameters against tokens, and the compute-optimal N = D / 20 "
+            "(as Fig. 6).",
         )
-    return pictures
+    return [single(*draw, f"figures/{file}.png") for file, draw in pictures.items()]
 
 
 def _sweep(

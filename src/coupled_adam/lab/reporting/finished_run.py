@@ -17,7 +17,14 @@ from coupled_adam.lab.recipe import Recipe
 from coupled_adam.runs import COUNTS, MODEL, SECOND_MOMENTS, by_step
 
 TEST_LOSS = Measure(
-    "test_loss", "test loss", "L", 3, "lower", ("test_loss",), "test loss in nats per token"
+    "test_loss",
+    "test loss",
+    "L",
+    3,
+    "lower",
+    ("test_loss",),
+    "test loss in nats per token",
+    column=True,
 )
 ACCURACY = Measure(
     "accuracy",
@@ -27,25 +34,21 @@ ACCURACY = Measure(
     "higher",
     ("lm_eval", "accuracy"),
     "mean accuracy of the downstream tasks",
+    column=True,
 )
 
-
-def _in_evaluation(measure: Measure) -> Measure:
-    """A measure of embeddings, as ``evaluation.json`` has it."""
-    if measure.path[0] == "word_similarity":
-        return measure
-    return dataclasses.replace(measure, path=("embeddings", *measure.path))
-
+_OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]
+_OF_EMBEDDINGS += [measure for measure in LOGGED.values() if not measure.column]
 
 COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
-    key: _in_evaluation(measure) for key, measure in MEASURES.items() if measure.column
+    # In evaluation.json all measures except this one are in the part of the output embeddings.
+    measure.key: measure
+    if measure.key == "word_similarity"
+    else dataclasses.replace(measure, path=("embeddings", *measure.path))
+    for measure in _OF_EMBEDDINGS
 }
-"""In the order of the paper's Table 1; accuracy and word similarity are shown if measured."""
-
-MORE_COLUMNS = {
-    key: _in_evaluation(measure) for key, measure in LOGGED.items() if not measure.column
-}
-"""What the paper's tables do not show; on the page and in the CSV files, if measured."""
+"""What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
+false, which are on the page and in the CSV files only."""
 
 _STATE = "embedding_state_bytes"
 LARGEST = 1e100
@@ -56,11 +59,13 @@ LARGEST = 1e100
 class Run:
     """The folder of a finished run. Its arrays are read only when they are needed.
 
-    ``experiment`` is the title of the experiment that the run belongs to. Runs of one experiment
-    may be compared; their recipes differ only in name, arms and seeds. ``settings`` are the values
-    by which it differs from other experiments in the report, by their dotted keys in the recipe.
-    ``other_tokens`` is the number of tokens of the test loss, if it is another one than that of
-    most runs of the experiment, with which the loss cannot be compared.
+    Attributes:
+        experiment: the title of the experiment that the run belongs to. Runs of one experiment may
+            be compared; their recipes differ only in name, arms and seeds.
+        settings: the values by which that differs from the other experiments in the report, by
+            their dotted keys in the recipe.
+        other_tokens: the number of tokens of the test loss, if it is another one than that of most
+            runs of the experiment, with which the loss cannot be compared.
     """
 
     folder: Path
@@ -91,8 +96,12 @@ class Run:
     @property
     def parameters(self) -> int:
         """N, the number of parameters."""
-        number: int = self.evaluation["parameters"]
-        return number
+        return int(self.evaluation["parameters"])
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """D and N: the numbers of training tokens and of parameters."""
+        return self.recipe.tokens, self.parameters
 
     def value(self, measure: Measure) -> float | None:
         """A number of the evaluation; None if it was not measured, or cannot be compared."""
@@ -103,19 +112,14 @@ class Run:
     @property
     def spectrum(self) -> list[float] | None:
         """The singular values of the output embeddings; None if they were not measured."""
-        values: list[float] | None = (self.evaluation.get("embeddings") or {}).get(
-            "singular_values"
-        )
-        return values
+        embeddings: dict[str, Any] = self.evaluation.get("embeddings") or {}
+        return embeddings.get("singular_values")
 
     def curve(self, metric: str) -> tuple[list[float], list[float]]:
         """The numbers of training tokens, and the metric at each of them, where it is finite."""
-        points = [
-            (line["step"], line[metric])
-            for line in self.metrics
-            if math.isfinite(line.get(metric, math.nan))
-        ]
-        return [step * self.recipe.tokens_per_step for step, _ in points], [y for _, y in points]
+        lines = [line for line in self.metrics if math.isfinite(line.get(metric, math.nan))]
+        tokens = [line["step"] * self.recipe.tokens_per_step for line in lines]
+        return tokens, [line[metric] for line in lines]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -133,9 +137,8 @@ class Run:
     @property
     def embedding_state(self) -> float | None:
         """Bytes of optimizer state of the token embeddings; None if they were not logged."""
-        return next(
-            (line[_STATE] for line in reversed(self.metrics) if line.get(_STATE) is not None), None
-        )
+        sizes = [line[_STATE] for line in self.metrics if line.get(_STATE) is not None]
+        return sizes[-1] if sizes else None
 
     @property
     def has_model(self) -> bool:
@@ -149,13 +152,12 @@ class Run:
         Raises:
             UsageError: the file is damaged or belongs to another model.
         """
-        model = self.recipe.model
         path = self.folder / MODEL / "model.safetensors"
 
         def read() -> NDArray[Any]:
             return load_embeddings(path)[-1].matrix.double().numpy()  # the input ones come first
 
-        return _read_numbers(path, read, (model.vocab_size, model.n_embd))
+        return _read_numbers(path, read, (self.recipe.model.vocab_size, self.recipe.model.n_embd))
 
     def probabilities(self) -> NDArray[np.float64]:
         """The unigram probabilities [V] of the training text; raises like :meth:`embeddings`."""
@@ -185,11 +187,7 @@ class Run:
 def _read_numbers(
     path: Path, read: Callable[[], NDArray[Any]], shape: tuple[int, ...]
 ) -> NDArray[np.float64]:
-    """Read finite numbers of the given shape.
-
-    Raises:
-        UsageError: the file has other contents or cannot be read.
-    """
+    """Finite numbers of the given shape; UsageError if the file has other contents."""
     try:
         values = read()
         if values.shape != shape:

@@ -54,12 +54,8 @@ def plot_drift(
     """Plot the norm of the mean embedding, relative or absolute, against tokens."""
     for run in runs:
         ax.plot(*run.curve(metric), color=colors[run.arm], label=_label(run, runs))
-    relative = metric == "mean_norm_ratio"
-    ax.set(
-        title="Drift of the mean embedding",
-        xlabel="tokens",
-        ylabel="‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if relative else "‖μ‖",
-    )
+    ylabel = "‖μ‖ʳ = ‖μ‖ / mean ‖eᵢ‖" if metric == "mean_norm_ratio" else "‖μ‖"
+    ax.set(title="Drift of the mean embedding", xlabel="tokens", ylabel=ylabel)
     ax.set_ylim(0)
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     legend(ax)
@@ -75,15 +71,14 @@ def plot_projection(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> No
 def plot_frequency(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the norms of the embeddings against the tokens' frequencies in the training text."""
     for run in runs:
-        norms, label = row_norms(run.embeddings()), _label(run, runs)
-        pictures.plot_norms(ax, norms, run.probabilities(), colors[run.arm], label)
+        norms, p = row_norms(run.embeddings()), run.probabilities()
+        pictures.plot_norms(ax, norms, p, colors[run.arm], _label(run, runs))
 
 
 def plot_spectra(ax: Axes, runs: Sequence[Run], colors: dict[str, str]) -> None:
     """Plot the singular values relative to the largest one."""
     for run in runs:
-        values = np.array(run.spectrum)
-        pictures.plot_spectrum(ax, values, colors[run.arm], run.label)
+        pictures.plot_spectrum(ax, np.array(run.spectrum), colors[run.arm], run.label)
     legend(ax)
 
 
@@ -105,13 +100,8 @@ def plot_second_moment(ax: Axes, run: Run) -> None:
     scatter(ax, probability[seen], moment[seen], ADAMW_COLOR, "tokens")
     line = np.array([probability[seen].min(), probability.max()])
     ax.plot(line, a * line, color="black", label=f"A p̃, A = {a:.2g}, R² = {r_squared:.2f}")
-    ax.set(
-        title="AdamW's second moment follows frequency",
-        xlabel="unigram probability p̃",
-        ylabel="E[v̂]",
-        xscale="log",
-        yscale="log",
-    )
+    ax.set(title="AdamW's second moment follows frequency", xscale="log", yscale="log")
+    ax.set(xlabel="unigram probability p̃", ylabel="E[v̂]")
     ax.legend(markerscale=3)
 
 
@@ -128,12 +118,9 @@ def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
         }
         # One entry in the legend for all runs of a size.
         first = run is next(r for r in runs if r.parameters == run.parameters)
-        ax.plot(
-            list(fits),
-            list(fits.values()),
-            color=scale[sizes.index(run.parameters)],
-            label=f"N = {short(run.parameters)}" if first else None,
-        )
+        label = f"N = {short(run.parameters)}" if first else None
+        color = scale[sizes.index(run.parameters)]
+        ax.plot([*fits], [*fits.values()], color=color, label=label)
     ax.set(title="Fit of E[v̂] = A p̃", xlabel="tokens seen D'", ylabel="A", yscale="log")
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     legend(ax)
@@ -141,38 +128,39 @@ def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
 
 def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xlabel: str) -> None:
     """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
+    swept = {x: _values(group, TEST_LOSS) for x, group in sweep.items()}
     # A value without a loss that can be compared has no point.
-    by_value = {x: _losses(group) for x, group in sweep.items()}
-    by_value = {x: losses for x, losses in by_value.items() if losses}
-    plot_means(ax, by_value, marker="o", color=COUPLED_ADAM_COLOR, label="swept")
+    swept = {x: losses for x, losses in swept.items() if losses}
+    plot_means(ax, swept, marker="o", color=COUPLED_ADAM_COLOR, label="swept")
+    in_sweep = {run.arm for group in sweep.values() for run in group}
     for arm, color, style in (
         ("adamw", ADAMW_COLOR, "--"),
         ("coupled_adam", COUPLED_ADAM_COLOR, ":"),
     ):
-        values = _losses([run for run in runs if run.arm == arm])
-        if values and not any(run.arm == arm for group in sweep.values() for run in group):
-            label = next(run.label for run in runs if run.arm == arm)
-            ax.axhline(float(np.mean(values)), color=color, linestyle=style, label=label)
+        of_arm = [run for run in runs if run.arm == arm]
+        losses = _values(of_arm, TEST_LOSS)
+        if losses and arm not in in_sweep:
+            mean = float(np.mean(losses))
+            ax.axhline(mean, color=color, linestyle=style, label=of_arm[0].label)
     ax.set(title="Test loss", xlabel=xlabel, ylabel="nats per token")
     legend(ax)
 
 
-def _losses(runs: Sequence[Run]) -> list[float]:
-    """The test losses that can be compared."""
-    return [loss for run in runs if (loss := run.value(TEST_LOSS)) is not None]
+def _values(runs: Sequence[Run], measure: Measure) -> list[float]:
+    """The values that were measured and can be compared."""
+    return [value for run in runs if (value := run.value(measure)) is not None]
 
 
 def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) -> None:
     """Plot isotropy, relative mean norm and correlation with frequency against the swept option."""
-    colors = {
-        "isotropy": "#009e73",
-        "mean_norm_ratio": "#cc79a7",
-        "norm_frequency_correlation": "#e69f00",
-    }
-    for key, color in colors.items():
+    for key, color in (
+        ("isotropy", "#009e73"),
+        ("mean_norm_ratio", "#cc79a7"),
+        ("norm_frequency_correlation", "#e69f00"),
+    ):
         measure = COLUMNS[key]
-        values = [[v for run in sweep[x] if (v := run.value(measure)) is not None] for x in sweep]
-        points = [(x, float(np.mean(v))) for x, v in zip(sweep, values) if v]
+        values = {x: _values(runs, measure) for x, runs in sweep.items()}
+        points = [(x, float(np.mean(v))) for x, v in values.items() if v]
         ax.plot(*zip(*points), marker="o", color=color, label=measure.symbol)
     ax.set(title="Measures of the embeddings", xlabel=xlabel)
     legend(ax)
@@ -185,16 +173,14 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None
     sizes = sorted({run.parameters for run in runs})
     for size in sizes:
         for arm in dict.fromkeys(run.arm for run in runs):
-            arm_runs = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
+            of_line = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
             points: dict[float, list[float]] = {}
-            for run in arm_runs:
-                value = run.value(measure)
-                if value is not None:
-                    points.setdefault(run.recipe.tokens, []).append(value)
+            for run in sorted(of_line, key=lambda run: run.recipe.tokens):
+                points.setdefault(run.recipe.tokens, []).extend(_values([run], measure))
+            points = {tokens: values for tokens, values in points.items() if values}
             if points:
                 marker = markers[sizes.index(size) % len(markers)]
-                label = f"{arm_runs[0].label}, N = {short(size)}"
-                points = dict(sorted(points.items()))
+                label = f"{of_line[0].label}, N = {short(size)}"
                 plot_means(ax, points, marker=marker, color=colors[arm], label=label)
     title = measure.label.capitalize()
     ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")
@@ -203,18 +189,12 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None
 
 def plot_map(ax: Axes, runs: Sequence[Run]) -> None:
     """Plot each experiment at its number of tokens and of parameters."""
-    points = sorted({(run.recipe.tokens, run.parameters) for run in runs})
-    tokens, parameters = np.array(points, dtype=float).T
+    tokens, parameters = np.array(sorted({run.size for run in runs}), dtype=float).T
     line = np.array([tokens.min() / 2, tokens.max() * 2])
     ax.plot(line, line / 20, color="grey", linestyle="--", label="N = D / 20")
     ax.plot(tokens, parameters, "o", color=COUPLED_ADAM_COLOR, label="experiments")
-    ax.set(
-        title="The experiments",
-        xlabel="D (tokens)",
-        ylabel="N (parameters)",
-        xscale="log",
-        yscale="log",
-    )
+    ax.set(title="The experiments", xlabel="D (tokens)", ylabel="N (parameters)")
+    ax.set(xscale="log", yscale="log")
     ax.legend()
 
 

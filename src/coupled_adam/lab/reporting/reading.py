@@ -13,7 +13,7 @@ from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import recipe_from
 from coupled_adam.lab.reporting.experiments import with_experiments, with_other_tokens
-from coupled_adam.lab.reporting.finished_run import COLUMNS, LARGEST, MORE_COLUMNS, TEST_LOSS, Run
+from coupled_adam.lab.reporting.finished_run import COLUMNS, LARGEST, TEST_LOSS, Run
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.schemas import COUNTS, check_evaluation
 from coupled_adam.runs import CONFIG, EVALUATION, METRICS
@@ -94,7 +94,7 @@ def _check(run: Run) -> None:
         check_evaluation(run.evaluation)
     except ValueError as error:
         raise ValueError(f"evaluation.json: {error}") from None
-    for measure in (COLUMNS | MORE_COLUMNS).values():
+    for measure in COLUMNS.values():
         value = run.value(measure)
         if not _is_number(value) and (value is not None or measure is TEST_LOSS):
             name = ".".join(measure.path)
@@ -116,9 +116,7 @@ def _check(run: Run) -> None:
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number, including NaN and infinity, which diverged runs contain."""
-    if type(value) is int:
-        return abs(value) <= LARGEST
-    return type(value) is float and (not math.isfinite(value) or abs(value) <= LARGEST)
+    return type(value) in (int, float) and not LARGEST < abs(value) < math.inf
 
 
 def _place(run: Run) -> tuple[Any, ...]:
@@ -127,5 +125,4 @@ def _place(run: Run) -> tuple[Any, ...]:
     kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
     scale = float(options.get("second_moment_scale", 1))  # YAML reads 1e-3 as text
     swept = -np.log2(scale) if scale != 1 else -np.inf, float(options.get("lr_factor", 0))
-    size = run.parameters, run.recipe.tokens, run.experiment
-    return size, kind, swept, run.setup, run.seed
+    return *reversed(run.size), run.experiment, kind, swept, run.setup, run.seed

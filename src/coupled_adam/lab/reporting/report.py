@@ -21,7 +21,6 @@ from coupled_adam.lab.reporting.results import (
     Bold,
     arm_results,
     footnotes,
-    more_columns,
     results_table,
     runs_csv,
     shown_columns,
@@ -63,10 +62,9 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
 
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
-    results of all runs), ``overview.png`` and ``figures/``. A dash stands for a result that is
-    missing. If ``out`` is already a report, it is replaced as a whole once the new one is complete
-    and on the disk (:func:`coupled_adam.files.new_folder`); anything else is never replaced.
-    ``bold`` is explained at :func:`arm_results`.
+    results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, it is
+    replaced as a whole once the new one is complete and on the disk; anything else is never
+    replaced. ``bold`` is explained at :func:`arm_results`.
 
     Raises:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
@@ -86,27 +84,21 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
             f"{places}: there is no finished run in it; coupled-adam compare makes some"
         )
     rows = arm_results(runs, bold)
-    columns = shown_columns(rows)
+    columns, all_columns = shown_columns(rows), shown_columns(rows, more=True)
     notes = footnotes(rows, bold)
-    all_columns = [*columns, *more_columns(rows)]
     # The folder appears as a whole, so that nobody sees one report's table beside another's page.
     make_folder(out.parent)
     with new_folder(out, _is_own) as folder:
         paper = results_table(rows, columns, notes=notes)
+        results = [
+            {"recipe": run.recipe.name, "settings": run.settings, "arm": run.arm, "seed": run.seed}
+            | run.evaluation
+            for run in runs
+        ]
         _write(folder / "table.md", paper.markdown())
         _write(folder / "table.tex", paper.latex())
         _write(folder / "summary.csv", summary_csv(rows, all_columns))
         _write(folder / "runs.csv", runs_csv(runs))
-        results = [
-            {
-                "recipe": run.recipe.name,
-                "settings": run.settings,
-                "arm": run.arm,
-                "seed": run.seed,
-                **run.evaluation,
-            }
-            for run in runs
-        ]
         _write(folder / "results.json", json.dumps(results, indent=2))
         pictures = draw_all(runs)
         for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
@@ -118,7 +110,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     return Report(
         given / "index.html",
         conclusion(runs, left_out),
-        terminal_table(rows, columns, bold),
+        terminal_table(rows, columns, notes),
         pictures[0].png,
     )
 

@@ -1,4 +1,4 @@
-"""A report as a single, self-contained HTML page."""
+"""A report as a single, self-contained HTML page, which a browser shows without a network."""
 
 import base64
 import json
@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from coupled_adam.embeddings.measures import small_print
 from coupled_adam.files import read_text
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.experiments import experiments
-from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS, Run
+from coupled_adam.lab.reporting.finished_run import COLUMNS, Run
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
 from coupled_adam.rendering.tables import Table
@@ -38,7 +38,7 @@ def report_page(
         "conclusion": conclusion(runs, left_out),
         "arms": _arms(runs, out),
         "table": table,
-        "measures": small_print((COLUMNS | MORE_COLUMNS).values()),
+        "measures": small_print(COLUMNS.values()),
         "names": ", ".join(dict.fromkeys(run.experiment.partition(" ")[0] for run in runs)),
         "experiments": [
             # The runs of an experiment have the same settings, so that any of them can show them.
@@ -57,46 +57,38 @@ def report_page(
 
 def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> str:
     """A conclusion, a table and a picture as a part of another page, such as a notebook."""
-    values = {
-        "conclusion": conclusion,
-        "table": table,
-        "overview": base64.b64encode(overview).decode(),
-    }
+    image = base64.b64encode(overview).decode()
+    values = {"conclusion": conclusion, "table": table, "overview": image}
     return page.render("notebook.html", values, [], package="coupled_adam.lab.reporting")
 
 
 def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
     """For each arm of each experiment: its options, its time, and links to its runs."""
-    return [
-        {
-            "experiment": experiment.name,
-            "label": arm[0].label,
-            "options": ", ".join(f"{k}={v}" for k, v in arm[0].options.items()),
-            "seconds": _shown_seconds([run.seconds for run in arm], statistics.fmean),
-            "total": _shown_seconds([run.seconds for run in arm], math.fsum),
-            "speed": _shown_speed([run.tokens_per_second for run in arm]),
-            "runs": [(run.seed, _link(run.folder, out)) for run in arm],
-        }
-        for experiment in experiments(runs)
-        for arm in experiment.arms
-    ]
+    rows = []
+    for experiment in experiments(runs):
+        for arm in experiment.arms:
+            seconds = [run.seconds for run in arm if run.seconds is not None]
+            speeds = [run.tokens_per_second for run in arm if run.tokens_per_second is not None]
+            timed = len(seconds) == len(arm)
+            rows.append(
+                {
+                    "experiment": experiment.name,
+                    "label": arm[0].label,
+                    "options": ", ".join(f"{k}={v}" for k, v in arm[0].options.items()),
+                    "seconds": _duration(statistics.fmean(seconds)) if timed else "–",
+                    "total": _duration(math.fsum(seconds)) if timed else "–",
+                    "speed": f"{statistics.harmonic_mean(speeds):,.0f}" if speeds else "–",
+                    "runs": [(run.seed, _link(run.folder, out)) for run in arm],
+                }
+            )
+    return rows
 
 
-def _shown_seconds(
-    seconds: Sequence[float | None], combine: Callable[[Sequence[float]], float]
-) -> str:
-    measured = [value for value in seconds if value is not None]
-    if len(measured) < len(seconds):
-        return "–"
-    total = round(combine(measured))
+def _duration(seconds: float) -> str:
+    total = round(seconds)
     if total < 3600:
         return f"{total // 60}:{total % 60:02} min"
     return f"{total // 3600}:{total % 3600 // 60:02} h"
-
-
-def _shown_speed(speeds: Sequence[float | None]) -> str:
-    measured = [value for value in speeds if value is not None]
-    return f"{statistics.harmonic_mean(measured):,.0f}" if measured else "–"
 
 
 def _link(folder: Path, out: Path) -> str:

@@ -13,7 +13,7 @@ from coupled_adam.lab.reporting.experiments import (
     short_key,
     values_by_seed,
 )
-from coupled_adam.lab.reporting.finished_run import COLUMNS, MORE_COLUMNS, Run, short
+from coupled_adam.lab.reporting.finished_run import COLUMNS, Run, short
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,
@@ -57,11 +57,6 @@ class ArmResult:
         return self.runs[0]
 
     @property
-    def seeds(self) -> list[int]:
-        """The seed of each run."""
-        return [run.seed for run in self.runs]
-
-    @property
     def settings(self) -> dict[str, str]:
         """The values by which the experiment differs from the others, by short keys."""
         settings = self.run.settings
@@ -74,7 +69,6 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
     Arms of an experiment are compared by a one-sided Student t-test at 95 % (App. F).
 
     Args:
-        runs: the runs of all experiments.
         bold: ``"adamw"``: an arm is bold where it is better than plain AdamW. AdamW is bold if
             there is only one other arm and that arm is significantly worse. ``"all"``: an arm is
             bold where it is better than each other arm of the experiment, as in Table 7.
@@ -93,8 +87,7 @@ def arm_results(runs: Sequence[Run], bold: Bold = "adamw") -> list[ArmResult]:
             # Without a p in the baseline's row, which readers would take for that of another row.
             against = None if arm is baseline else baseline
             metrics = {
-                key: _metric(column, arm, against, rivals)
-                for key, column in (COLUMNS | MORE_COLUMNS).items()
+                key: _metric(column, arm, against, rivals) for key, column in COLUMNS.items()
             }
             rows.append(ArmResult(arm, arm is baseline, metrics))
     return rows
@@ -123,22 +116,14 @@ def _metric(
     )
 
 
-def shown_columns(rows: Sequence[ArmResult]) -> list[Measure]:
-    """The columns to show: all except accuracy and word similarity if no run has these."""
+def shown_columns(rows: Sequence[ArmResult], more: bool = False) -> list[Measure]:
+    """The columns to show, those of the paper's table or more; some only if they were measured."""
     optional = ("accuracy", "word_similarity")
     return [
         column
-        for column in COLUMNS.values()
-        if column.key not in optional or any(row.metrics[column.key].values for row in rows)
-    ]
-
-
-def more_columns(rows: Sequence[ArmResult]) -> list[Measure]:
-    """The :data:`MORE_COLUMNS` that any run has."""
-    return [
-        column
-        for column in MORE_COLUMNS.values()
-        if any(row.metrics[column.key].values for row in rows)
+        for key, column in COLUMNS.items()
+        if (column.column and key not in optional)
+        or ((more or column.column) and any(row.metrics[key].values for row in rows))
     ]
 
 
@@ -150,7 +135,7 @@ _BOLD = {
 
 def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
     """The notes below the table, which explain its statistics."""
-    counts = {len(row.seeds) for row in rows}
+    counts = {len(row.runs) for row in rows}
     notes = []
     if max(counts) > 1:
         notes.append(
@@ -163,18 +148,18 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
             f"{row.run.experiment} {row.run.label}" for row in rows if len(row.runs) == 1
         )
         notes.append(f"One seed, so neither deviation nor test: {single}.")
-    for row in rows:
-        notes += [
-            f"{run.experiment} {run.label}, seed {run.seed}: the test loss is over "
-            f"{run.other_tokens:,} tokens, and those of the other runs over another number. It is "
-            "left out until the run is evaluated over the same tokens (coupled-adam evaluate)."
-            for run in row.runs
-            if run.other_tokens is not None
-        ]
+    notes += [
+        f"{run.experiment} {run.label}, seed {run.seed}: the test loss is over "
+        f"{run.other_tokens:,} tokens, and those of the other runs over another number. It is "
+        "left out until the run is evaluated over the same tokens (coupled-adam evaluate)."
+        for row in rows
+        for run in row.runs
+        if run.other_tokens is not None
+    ]
     # Seeds that only one arm has are no pairs, which readers of the table cannot see.
     for experiment in dict.fromkeys(row.run.experiment for row in rows):
         members = [row for row in rows if row.run.experiment == experiment]
-        if len({tuple(row.seeds) for row in members}) > 1:
+        if len({tuple(run.seed for run in row.runs) for row in members}) > 1:
             notes.append(f"{experiment}: the arms were run with different seeds.")
         if not any(row.is_baseline for row in members):
             notes.append(f"{experiment}: no run with AdamW to compare with.")
@@ -190,58 +175,39 @@ def results_table(
     seeds: bool = False,
     notes: Sequence[str] = (),
 ) -> Table:
-    """The table of results, with a row for each arm.
-
-    Args:
-        rows: the results; an experiment after the other.
-        columns: the metrics to show.
-        title, notes: what is above and below it.
-        sizes: whether to show D and N.
-        seeds: whether to show the number of seeds.
-    """
+    """The table of results, a row for each arm, with or without D, N and the number of seeds."""
     # All rows have the same settings, those by which experiments of one name differ.
-    settings = [*rows[0].settings]
-    lead = [*(["D", "N"] if sizes else []), *settings, "Optimizer"]
+    lead = [*("D", "N")[: 2 * sizes], *rows[0].settings, "Optimizer"]
     lines: list[list[str | Cell] | str] = []
-    for number, row in enumerate(rows):
-        if number and row.run.experiment != rows[number - 1].run.experiment:
+    experiment = rows[0].run.experiment
+    for row in rows:
+        if row.run.experiment != experiment:
             lines.append("")
-        lines.append(
-            [
-                *([short(row.run.recipe.tokens), short(row.run.parameters)] if sizes else []),
-                *row.settings.values(),
-                row.run.label,
-                *(_cell(row.metrics[column.key]) for column in columns),
-                *([str(len(row.runs))] if seeds else []),
-            ]
-        )
-    return Table(
-        [*lead, *(column.title for column in columns), *(["seeds"] if seeds else [])],
-        lines,
-        title,
-        notes,
-        left=range(2 * sizes, len(lead)),
-        lead=len(lead),
-    )
+            experiment = row.run.experiment
+        line = [*map(short, row.run.size[: 2 * sizes]), *row.settings.values(), row.run.label]
+        metrics = [row.metrics[column.key] for column in columns]
+        # The p of a metric's test is a note that a page shows.
+        cells = [
+            Cell(metric.text, metric.bold, note="" if metric.p is None else shown_p(metric.p))
+            for metric in metrics
+        ]
+        lines.append([*line, *cells, *[str(len(row.runs))] * seeds])
+    header = [*lead, *(column.title for column in columns), *["seeds"] * seeds]
+    return Table(header, lines, title, notes, left=range(2 * sizes, len(lead)), lead=len(lead))
 
 
-def _cell(metric: Metric) -> Cell:
-    """A metric in the table; the p of its test is a note that a page shows."""
-    note = "" if metric.p is None else shown_p(metric.p)
-    return Cell(metric.text, bold=metric.bold, note=note)
-
-
-def terminal_table(rows: Sequence[ArmResult], columns: Sequence[Measure], bold: Bold) -> Table:
+def terminal_table(
+    rows: Sequence[ArmResult], columns: Sequence[Measure], notes: Sequence[str]
+) -> Table:
     """The table for the terminal; if all rows have the same D and N, its title shows them."""
-    sizes = {(row.run.recipe.tokens, row.run.parameters) for row in rows}
-    same = len(sizes) == 1
     # The experiments' names, without the settings by which some of the same name differ.
     title = ", ".join(dict.fromkeys(row.run.experiment.partition(" ")[0] for row in rows))
-    if same:
+    sizes = {row.run.size for row in rows}
+    if len(sizes) == 1:
         tokens, parameters = map(short, sizes.pop())
         title += f": D = {tokens} tokens, N = {parameters} parameters"
-    notes = footnotes(rows, bold)
-    return results_table(rows, columns, title=title, sizes=not same, notes=notes)
+        return results_table(rows, columns, title=title, sizes=False, notes=notes)
+    return results_table(rows, columns, title=title, notes=notes)
 
 
 def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
@@ -251,10 +217,8 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
     header += [f"{column.key}_{name}" for column in columns for name in statistics]
     lines = []
     for row in rows:
-        line: list[Any] = [row.run.experiment, row.run.recipe.tokens, row.run.parameters]
-        line += [*row.settings.values(), row.run.arm]
-        for column in columns:
-            metric = row.metrics[column.key]
+        line: list[Any] = [row.run.experiment, *row.run.size, *row.settings.values(), row.run.arm]
+        for metric in (row.metrics[column.key] for column in columns):
             values = metric.values
             mean = float(np.mean(values)) if values else None
             line += [mean, sample_deviation(values), len(values), metric.p, metric.p_paired]
@@ -264,22 +228,12 @@ def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:
 
 def runs_csv(runs: Sequence[Run]) -> str:
     """Write a line for each run, in full precision."""
-    header = [
-        "experiment",
-        "arm",
-        "seed",
-        "tokens",
-        "parameters",
-        *runs[0].settings,
-        *COLUMNS,
-        *MORE_COLUMNS,
-        "folder",
-    ]
+    header = ["experiment", "arm", "seed", "tokens", "parameters", *runs[0].settings]
     lines = [
-        [run.experiment, run.arm, run.seed, run.recipe.tokens, run.parameters]
+        [run.experiment, run.arm, run.seed, *run.size]
         + [setting_text(value) for value in run.settings.values()]
-        + [run.value(column) for column in (COLUMNS | MORE_COLUMNS).values()]
+        + [run.value(column) for column in COLUMNS.values()]
         + [str(run.folder)]
         for run in runs
     ]
-    return csv_text([header, *lines])
+    return csv_text([[*header, *COLUMNS, "folder"], *lines])

@@ -53,26 +53,19 @@ def one_sided_t_test(
     The test assumes equal variances. It is not possible, and the result is None, if either side has
     fewer than two values or if a value is not finite.
     """
+    deviation, baseline_deviation = sample_deviation(values), sample_deviation(baseline)
+    if deviation is None or baseline_deviation is None:
+        return None
     if not all(map(math.isfinite, (*values, *baseline))):
         return None
-    deviations = sample_deviation(values), sample_deviation(baseline)
-    if deviations[0] is None or deviations[1] is None:
-        return None
-    means = float(np.mean(values)), float(np.mean(baseline))
-    if deviations == (0, 0):  # without variance the difference is exact
-        difference = means[0] - means[1] if better == "higher" else means[1] - means[0]
-        return 0.0 if difference > 1e-12 * max(map(abs, means)) else 1.0
+    mean, baseline_mean = float(np.mean(values)), float(np.mean(baseline))
+    if deviation == baseline_deviation == 0:  # without variance the difference is exact
+        difference = mean - baseline_mean if better == "higher" else baseline_mean - mean
+        return 0.0 if difference > 1e-12 * max(abs(mean), abs(baseline_mean)) else 1.0
     # From the moments, since ttest_ind computes its own and warns if a side has no variance.
-    result = stats.ttest_ind_from_stats(
-        mean1=means[0],
-        std1=deviations[0],
-        nobs1=len(values),
-        mean2=means[1],
-        std2=deviations[1],
-        nobs2=len(baseline),
-        alternative="less" if better == "lower" else "greater",
-    )
-    return float(result.pvalue)
+    moments = (mean, deviation, len(values), baseline_mean, baseline_deviation, len(baseline))
+    alternative: Literal["less", "greater"] = "less" if better == "lower" else "greater"
+    return float(stats.ttest_ind_from_stats(*moments, alternative=alternative).pvalue)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +90,16 @@ class Paired:
         """Whether p is below :data:`SIGNIFICANCE`."""
         return self.p < SIGNIFICANCE
 
+    @property
+    def direction(self) -> Literal["lower", "higher"]:
+        """Whether the values are lower or higher than the baseline's, on average."""
+        return "lower" if self.difference < 0 else "higher"
+
     def one_sided(self, better: Literal["lower", "higher"]) -> float:
         """The p-value of the one-sided test that the values are lower, or higher."""
-        is_better = self.difference < 0 if better == "lower" else self.difference > 0
         if self.p == 1:  # no difference at all
             return 1.0 if self.low == self.high else 0.5
-        return self.p / 2 if is_better else 1 - self.p / 2
+        return self.p / 2 if better == self.direction else 1 - self.p / 2
 
 
 def paired_t_test(values: Mapping[int, float], baseline: Mapping[int, float]) -> Paired | None:
@@ -111,9 +108,6 @@ def paired_t_test(values: Mapping[int, float], baseline: Mapping[int, float]) ->
     Runs with the same seed share their initialisation and the order of their batches. What both
     sides owe to the seed cancels in the difference, which the unpaired test of the paper counts as
     noise. The result is None for fewer than two common seeds, or if a value is not finite.
-
-    Args:
-        values, baseline: the values by seed.
     """
     seeds = sorted(values.keys() & baseline.keys())
     pairs = np.array([(values[seed], baseline[seed]) for seed in seeds])

@@ -11,6 +11,7 @@ import yaml
 from matplotlib.axes import Axes
 
 from coupled_adam.lab.grid import Setting, as_text, is_number
+from coupled_adam.lab.models import parameters
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.reporting.finished_run import short
 from coupled_adam.lab.reporting.plots import arm_colors
@@ -38,11 +39,6 @@ class Tried:
         return self.setting.arm
 
     @property
-    def title(self) -> str:
-        """The setting in tables."""
-        return self.setting.name.replace(",", ", ")
-
-    @property
     def mean(self) -> float:
         """The mean validation loss over the seeds, by which the best setting is chosen."""
         return float(np.mean(list(self.validation.values())))
@@ -62,11 +58,12 @@ def best_of_arms(tried: Sequence[Tried]) -> list[Tried]:
 
     An arm has none if in each of its settings at least one run has diverged.
     """
-    finite = [trial for trial in tried if math.isfinite(trial.mean)]
-    arms = dict.fromkeys(trial.arm for trial in finite)
-    return [
-        min((trial for trial in finite if trial.arm == arm), key=lambda t: t.mean) for arm in arms
-    ]
+    best: dict[str, Tried] = {}
+    for trial in tried:
+        is_first = trial.arm not in best
+        if math.isfinite(trial.mean) and (is_first or trial.mean < best[trial.arm].mean):
+            best[trial.arm] = trial
+    return [*best.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +78,12 @@ class SweepReport:
         """The chosen setting of each arm, the one that the others are compared with first."""
         return best_of_arms(self.tried)
 
+    @functools.cached_property
+    def by_arm(self) -> dict[str, list[Tried]]:
+        """What was tried for each arm."""
+        arms = dict.fromkeys(trial.arm for trial in self.tried)
+        return {arm: [trial for trial in self.tried if trial.arm == arm] for arm in arms}
+
     def label(self, arm: str) -> str:
         """The optimizer's name; the arm's own name if that is not enough to tell it."""
         # "Coupled Adam" if that is enough; options after a comma would be those that are swept.
@@ -93,29 +96,26 @@ class SweepReport:
         """Sentences: the test losses of the chosen settings compared, and what restricts them."""
         diverged = [
             f"Every setting of {self.label(arm)} has a run that diverged."
-            for arm in dict.fromkeys(trial.arm for trial in self.tried)
+            for arm in self.by_arm
             if arm not in [trial.arm for trial in self.best]
         ]
         compared = [self._comparison(trial, self.best[0]) for trial in self.best[1:]]
         return [*diverged, *compared, *self._edges()]
 
     def _comparison(self, trial: Tried, baseline: Tried) -> str:
-        seeds = list(trial.test)
-        difference = float(np.mean([trial.test[s] - baseline.test[s] for s in seeds]))
+        difference = float(np.mean([trial.test[s] - baseline.test[s] for s in trial.test]))
         name, baseline_name = self.label(trial.arm), self.label(baseline.arm)
         paired = paired_t_test(trial.test, baseline.test)
         distance = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
+        sentence = (
+            f"the test loss of the best setting of {name} is {distance} than that of "
+            f"{baseline_name}"
+        )
         if paired is None:
-            return (
-                f"With one seed, the test loss of the best setting of {name} is {distance} than "
-                f"that of {baseline_name}; a test needs two seeds or more."
-            )
-        test = f"two-sided paired t-test over {len(seeds)} seeds: p = {paired.p:.2g}"
+            return f"With one seed, {sentence}; a test needs two seeds or more."
+        test = f"two-sided paired t-test over {paired.pairs} seeds: p = {paired.p:.2g}"
         if paired.significant:
-            return (
-                f"The test loss of the best setting of {name} is {distance} than that of "
-                f"{baseline_name} ({test})."
-            )
+            return f"T{sentence[1:]} ({test})."
         return (
             f"The test losses of the best settings of {name} and {baseline_name} cannot be told "
             f"apart: that of {name} is {distance} ({test})."
@@ -124,7 +124,7 @@ class SweepReport:
     def _edges(self) -> Iterator[str]:
         for trial in self.best:
             for name, value in trial.setting.values.items():
-                numbers = self._tried_values(trial.arm, name)
+                numbers = self._numbers(trial.arm, name)
                 if len(numbers) > 1 and value in (numbers[0], numbers[-1]):
                     is_lowest = value == numbers[0]
                     place, further = ("lowest", "lower") if is_lowest else ("highest", "higher")
@@ -133,47 +133,41 @@ class SweepReport:
                         f"{place} that was tried: a {further} one may be better."
                     )
 
-    def _tried_values(self, arm: str, name: str) -> list[float]:
+    def _numbers(self, arm: str, name: str) -> list[float]:
         """The numbers that were tried for an option of an arm, in ascending order."""
-        values = [trial.setting.values.get(name) for trial in self.tried if trial.arm == arm]
-        return sorted({value for value in values if is_number(value)})
+        values = [trial.setting.values.get(name) for trial in self.by_arm[arm]]
+        return sorted({*filter(is_number, values)})
 
     def terminal(self) -> Table:
         """The table for the terminal; the chosen settings are bold."""
         recipe = self.recipe
-        size = f"D = {short(recipe.tokens)} tokens, N = {short(recipe.parameters)} parameters"
+        size = f"D = {short(recipe.tokens)} tokens, N = {short(parameters(recipe))} parameters"
         return self.table(self.tried, title=f"{recipe.name}: {size}", notes=self.notes())
 
     def table(self, tried: Sequence[Tried], *, title: str = "", notes: Sequence[str] = ()) -> Table:
         """A table of settings, with links to their folders."""
-        rows: list[list[str | Cell]] = []
-        for entry in tried:
-            is_best = entry in self.best
-            rows.append(
-                [
-                    self.label(entry.arm),
-                    Cell(entry.title, link=quote(entry.setting.name) + "/"),
-                    Cell(entry.text, bold=is_best),
-                    self.test_text(entry),
-                ]
-            )
+        rows: list[list[str | Cell]] = [
+            [
+                self.label(trial.arm),
+                Cell(trial.setting.title, link=quote(trial.setting.name) + "/"),
+                Cell(trial.text, bold=trial in self.best),
+                shorthand([*trial.test.values()]) if trial.test else "",
+            ]
+            for trial in tried
+        ]
         columns = ("Optimizer", "setting", "L (validation) ↓", "L (test) ↓")
         return Table(columns, rows, title, notes, left=(0, 1))
-
-    @staticmethod
-    def test_text(trial: Tried) -> str:
-        """The test loss; empty for a setting that was not chosen."""
-        return shorthand(list(trial.test.values())) if trial.test else ""
 
     def notes(self) -> list[str]:
         """The conclusions, and how they were found."""
         seeds = len(self.recipe.seeds)
-        over = f"mean (standard deviation in the last digit) over {seeds} seeds" * (seeds > 1)
+        over = ", of one seed"
+        if seeds > 1:
+            over = f", mean (standard deviation in the last digit) over {seeds} seeds"
         return [
             *self.conclusions(),
-            "Nats per token" + (f", {over}" if over else ", of one seed") + ". The validation loss "
-            "at the end of training chooses the best setting of each arm, in bold; the test loss "
-            "is evaluated for these only.",
+            f"Nats per token{over}. The validation loss at the end of training chooses the best "
+            "setting of each arm, in bold; the test loss is evaluated for these only.",
         ]
 
     def csv(self) -> str:
@@ -192,10 +186,8 @@ class SweepReport:
 
     def page(self) -> str:
         """The page, with the losses as pictures; all text is escaped."""
-        values = {
-            "report": self,
-            "config": yaml.safe_dump(self.recipe.to_dict(), sort_keys=False),
-        }
+        config = yaml.safe_dump(self.recipe.to_dict(), sort_keys=False)
+        values = {"report": self, "config": config}
         package = "coupled_adam.lab.reporting"
         return page.render("sweep.html", values, self._pictures(), package=package)
 
@@ -204,7 +196,7 @@ class SweepReport:
             name
             for trial in self.tried
             for name in trial.setting.values
-            if len(self._tried_values(trial.arm, name)) > 1
+            if len(self._numbers(trial.arm, name)) > 1
         )
         return [
             single(
@@ -218,10 +210,9 @@ class SweepReport:
 
     def _plot(self, ax: Axes, name: str) -> None:
         """Plot the validation loss against one option."""
-        colors = arm_colors(trial.arm for trial in self.tried)
+        colors = arm_colors(self.by_arm)
         ticks: set[float] = set()
-        for arm in dict.fromkeys(trial.arm for trial in self.tried):
-            trials = [trial for trial in self.tried if trial.arm == arm]
+        for arm, trials in self.by_arm.items():
             color = colors[arm]
             lines: dict[str, list[Tried]] = {}
             for trial in trials:
@@ -234,7 +225,7 @@ class SweepReport:
             lowest = _lowest(trials, name)
             losses = {x: [*trial.validation.values()] for x, trial in lowest.items()}
             plot_means(ax, losses, marker="o", color=color, label=self.label(arm))
-            values = self._tried_values(arm, name)
+            values = self._numbers(arm, name)
             # What diverged has no finite loss to be drawn at.
             diverged = [x for x in values if x not in lowest]
             top = ax.get_xaxis_transform()

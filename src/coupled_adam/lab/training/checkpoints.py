@@ -62,9 +62,8 @@ class Checkpoints(pl.Callback):
     def last(self, skip_damaged: bool) -> Path | None:
         """The newest checkpoint, or None if there is none. Every rank must call this.
 
-        Args:
-            skip_damaged: whether to rename damaged checkpoints (to ``step-N.damaged``) and return
-                the newest intact one.
+        With ``skip_damaged`` damaged ones are renamed to ``step-N.damaged``, and the newest intact
+        one is returned.
 
         Raises:
             UsageError: if the newest checkpoint is damaged or belongs to another run.
@@ -75,11 +74,10 @@ class Checkpoints(pl.Callback):
             if newest is None or reason is None:
                 self._resumed = newest
                 return newest
-            if before is None:
-                advice = f"remove {self.folder} to start from the beginning"
-            else:
-                advice = f"--skip-damaged sets it aside, and continues from {before.name}"
             if before is None or not skip_damaged:
+                advice = f"remove {self.folder} to start from the beginning"
+                if before is not None:
+                    advice = f"--skip-damaged sets it aside, and continues from {before.name}"
                 raise on_all_ranks(UsageError(f"{newest} {reason}: {advice}"))
             on_rank_zero(functools.partial(_set_aside, newest))
 
@@ -157,10 +155,21 @@ class Checkpoints(pl.Callback):
 
     def _save(self, trainer: pl.Trainer) -> None:
         path = self.folder / step_name(trainer.global_step)
-        temporary = on_rank_zero(functools.partial(self._begin, path))
+
+        def begin() -> Path:
+            make_folder(self.folder)
+            return temporary_path(path)
+
+        # All ranks write under this name, and all of them know it if that fails.
+        temporary = on_rank_zero(begin)
         try:
-            self._write(trainer, temporary)
-            self._commit(temporary, path)
+            try:
+                trainer.save_checkpoint(temporary)
+            except RuntimeError as error:
+                raise _cause(error) from None
+            on_rank_zero(self.io.check)
+            digests = _digests(temporary, path.name, flush=True)
+            on_rank_zero(lambda: self._commit(temporary, path, digests))
         except BaseException as error:
             # Whatever ended it, a full disk or Ctrl-C, earlier checkpoints stay as they are.
             if rank() == 0:
@@ -171,39 +180,21 @@ class Checkpoints(pl.Callback):
                 raise _of_any_rank(error, path) from None
             raise
 
-    def _write(self, trainer: pl.Trainer, temporary: Path) -> None:
-        """Write a checkpoint from all ranks; all of them know it if that fails."""
-        try:
-            trainer.save_checkpoint(temporary)
-        except RuntimeError as error:
-            raise _cause(error) from None
-        on_rank_zero(self.io.check)
-
-    def _commit(self, temporary: Path, path: Path) -> None:
+    def _commit(self, temporary: Path, path: Path, digests: dict[str, str]) -> None:
         """Give a checkpoint its name once it is on the disk, and remove the oldest one."""
-        digests = _digests(temporary, path.name, flush=True)
-
-        def finish() -> None:
-            # In this order a crash leaves a whole checkpoint, with its digests and its part of the
-            # log, or none of this name.
-            if temporary.is_dir():
-                sync_folder(temporary)
-            sync(self.metrics)
-            sync_folder(self.metrics.parent)
-            content: Manifest = {"config": self._config(), "files": digests}
-            write_atomically(_manifest(path), json.dumps(content, indent=2))
-            temporary.rename(path)
-            sync_folder(self.folder)
-            saved = [*filter(self._own_files, by_step(self.folder).values())]
-            for checkpoint in saved[:-_KEPT]:
-                self._remove(checkpoint)
-
-        on_rank_zero(finish)
-
-    def _begin(self, path: Path) -> Path:
-        """The name under which all ranks write a checkpoint."""
-        make_folder(self.folder)
-        return temporary_path(path)
+        # In this order a crash leaves a whole checkpoint, with its digests and its part of the
+        # log, or none of this name.
+        if temporary.is_dir():
+            sync_folder(temporary)
+        sync(self.metrics)
+        sync_folder(self.metrics.parent)
+        content: Manifest = {"config": file_digest(self.config), "files": digests}
+        write_atomically(_manifest(path), json.dumps(content, indent=2))
+        temporary.rename(path)
+        sync_folder(self.folder)
+        saved = [*filter(self._own_files, by_step(self.folder).values())]
+        for checkpoint in saved[:-_KEPT]:
+            self._remove(checkpoint)
 
     def _newest(self) -> tuple[Path | None, Path | None]:
         """The last two checkpoints, newest first; also removes digests without a checkpoint."""
@@ -221,7 +212,7 @@ class Checkpoints(pl.Callback):
             manifest = read_json(_manifest(path), Manifest)
         except (OSError, ValueError):
             return {}
-        return manifest["files"] if manifest["config"] == self._config() else {}
+        return manifest["files"] if manifest["config"] == file_digest(self.config) else {}
 
     def _damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, as the end of a sentence; None if it is intact."""
@@ -232,10 +223,9 @@ class Checkpoints(pl.Callback):
             return f"is not of this run (there is no {_manifest(path).name})"
         except ValueError:
             return f"cannot be checked ({_manifest(path).name} is damaged)"
-        files = manifest["files"]
-        if manifest["config"] != self._config():
+        if manifest["config"] != file_digest(self.config):
             return "is not of this run (it was made with another config.yaml)"
-        damaged = sorted({name for name, _ in files.items() ^ digests.items()})
+        damaged = sorted({name for name, _ in manifest["files"].items() ^ digests.items()})
         if damaged:
             return f"is damaged ({', '.join(damaged)})"
         try:
@@ -245,21 +235,15 @@ class Checkpoints(pl.Callback):
             return f"cannot be used ({error})"
         return None
 
-    def _config(self) -> str:
-        return file_digest(self.config)
-
     def _remove(self, path: Path) -> None:
         """Remove a checkpoint of this run, but nothing that others have put into its folder."""
-        if path.is_dir():
-            own_files = self._own_files(path)
-            # In reverse, what is in a folder comes before the folder.
-            for entry in (*sorted(path.rglob("*"), reverse=True), path):
-                if entry.is_dir():
-                    remove_empty([entry])
-                elif entry.relative_to(path).as_posix() in own_files:
-                    entry.unlink()
-        else:
-            path.unlink()
+        own_files = self._own_files(path)
+        # In reverse, what is in a folder comes before the folder.
+        for entry in (*sorted(path.rglob("*"), reverse=True), path):
+            if entry.is_dir():
+                remove_empty([entry])
+            elif entry == path or entry.relative_to(path).as_posix() in own_files:
+                entry.unlink()
         if not path.exists():
             _manifest(path).unlink(missing_ok=True)
 
@@ -325,17 +309,19 @@ def _set_aside(path: Path) -> None:
 
 
 def _digests(path: Path, name: str, flush: bool = False) -> dict[str, str]:
-    """The SHA-256 digests of a checkpoint's files; every rank reads a share of the files.
+    """The SHA-256 digests of a checkpoint's files, of which every rank reads a share.
 
     Args:
         name: the key of its digest if the checkpoint is a file; otherwise names are relative to it.
         flush: whether to flush each file to the disk first.
     """
-    names = sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    names = {path: name}
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        names = {file: str(file.relative_to(path)) for file in files}
     digests = {}
-    # A checkpoint that is a single file has no names in it, and is read by the first rank.
-    for file in names[rank() :: world_size()] if path.is_dir() else [""][rank() :]:
+    for file in [*names][rank() :: world_size()]:
         if flush:
-            sync(path / file)
-        digests[file or name] = file_digest(path / file)
+            sync(file)
+        digests[names[file]] = file_digest(file)
     return {name: digest for share in all_gather(digests) for name, digest in share.items()}

@@ -58,11 +58,8 @@ def nodes() -> int:
 def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
-    Before that, every process compares its settings with those of the others, so that none waits
-    for something that another will not do.
-
-    Args:
-        settings: what must be the same in all processes: plain values and dicts of them.
+    Before that, every process compares its ``settings``, plain values and dicts of them, with those
+    of the others, so that none waits for something that another will not do.
 
     Raises:
         UsageError: in every process, if their settings differ.
@@ -105,23 +102,34 @@ def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any
     peers = "the other process" if number == 2 else f"the other {number - 1} processes"
     go_on = waiting(f"{peers} of this run, at {place}", PATIENCE)
     store = _store(environment, go_on, place)
+
+    def wait_for(keys: list[str]) -> None:
+        """Wait until every process has set its key; they are in the order of ranks."""
+        while not store.check(keys):
+            if not go_on():
+                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+                raise TrainingError(
+                    f"of the {number} processes of this run, {', '.join(missing)} did not come "
+                    f"within {duration(PATIENCE)} (see their last output)"
+                )
+
     store.set(f"settings of {own_rank}", json.dumps(settings))
     # Nothing is compared before all are there, so that all processes report the same difference.
-    _wait_for(store, [f"settings of {rank}" for rank in range(number)], go_on)
+    wait_for([f"settings of {rank}" for rank in range(number)])
     first, *later = (json.loads(store.get(f"settings of {rank}")) for rank in range(number))
-    different = [
+    different = ", ".join(
         f"{key}={expected!r} in process 0, {value!r} in process {rank}"
         for rank, values in enumerate(later, 1)
         for key, (expected, value) in differences(first, values).items()
-    ]
+    )
     if different:
         # The store may be in process 0, and would end with it before the others have read it.
         store.set(f"{own_rank} has read", "")
         if own_rank == 0:
-            _wait_for(store, [f"{rank} has read" for rank in range(number)], go_on)
+            wait_for([f"{rank} has read" for rank in range(number)])
         raise on_all_ranks(
             UsageError(
-                f"the processes of this run were started differently ({', '.join(different)}): "
+                f"the processes of this run were started differently ({different}): "
                 "start all of them with the same command"
             )
         )
@@ -132,37 +140,20 @@ def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: st
     """The store at the main address, which torchrun or else the first process serves."""
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     serves = environment.global_rank() == 0 and not agents
+    address = environment.main_address, environment.main_port, environment.world_size()
+    timeout = datetime.timedelta(seconds=min(PATIENCE, 30))
     while True:
         try:
-            return TCPStore(
-                environment.main_address,
-                environment.main_port,
-                environment.world_size(),
-                is_master=serves,
-                timeout=datetime.timedelta(seconds=min(PATIENCE, 30)),
-                wait_for_workers=False,
-            )
+            return TCPStore(*address, serves, timeout, wait_for_workers=False)
         except dist.DistError as error:
             if serves:
-                raise TrainingError(
-                    f"no other process can be waited for at {place}: {error}"
-                ) from None
+                reason = f"no other process can be waited for at {place}: {error}"
+                raise TrainingError(reason) from None
         # The process that serves it may come later than this one.
         if not go_on():
             raise TrainingError(
                 f"the first process of this run could not be reached at {place} within "
                 f"{duration(PATIENCE)} (see its last output)"
-            )
-
-
-def _wait_for(store: Any, keys: list[str], go_on: Callable[[], bool]) -> None:
-    """Wait until every process has set its key; they are in the order of ranks."""
-    while not store.check(keys):
-        if not go_on():
-            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-            raise TrainingError(
-                f"of the {len(keys)} processes of this run, {', '.join(missing)} did not come "
-                f"within {duration(PATIENCE)} (see their last output)"
             )
 
 
@@ -212,19 +203,21 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     """
     if world_size() == 1:
         return function()
-    outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
+    result: T | None = None
+    failure: Exception | None = None
     # Rank 0 broadcasts an outcome in any case, or the others would wait until they time out.
     try:
         if rank() == 0:
-            outcome = [(function(), None)]
+            result = function()
     except UsageError as error:
-        outcome = [(None, on_all_ranks(UsageError(str(error))))]
+        failure = on_all_ranks(UsageError(str(error)))
     except BaseException as error:
-        outcome = [(None, on_all_ranks(TrainingError(f"rank 0 failed: {error}")))]
+        failure = on_all_ranks(TrainingError(f"rank 0 failed: {error}"))
         raise
     finally:
+        outcome = [(result, failure)]
         dist.broadcast_object_list(outcome)
     result, failure = outcome[0]
     if failure is not None:
         raise failure
-    return result  # type: ignore[return-value]
+    return cast(T, result)

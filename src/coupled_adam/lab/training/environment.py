@@ -1,5 +1,6 @@
 """The software and hardware of a run, recorded to make its numbers traceable."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -33,12 +34,12 @@ def environment() -> dict[str, Any]:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two environments that may affect results, or a clock set back."""
-    flat = [{**facts, **facts.get("packages", {})} for facts in (before, now)]
+    old, new = ({**facts, **facts.get("packages", {})} for facts in (before, now))
     names = ("git_commit", "python", *_PACKAGES, "processor", "threads", "gpus", "processes")
     differences = [
-        f"{name} {flat[0].get(name)} -> {flat[1].get(name)}"
+        f"{name} {old.get(name)} -> {new.get(name)}"
         for name in names
-        if flat[0].get(name) != flat[1].get(name)
+        if old.get(name) != new.get(name)
     ]
     if before.get("time", "") > now["time"]:  # ISO 8601 in UTC: the order of text is that of time
         differences.append(f"the clock is set back, {before['time']} -> {now['time']}")
@@ -62,10 +63,8 @@ def _git_commit() -> str | None:
 
 
 def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line for line in lines if line.startswith("model name"))
+        return name.partition(":")[2].strip()
     return platform.processor()

@@ -34,7 +34,6 @@ from coupled_adam.lab.training.schemas import Recorded, read_json
 from coupled_adam.runs import CHECKPOINTS, CONFIG, COUNTS, ENVIRONMENT, SECOND_MOMENTS
 from coupled_adam.text.tokenizers import load_tokenizer
 
-_FOLDERS = (CHECKPOINTS, SECOND_MOMENTS)
 _BEFORE_CONFIG = {LOCK, ENVIRONMENT, COUNTS}
 
 
@@ -42,27 +41,33 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
     """Create the run's folder, or check that it belongs to this run, and lock it.
 
     Args:
-        locks: an exit stack; the folder is unlocked when it closes.
+        locks: the folder is unlocked when this closes.
 
     Raises:
         UsageError: if the folder holds another run, a run on another text, or files of others and
             no run; is in use by another process; or has symbolic links in the place of its folders.
     """
     folder, config = run.folder, run.config
-    _check_none_of_others(folder)
+    if folder.is_dir() and not os.path.lexists(folder / CONFIG):
+        for path in sorted(folder.iterdir()):
+            if path.name not in _BEFORE_CONFIG and not is_temporary(path):
+                raise UsageError(
+                    f"{folder} holds {path.name} but no run, whose config.yaml would be there: "
+                    "restore that file, or choose another --out"
+                )
     make_folder(folder)
     locks.enter_context(sole_writer(folder))
-    for name in _FOLDERS:
-        if (folder / name).is_symlink():
+    clear_leftovers(folder)
+    for inner in (folder / CHECKPOINTS, folder / SECOND_MOMENTS):
+        if inner.is_symlink():
             raise UsageError(
-                f"{folder / name} is a symbolic link, where this run creates and removes files: "
+                f"{inner} is a symbolic link, where this run creates and removes files: "
                 "replace it by the folder itself, or let --out lead elsewhere"
             )
-        if (folder / name).exists() and not (folder / name).is_dir():
-            raise UsageError(f"{folder / name} is no folder: move it away, or choose another --out")
-    for place in (folder, *map(folder.joinpath, _FOLDERS)):
-        if place.is_dir():
-            clear_leftovers(place)
+        if inner.is_dir():
+            clear_leftovers(inner)
+        elif inner.exists():
+            raise UsageError(f"{inner} is no folder: move it away, or choose another --out")
     path = folder / CONFIG
     if path.exists():
         if read_yaml(read_text(path, "replace"), str(path)) != config:
@@ -76,18 +81,6 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
     write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
     save_array(folder / COUNTS, corpus.unigram_counts())
     write_atomically(path, yaml.safe_dump(config, sort_keys=False))
-
-
-def _check_none_of_others(folder: Path) -> None:
-    """Raise UsageError if a folder without ``config.yaml`` holds more than what precedes that."""
-    if not folder.is_dir() or os.path.lexists(folder / CONFIG):
-        return
-    for path in sorted(folder.iterdir()):
-        if path.name not in _BEFORE_CONFIG and not is_temporary(path):
-            raise UsageError(
-                f"{folder} holds {path.name} but no run, whose config.yaml would be there: restore "
-                "that file, or choose another --out"
-            )
 
 
 def _check_text(folder: Path, corpus: Corpus) -> None:
@@ -136,8 +129,7 @@ def save_model(
 ) -> None:
     """Save a model and the tokenizer of its corpus; the folder appears once both are complete.
 
-    Args:
-        state_dict: the weights, gathered from all processes.
+    ``state_dict`` has the weights, gathered from all processes.
 
     Raises:
         TrainingError, OSError: it cannot be written.

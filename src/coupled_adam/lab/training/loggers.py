@@ -1,19 +1,15 @@
 """Where a run is logged: ``metrics.jsonl``, and the loggers that a user has chosen."""
 
-import collections
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from coupled_adam.errors import UsageError
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.runs import METRICS, logged_lines
 
 LOG_EVERY = 10
@@ -22,10 +18,10 @@ LOG_EVERY = 10
 
 def run_loggers(folder: Path, execution: Execution, step: int | None) -> list[Logger]:
     """The loggers of a run that resumes at ``step``, or starts."""
-    last_step = -1 if step is None else step
     loggers: list[Logger] = [MetricsFile(folder / METRICS)]
     if "tensorboard" in execution.log:
-        loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=last_step + 1))
+        purge_step = 0 if step is None else step + 1
+        loggers.append(TensorBoardLogger(folder, "tensorboard", "", purge_step=purge_step))
     name = f"{folder.parent.name}/{folder.name}"
     if "wandb" in execution.log:
         loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
@@ -94,47 +90,15 @@ class TrackioLogger(_RunLogger):
             self._run.finish()
 
 
-def cut_log(run: TrainingRun, last_step: int | None, skip_damaged: bool) -> None:
-    """Drop the lines of ``metrics.jsonl`` after the checkpoint from which a run continues.
+def cut_log(path: Path, last_step: int | None) -> None:
+    """Drop the lines of a log after the checkpoint of a step, or all where a run begins.
 
-    Args:
-        last_step: the step of that checkpoint; None if the run begins, which drops all lines.
-        skip_damaged: whether to go on, with a warning, if lines before the checkpoint are missing
-            or come twice. Of the latter the first is kept.
+    They are of steps that will be made, and logged, again.
 
     Raises:
-        UsageError: if lines before the checkpoint are missing, come twice or are not JSON.
+        UsageError: a line is not JSON, or not of a log; the file is not changed.
     """
-    path = run.folder / METRICS
-    # Lines after the checkpoint are of steps that will be made, and logged, again.
-    end = -1 if last_step is None else last_step
-    logged_before = [line for line in logged_lines(path) if line[0] <= end]
-    first_lines = {(step, name): line for step, name, line in reversed(logged_before)}
-    expected = _expected(run.recipe, end)
-    missing = [place for place in expected if place not in first_lines]
-    counts = collections.Counter(line[:2] for line in logged_before)
-    twice = [place for place in expected if counts[place] > 1]
-    if missing or twice:
-        problem, places = ("missing", missing) if missing else ("there twice", twice)
-        message = (
-            f"{path} is damaged: of the lines before the checkpoint {len(places)} are {problem}, "
-            f"first {places[0][1]} of step {places[0][0]}"
-        )
-        if not skip_damaged:
-            raise UsageError(
-                f"{message}. Restore the file, or continue as it is with --skip-damaged"
-            )
-        warnings.warn(message, stacklevel=2)
     if path.exists():
-        lines = [first_lines[place] for place in expected if place in first_lines]
+        end = -1 if last_step is None else last_step
+        lines = [line for step, _, line in logged_lines(path) if step <= end]
         write_atomically(path, "".join(lines))
-
-
-def _expected(recipe: Recipe, last_step: int) -> list[tuple[int, str]]:
-    """The step and the first metric of each line that a run logs up to a step, in order."""
-    interval = min(recipe.training.evaluate_every, recipe.steps)
-    lines = [] if last_step < 0 else [(0, "isotropy")]
-    for step in range(1, last_step + 1):
-        lines += [(step, "train_loss")] * (step % LOG_EVERY == 0)
-        lines += [(step, "valid_loss")] * (step % interval == 0)
-    return lines

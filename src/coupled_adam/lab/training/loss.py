@@ -5,18 +5,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def next_token_loss(model: PreTrainedModel, blocks: Tensor) -> Tensor:
-    """The mean cross-entropy of all tokens except the first one of each sequence.
+def sequence_losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
+    """The mean cross-entropy of each sequence, [batch], of all tokens except its first one.
 
     Args:
         model: a causal language model.
         blocks: token ids [batch, length + 1]: each sequence, and the target of its last token.
     """
-    return sequence_losses(model, blocks).mean()
-
-
-def sequence_losses(model: PreTrainedModel, blocks: Tensor) -> Tensor:
-    """The mean cross-entropy of each sequence of ``blocks``, [batch]."""
     logits = model(input_ids=blocks[:, :-1], use_cache=False).logits
     return cross_entropy_by_sequence(logits, blocks)
 

@@ -78,18 +78,16 @@ class LanguageModel(pl.LightningModule):
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         """Clip the norm of all gradients; raise DivergedError if it is not finite."""
         parameters = [p for p in self.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        nn.utils.clip_grads_with_norm_(parameters, self.run.recipe.training.max_grad_norm, norm)
-        self.grad_norm = full_tensor(norm)
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        nn.utils.clip_grads_with_norm_(parameters, self.run.recipe.training.max_grad_norm, total)
+        self.grad_norm = full_tensor(total)
         if torch.isfinite(self.grad_norm):
             return
         # The norm is the same on all ranks, so that all stop together; the losses differ.
-        loss, step = self.train_loss.item(), self.global_step + 1
+        loss, norm, step = self.train_loss.item(), self.grad_norm.item(), self.global_step + 1
         for logger in self.trainer.loggers:  # so that a report can tell why the run ends here
-            logger.log_metrics(
-                {"train_loss": self.train_loss.item(), "grad_norm": self.grad_norm.item()}, step
-            )
-        problem = f"the norm of the gradient is {self.grad_norm.item()}"
+            logger.log_metrics({"train_loss": loss, "grad_norm": norm}, step)
+        problem = f"the norm of the gradient is {norm}"
         if not math.isfinite(loss):
             problem = f"the loss is {loss}"
         raise on_all_ranks(

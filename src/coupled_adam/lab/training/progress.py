@@ -64,5 +64,4 @@ class Progress:
         self._bar.set_postfix_str(activity)
 
     def _place(self, run: TrainingRun, step: int) -> int:
-        before = self._runs[: self._runs.index(run)]
-        return sum(earlier.recipe.steps for earlier in before) + step
+        return step + sum(earlier.recipe.steps for earlier in self._runs[: self._runs.index(run)])

@@ -7,14 +7,13 @@ import warnings
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
+from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
@@ -22,7 +21,7 @@ from coupled_adam.lab.training.loggers import cut_log, run_loggers
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run_log import RunLog
-from coupled_adam.runs import MODEL, step_of
+from coupled_adam.runs import METRICS, MODEL, step_of
 
 
 def train(
@@ -31,7 +30,7 @@ def train(
     """Train one model into the run's folder, or resume from the last checkpoint in it.
 
     On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
-    run is left as it is.
+    run is left as it is. Whatever ends a run, the last checkpoint is kept.
 
     Args:
         progress: the bar of all runs, of which this is one; None for a bar of its own.
@@ -40,11 +39,10 @@ def train(
         UsageError: if the folder holds another run or a run on another text, or is in use by
             another process; if its last checkpoint is damaged; or if the batch cannot be divided
             among the processes.
-        DivergedError: if a loss or gradient is not finite; the last checkpoint is kept.
-        TrainingError: if another process failed; the last checkpoint is kept.
+        DivergedError: if a loss or gradient is not finite.
+        TrainingError: if another process failed.
         PreemptedError: after SIGTERM, once a checkpoint has been written.
-        KeyboardInterrupt: if the user pressed Ctrl-C; the last checkpoint is kept.
-        OSError: if the disk is full or the folder is not writable; the last checkpoint is kept.
+        KeyboardInterrupt, OSError: after Ctrl-C, or if the disk is full or the folder read-only.
     """
     batch_size = run.recipe.training.batch_size
     if batch_size % world_size():
@@ -79,7 +77,7 @@ def _train(
     recipe, variant = run.recipe, run.variant
     last = checkpoints.last(execution.skip_damaged)
     step = None if last is None else step_of(last)
-    on_rank_zero(lambda: cut_log(run, step, execution.skip_damaged))
+    on_rank_zero(lambda: cut_log(run.folder / METRICS, step))
     if step is not None:
         on_rank_zero(lambda: record_resumption(run.folder, step))
 
@@ -98,10 +96,14 @@ def _train(
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         # Lightning 2.6 uses a name that torch 2.13 deprecates.
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
-        # The log comes first, so that a checkpoint never contains a step that was not logged.
-        callbacks = [RunLog(run, progress), checkpoints]
-        loggers = run_loggers(run.folder, execution, step)
-        trainer = _trainer(run, execution, callbacks, loggers, checkpoints.io)
+        trainer = _trainer(
+            run,
+            execution,
+            # The log comes first, so that a checkpoint never contains a step that was not logged.
+            callbacks=[RunLog(run, progress), checkpoints],
+            logger=run_loggers(run.folder, execution, step),
+            plugins=[checkpoints.io, *filter(None, [launcher()])],
+        )
         try:
             with checkpoints.explaining_content():
                 trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
@@ -119,13 +121,7 @@ def _train(
         raise PreemptedError("stopped by SIGTERM at the end of a run")
 
 
-def _trainer(
-    run: TrainingRun,
-    execution: Execution,
-    callbacks: list[pl.Callback],
-    loggers: list[Logger],
-    checkpoint_io: CheckpointIO,
-) -> pl.Trainer:
+def _trainer(run: TrainingRun, execution: Execution, **options: Any) -> pl.Trainer:
     recipe, training = run.recipe, run.recipe.training
     strategy: Any = "ddp" if world_size() > 1 else "auto"
     if execution.strategy == "fsdp2":
@@ -145,9 +141,7 @@ def _trainer(
         enable_checkpointing=False,
         enable_progress_bar=False,  # Progress is the bar of all runs
         use_distributed_sampler=False,
-        logger=loggers,
-        callbacks=callbacks,
-        plugins=[checkpoint_io, *filter(None, [launcher()])],
+        **options,
     )
 
 

@@ -51,25 +51,20 @@ class RunLog(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: LanguageModel, *_: Any) -> None:  # type: ignore[override]
         """Log loss, learning rate, gradient norm and speed, every ten steps."""
-        if trainer.global_step % LOG_EVERY == 0:
-            self._log_training(trainer, module)
-        self.progress.step(self.run, trainer.global_step, self._last)
-
-    def _log_training(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         step = trainer.global_step
-        loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
-        last, since = self._logged
-        self._logged = (step, time.perf_counter())
-        tokens = (step - last) * self.run.recipe.tokens_per_step
-        self._log(
-            trainer,
-            {
+        if step % LOG_EVERY == 0:
+            loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
+            last, since = self._logged
+            self._logged = (step, time.perf_counter())
+            tokens = (step - last) * self.run.recipe.tokens_per_step
+            metrics = {
                 "train_loss": float(loss),
                 "lr": trainer.optimizers[0].param_groups[0]["lr"],
                 "grad_norm": float(module.grad_norm),
                 "tokens_per_second": tokens / (self._logged[1] - since),
-            },
-        )
+            }
+            self._log(trainer, metrics)
+        self.progress.step(self.run, step, self._last)
 
     def on_validation_start(self, *_: Any) -> None:
         """Note when the evaluation begins, which does not count as training."""
@@ -95,8 +90,8 @@ class RunLog(pl.Callback):
 
     def _save_second_moment(self, trainer: pl.Trainer, module: LanguageModel) -> None:
         """Save AdamW's bias-corrected second moment, averaged over H: a number for each token."""
-        embedding = output_embeddings(module.model)
-        moment = trainer.optimizers[0].state.get(embedding, {}).get("exp_avg_sq")
+        embedding, optimizer = output_embeddings(module.model), trainer.optimizers[0]
+        moment = optimizer.state.get(embedding, {}).get("exp_avg_sq")
         # SGD has none, and that of Coupled Adam is a vector: AdamW's alone is a matrix.
         if moment is None or moment.shape != embedding.shape:
             return
@@ -104,12 +99,9 @@ class RunLog(pl.Callback):
         moment = full_tensor(moment)
         if rank() > 0:
             return
-        (group,) = (
-            group
-            for group in trainer.optimizers[0].param_groups
-            if any(p is embedding for p in group["params"])
-        )
-        correction = 1 - group["betas"][1] ** trainer.global_step
+        groups = optimizer.param_groups
+        (betas,) = (g["betas"] for g in groups if any(p is embedding for p in g["params"]))
+        correction = 1 - betas[1] ** trainer.global_step
         values = moment.double().mean(1).cpu().numpy() / correction
         path = self.run.folder / SECOND_MOMENTS / f"{step_name(trainer.global_step)}.npy"
         make_folder(path.parent)

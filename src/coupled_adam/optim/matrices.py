@@ -84,11 +84,6 @@ class Matrix:
         return {_kind(module) for module in self.modules} or {"linear"}
 
     @property
-    def has_bias(self) -> bool:
-        """Whether it is the weight of a layer with a bias, as most heads over tokens are not."""
-        return any(getattr(module, "bias", None) is not None for module in self.modules)
-
-    @property
     def is_tied(self) -> bool:
         """Whether modules of several kinds share it, as input and output embedding do."""
         return len(self.kinds - {"layer"}) > 1

@@ -1,17 +1,16 @@
 """The param groups of a model: which parameters are coupled, and which have weight decay."""
 
-import dataclasses
 import itertools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.optim.flat import FlatShard, of_fsdp1
-from coupled_adam.optim.matrices import Matrix, Parameters, listed, resolve
+from coupled_adam.optim.flat import of_fsdp1
+from coupled_adam.optim.matrices import Parameters, listed, resolve
 from coupled_adam.optim.token_embeddings import (
     Couple,
     Embeddings,
@@ -178,9 +177,21 @@ def param_groups(
             "any, pass vocab_size= with the number of their rows, or embeddings=",
             stacklevel=2,
         )
-    left_out = resolve(model, exclude, "exclude")
+    for option, value in (
+        ("lr", lr),
+        ("head_lr", head_lr),
+        ("weight_decay", weight_decay),
+        ("embedding_weight_decay", embedding_weight_decay),
+    ):
+        if value is not None and not value >= 0:
+            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
+    if lr is not None and lr_factor is not None:
+        raise ValueError(
+            f"lr={lr} and lr_factor={lr_factor} both set the learning rate of the coupled "
+            "matrices: leave one of the two out"
+        )
     options = {
-        "lr": lr,
+        "lr": lr if lr_factor is None else _LrFactor(),
         "lr_factor": lr_factor,
         "betas": betas,
         "eps": eps,
@@ -188,128 +199,57 @@ def param_groups(
         "row_exponent": row_exponent,
         "zero_sum": zero_sum,
     }
-    return _grouped(
-        [m for m in classify(model, coupled, all_embeddings) if m.parameter not in left_out],
-        {name: value for name, value in options.items() if value is not None},
-        head_lr,
-        weight_decay,
-        embedding_weight_decay,
-    )
+    options = {name: value for name, value in options.items() if value is not None}
+    left_out = resolve(model, exclude, "exclude")
+    embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
+    if head_lr is not None and (tied := [m for m in embedding_of.values() if m.is_tied]):
+        raise ValueError(
+            f"head_lr={head_lr}, but the head is tied to the input embedding {tied[0].name!r}: "
+            "pass lr= or lr_factor= instead"
+        )
+    norms = _norm_weights(model)
+    shards = of_fsdp1(model)
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, p in model.named_parameters():
+        if p in left_out or not p.requires_grad:
+            continue
+        m, shard = embedding_of.get(p), shards.get(p)
+        is_coupled = m in coupled
+        vocab_dim = m.vocab_dim if m is not None and is_coupled else 0
+        has_head_lr = head_lr is not None and m is not None and m.is_head
+        shape = p.shape if shard is None else shard.shape
+        is_vector = len(shape) < 2 or p in norms or name.rpartition(".")[2] == "bias"
+        decay = embedding_weight_decay if m is not None else 0.0 if is_vector else weight_decay
+        # Coupled groups first, then the matrices: the same order for every model.
+        is_matrix = m is None and not is_vector
+        key = (not is_coupled, vocab_dim, has_head_lr, not is_matrix, decay or 0.0)
+        if key not in groups:
+            group = groups[key] = {"params": [], "param_names": [], "coupled": is_coupled}
+            group |= options if is_coupled else {}
+            if vocab_dim:
+                group["vocab_dim"] = vocab_dim
+            if has_head_lr:
+                group.pop("lr_factor", None)
+                group["lr"] = head_lr
+            if decay is not None:
+                group["weight_decay"] = decay
+            if shards:
+                group["flat_shards"] = []
+        groups[key]["params"].append(p)
+        groups[key]["param_names"].append(name)
+        if shards:
+            groups[key]["flat_shards"].append(shard)
+    return ParamGroups(groups[key] for key in sorted(groups))
 
 
-@dataclasses.dataclass(eq=False)
-class Member:
-    """A trainable parameter of a model, and what decides its group.
-
-    Attributes:
-        name: its name in the model.
-        parameter: the parameter itself.
-        role: ``"embedding"`` (of tokens, positions or anything else), ``"head"`` (an output
-            embedding of tokens that is not tied), ``"matrix"`` (all others with at least two
-            dimensions) or ``"vector"`` (biases and the weights of norms).
-        tied: whether it is input and output embedding.
-        coupled: whether to couple its rows.
-        vocab_dim: the dimension of a token embedding that indexes tokens.
-        shard: the piece that FSDP1 has left on this rank; None for a whole parameter.
-    """
-
-    name: str
-    parameter: Tensor
-    role: Literal["embedding", "head", "matrix", "vector"]
-    tied: bool = False
-    coupled: bool = False
-    vocab_dim: int = 0
-    shard: FlatShard | None = None
-
-
-def classify(model: nn.Module, coupled: list[Matrix], all_embeddings: list[Matrix]) -> list[Member]:
-    """Return the trainable parameters of a model, in order.
-
-    Args:
-        model: the model.
-        coupled, all_embeddings: as :func:`coupled_matrices` returns them.
-    """
-    by_parameter = {m.parameter: m for m in (*coupled, *all_embeddings)}
-    norms = {  # their weights may be matrices
+def _norm_weights(model: nn.Module) -> set[Tensor]:
+    """The weights of normalization layers, which may be matrices."""
+    return {
         p
         for module in model.modules()
         if isinstance(module, nn.LayerNorm | nn.RMSNorm)
         for p in module.parameters(recurse=False)
     }
-    members = []
-    shards = of_fsdp1(model)
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        if m := by_parameter.get(p):
-            member = Member(name, p, "head" if m.is_head else "embedding", m.is_tied)
-            member.coupled, member.vocab_dim = m in coupled, m.vocab_dim
-        elif (
-            len(shards[p].shape if p in shards else p.shape) < 2
-            or p in norms
-            or name.rpartition(".")[2] == "bias"
-        ):
-            member = Member(name, p, "vector")
-        else:
-            member = Member(name, p, "matrix")
-        member.shard = shards.get(p)
-        members.append(member)
-    return members
-
-
-def _grouped(
-    members: list[Member],
-    options: dict[str, Any],
-    head_lr: float | None,
-    weight_decay: float | None,
-    embedding_weight_decay: float,
-) -> ParamGroups:
-    """Build the param groups of these parameters; ``options`` are those of the coupled ones."""
-    for option, value in (
-        ("lr", options.get("lr")),
-        ("head_lr", head_lr),
-        ("weight_decay", weight_decay),
-        ("embedding_weight_decay", embedding_weight_decay),
-    ):
-        if value is not None and not value >= 0:
-            raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
-    if "lr" in options and "lr_factor" in options:
-        raise ValueError(
-            f"lr={options['lr']} and lr_factor={options['lr_factor']} both set the learning rate "
-            "of the coupled matrices: leave one of the two out"
-        )
-    is_flat = any(m.shard for m in members)
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for m in members:
-        if m.tied and head_lr is not None:
-            raise ValueError(
-                f"head_lr={head_lr}, but the head is tied to the input embedding {m.name!r}: pass "
-                "lr= or lr_factor= instead"
-            )
-        is_head = m.role == "head" and head_lr is not None
-        decay = {"matrix": weight_decay, "vector": 0.0}.get(m.role, embedding_weight_decay)
-        # Coupled groups first, then the matrices: the same order for every model.
-        key = (not m.coupled, m.coupled and m.vocab_dim, is_head, m.role != "matrix", decay or 0.0)
-        if key not in groups:
-            group = groups[key] = {"params": [], "param_names": [], "coupled": m.coupled}
-            if m.coupled:
-                group.update(options)
-                if "lr_factor" in group:
-                    group["lr"] = _LrFactor()
-            if m.coupled and m.vocab_dim:
-                group["vocab_dim"] = m.vocab_dim
-            if is_head:
-                group.pop("lr_factor", None)
-                group["lr"] = head_lr
-            if decay is not None:
-                group["weight_decay"] = decay
-            if is_flat:
-                group["flat_shards"] = []
-        groups[key]["params"].append(m.parameter)
-        groups[key]["param_names"].append(m.name)
-        if is_flat:
-            groups[key]["flat_shards"].append(m.shard)
-    return ParamGroups(groups[key] for key in sorted(groups))
 
 
 class _LrFactor:

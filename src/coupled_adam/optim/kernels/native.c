@@ -21,7 +21,7 @@
 #define BLOCK 1024    /* bytes of a row that both loops of a pass work on before they go on */
 #define SUM_ROWS 128  /* times ROWS are summed in single precision before double precision */
 /* Bytes by which cache lines are prefetched before they are used, where measure and apply use them. */
-#define MEASURE_AHEAD 2048
+#define MEASURE_AHEAD 4096
 #define APPLY_AHEAD 1024
 #define MAX_THREADS 256
 

@@ -470,8 +470,10 @@ def _looks_alike(m: Matrix, matrices: list[Matrix], stated_sizes: set[int]) -> b
     ):
         return True
     # Another vocabulary: a table and a layer of the same size, or a table that is named or large.
-    others = [o for o in matrices if not (o.sides or o.in_block or o.is_named(OF_ANYTHING_ELSE))]
-    if any(o.shape[0] == rows and {*o.kinds, *m.kinds} == {"embedding", "linear"} for o in others):
+    unmarked = [o for o in matrices if not (o.sides or o.in_block or o.is_named(OF_ANYTHING_ELSE))]
+    if any(
+        o.shape[0] == rows and {*o.kinds, *m.kinds} == {"embedding", "linear"} for o in unmarked
+    ):
         return True
     if not is_table:
         return False

@@ -28,8 +28,9 @@ def _not_a_bool(value: Any) -> Any:
 
 _Number = Annotated[float, BeforeValidator(_not_a_bool)]
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-Positive = Annotated[_Number, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[_Number, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[_Number, Field(allow_inf_nan=False)]
+Positive = Annotated[Finite, Field(gt=0)]
+NotNegative = Annotated[Finite, Field(ge=0)]
 Share = Annotated[_Number, Field(ge=0, le=1)]
 Beta = Annotated[_Number, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]

@@ -20,7 +20,6 @@ from coupled_adam.files import (
     is_temporary,
     make_folder,
     read_text,
-    remove_empty,
     sole_writer,
     write_atomically,
 )
@@ -102,7 +101,7 @@ def compare(
     with contextlib.ExitStack() as locks:
         with process_group(execution.device, settings):
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
-            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, locks)
+            corpus = prepare_and_claim(out / COMPARISON, content, recipe, cache, locks)
             runs = [
                 TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -145,27 +144,27 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
     return evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
 
 
-def claim_and_prepare(
+def prepare_and_claim(
     file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
 ) -> Corpus:
-    """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
+    """Prepare the corpus, then claim the folder of a comparison or a sweep, and describe it.
+
+    A text that is mistyped, for example, thus leaves no folder behind.
 
     Args:
-        file: what describes the folder; written with its content once the corpus is there. If that
-            fails, new folders are removed again, unless others have put anything there.
+        file: what describes the folder; written with its content.
         locks: the folder is locked until it closes.
 
     Raises:
-        UsageError: if the folder is in use or not writable, or the text cannot be used.
+        UsageError: if the text cannot be used, or the folder is in use or not writable.
     """
     # Code that cannot be imported is refused before the text is read, which may take hours.
     on_every_rank(lambda: load_variant(recipe.variant))
-    out = file.parent
+    corpus, out = _same_corpus(recipe, cache), file.parent
 
-    def claim() -> list[Path]:
-        """Hold the folder as its only writer; return what was created, the innermost first."""
+    def claim() -> None:
         try:
-            new_folders = make_folder(out)
+            make_folder(out)
             locks.enter_context(sole_writer(out))
         except OSError as error:
             reason = os.strerror(error.errno or 0)
@@ -173,18 +172,9 @@ def claim_and_prepare(
                 f"--out {out} cannot be written ({reason}): choose another folder"
             ) from None
         clear_leftovers(out)
-        return new_folders
+        write_atomically(file, yaml.safe_dump(content, sort_keys=False))
 
-    new_folders = on_rank_zero(claim)
-    try:
-        corpus = _same_corpus(recipe, cache)
-    except UsageError:
-        # A text that is mistyped, for example, should not leave an empty folder behind.
-        if rank() == 0 and new_folders:
-            (out / LOCK).unlink()
-            remove_empty(new_folders)
-        raise
-    on_rank_zero(lambda: write_atomically(file, yaml.safe_dump(content, sort_keys=False)))
+    on_rank_zero(claim)
     return corpus
 
 

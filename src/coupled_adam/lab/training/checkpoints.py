@@ -28,7 +28,6 @@ from coupled_adam.files import (
     file_digest,
     make_folder,
     remove,
-    remove_empty,
     sync,
     sync_folder,
     temporary_path,
@@ -241,7 +240,8 @@ class Checkpoints(pl.Callback):
         # In reverse, what is in a folder comes before the folder.
         for entry in (*sorted(path.rglob("*"), reverse=True), path):
             if entry.is_dir():
-                remove_empty([entry])
+                with contextlib.suppress(OSError):  # it is not empty
+                    entry.rmdir()
             elif entry == path or entry.relative_to(path).as_posix() in own_files:
                 entry.unlink()
         if not path.exists():

@@ -38,30 +38,30 @@ def number(text):
     return float(text[:-1]) * {"M": 1e6, "B": 1e9}[text[-1]]
 
 
-@pytest.mark.parametrize("size", PAPER)
-def test_the_papers_recipes(size):
+@pytest.mark.parametrize(
+    ("size", "tokens"), [(size, tokens) for size in PAPER for tokens in PAPER[size][-1]]
+)
+def test_the_papers_recipes(size, tokens):
     lr, heads, layers, width, steps = PAPER[size]
-    for tokens, count in steps.items():
-        recipe = load_recipe(f"{size}-{tokens}")
-        training, model = recipe.training, recipe.model
-        assert recipe.name == f"{size}-{tokens}"
-        assert recipe.steps == count
-        assert recipe.tokens == pytest.approx(number(tokens), rel=0.02)
-        assert (training.lr, training.betas, training.eps) == (lr, (0.9, 0.95), 1e-8)
-        assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
-        assert (training.schedule, training.final_lr) == ("cosine", 0.1)
-        assert training.precision == "bf16-mixed"
-        assert (model.n_head, model.n_layer, model.n_embd) == (heads, layers, width)
-        assert (model.vocab_size, model.tied) == (50304, True)
-        large = size in ("1.3B", "2.6B")
-        assert model.architecture == ("stablelm" if large else "gpt2")
-        assert training.sequence_length == (2048 if large else 1024)
-        assert training.batch_size == (256 if large else 96)
-        assert recipe.warmup_steps == (round(0.01 * count) if large else 100)
-        assert recipe.data.hub == (
-            "cerebras/SlimPajama-627B" if large else "Skylion007/openwebtext"
-        )
-        assert list(recipe.arms) == ["adamw", "coupled_adam"]
+    count = steps[tokens]
+    recipe = load_recipe(f"{size}-{tokens}")
+    training, model = recipe.training, recipe.model
+    assert recipe.name == f"{size}-{tokens}"
+    assert recipe.steps == count
+    assert recipe.tokens == pytest.approx(number(tokens), rel=0.02)
+    assert (training.lr, training.betas, training.eps) == (lr, (0.9, 0.95), 1e-8)
+    assert (training.weight_decay, training.max_grad_norm) == (0.1, 1.0)
+    assert (training.schedule, training.final_lr) == ("cosine", 0.1)
+    assert training.precision == "bf16-mixed"
+    assert (model.n_head, model.n_layer, model.n_embd) == (heads, layers, width)
+    assert (model.vocab_size, model.tied) == (50304, True)
+    large = size in ("1.3B", "2.6B")
+    assert model.architecture == ("stablelm" if large else "gpt2")
+    assert training.sequence_length == (2048 if large else 1024)
+    assert training.batch_size == (256 if large else 96)
+    assert recipe.warmup_steps == (round(0.01 * count) if large else 100)
+    assert recipe.data.hub == ("cerebras/SlimPajama-627B" if large else "Skylion007/openwebtext")
+    assert list(recipe.arms) == ["adamw", "coupled_adam"]
 
 
 @pytest.mark.parametrize("name", recipe_names())

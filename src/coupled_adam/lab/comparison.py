@@ -13,16 +13,8 @@ from typing import Any
 
 import yaml
 
+from coupled_adam import files
 from coupled_adam.errors import UsageError, on_all_ranks
-from coupled_adam.files import (
-    LOCK,
-    clear_leftovers,
-    is_temporary,
-    make_folder,
-    read_text,
-    sole_writer,
-    write_atomically,
-)
 from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
@@ -45,7 +37,7 @@ from coupled_adam.runs import COMPARISON, MODEL, REPORT, run_name
 def stored_recipe(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None if it is not one."""
     try:
-        text = read_text(out / COMPARISON, "replace")
+        text = files.read_text(out / COMPARISON, "replace")
     except OSError:
         return None
     return parse_recipe(text, str(out / COMPARISON))
@@ -164,15 +156,15 @@ def prepare_and_claim(
 
     def claim() -> None:
         try:
-            make_folder(out)
-            locks.enter_context(sole_writer(out))
+            files.make_folder(out)
+            locks.enter_context(files.sole_writer(out))
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise UsageError(
                 f"--out {out} cannot be written ({reason}): choose another folder"
             ) from None
-        clear_leftovers(out)
-        write_atomically(file, yaml.safe_dump(content, sort_keys=False))
+        files.clear_leftovers(out)
+        files.write_atomically(file, yaml.safe_dump(content, sort_keys=False))
 
     on_rank_zero(claim)
     return corpus
@@ -213,7 +205,8 @@ def check_unused(out: Path, kind: str, resume: bool) -> None:
     """Raise UsageError if a folder that holds no comparison, sweep or run cannot become one."""
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
-        is_used = any(path.name != LOCK and not is_temporary(path) for path in out.iterdir())
+        paths = [path for path in out.iterdir() if not files.is_temporary(path)]
+        is_used = [path.name for path in paths] not in ([], [files.LOCK])
     if is_used and resume:
         raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
     if is_used:

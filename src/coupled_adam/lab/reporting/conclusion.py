@@ -189,10 +189,11 @@ def _overview(baseline: Sequence[Run], rivals: Sequence[Sequence[Run]]) -> str:
         pairs = _pairs(baseline, arm, TEST_LOSS)
         test, label = pairs and pairs.test, arm[0].label
         verdict = "no test possible with fewer than two seeds"
-        if test:
-            verdict = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
-            verdict = test.direction if test.significant else verdict
+        if test is not None:
             label += f" ({shown_p(test.p)})"
+            verdict = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
+        if test is not None and test.significant:
+            verdict = test.direction
         arms_by_verdict.setdefault(verdict, []).append(label)
     listed = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in arms_by_verdict.items())
     return (

@@ -43,7 +43,7 @@ class Model:
     architecture: gpt2; stablelm, which has LayerNorm, SwiGLU and rotary positions; or any other
         causal language model of transformers by its ``model_type``, such as llama or qwen3.
     vocab_size: V, the number of rows of the embeddings; a tokenizer may have fewer tokens.
-    n_layer: the number of blocks.
+    n_layer: the number of blocks, at most 1000.
     n_head: the number of attention heads in a block; it divides ``n_embd``.
     n_embd: H, the hidden size and the width of the embeddings.
     n_positions: the maximum sequence length; null means the training's sequence length.

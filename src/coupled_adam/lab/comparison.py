@@ -156,6 +156,7 @@ def prepare_and_claim(
 
     def claim() -> None:
         try:
+            # The lock is a file in the folder, and ends with this process however that ends.
             files.make_folder(out)
             locks.enter_context(files.sole_writer(out))
         except OSError as error:
@@ -225,6 +226,7 @@ def check_same(
     ``stored`` is what the folder has, ``current`` what is asked for; ``may_differ`` says whether a
     setting, by its dotted key, may have another value.
     """
+    # All differences at once, as the user typed them or left them out.
     different = ", ".join(
         f"{key}={there!r} there, {here!r} here"
         for key, (there, here) in differences(stored, current).items()

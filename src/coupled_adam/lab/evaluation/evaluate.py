@@ -208,6 +208,7 @@ def held_out_loss(
         for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
             size = blocks[:, 1:].numel()
             bar.update(size)
+            # Blocks are of one length, but the last batch may have fewer of them.
             total += losses(model, blocks.to(model.device)).mean().item() * size
             predicted += size
     if not math.isfinite(total):
@@ -268,6 +269,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read an evaluation from a file; it is empty if the file does not exist."""
     if not path.exists():
         return {}
+    # It may be another person's, and must hold nothing that a report cannot show.
     try:
         content: dict[str, Any] = json.loads(
             read_text(path), parse_constant=_number, parse_float=_number

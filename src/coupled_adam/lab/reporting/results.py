@@ -105,6 +105,7 @@ def _metric(
     def p(rival_runs: list[Run]) -> float | None:
         return one_sided_t_test(values, [*values_by_seed(rival_runs, column).values()], better)
 
+    # The paper's tests are unpaired; the paired one is for the CSV file alone.
     against_rivals = [p(rival) for rival in rivals]
     paired = None if against is None else paired_t_test(by_seed, values_by_seed(against, column))
     return Metric(

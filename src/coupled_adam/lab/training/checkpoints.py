@@ -93,6 +93,7 @@ class Checkpoints(pl.Callback):
         """
         try:
             yield
+        # These say themselves what is wrong, and that is not the checkpoint.
         except (UsageError, TrainingError, OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except (Exception, CheckpointException) as error:

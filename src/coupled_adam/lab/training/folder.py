@@ -81,6 +81,7 @@ def _check_text(folder: Path, corpus: Corpus) -> None:
         counts = read_array(folder / COUNTS)
     except ValueError as error:
         raise UsageError(f"{error}: remove {folder} to begin the run again") from None
+    # The fingerprint is that of the text; the counts tell tokens of another tokenizer.
     now = corpus.facts["fingerprint"], corpus.facts["tokens"]
     if (started.get("fingerprint"), started.get("tokens")) != now or not np.array_equal(
         counts, corpus.unigram_counts()
@@ -98,6 +99,7 @@ def record_resumption(folder: Path, step: int) -> None:
     now = {**environment(), "processes": world_size(), "step": step}
     content = {**recorded, "resumed": [*resumed, now]}
     files.write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=2))
+    # Compared with the last time, of which there may have been several.
     different = changes([recorded, *resumed][-1], now)
     if different:
         warnings.warn(

@@ -16,23 +16,17 @@ from matplotlib.ticker import EngFormatter
 
 from .questions import QUESTIONS, RATES
 from .referee import ADAMW_BEST, difference, with_documents
+from .rows import BEST, LABELS, Arm, Line, by_seed, runs, values
 from .run import HERE
 from .tables import (
     ALTERNATIVES,
     BASE,
-    BEST,
-    LABELS,
     RECOMMENDED,
     SCALE,
-    Arm,
-    Line,
     alternative,
-    by_seed,
     exponents,
     movement,
     pair,
-    runs,
-    values,
 )
 
 IMAGES = HERE.parent / "docs" / "images" / "study"

@@ -11,7 +11,7 @@ from scipy import stats
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, paired_t_test
 from coupled_adam.rendering.tables import Cell, Table
 
-from .tables import BEST, Line, by_seed, p_text, runs, values
+from .rows import BEST, Line, by_seed, p_text, runs, values
 
 Array = NDArray[np.float64]
 

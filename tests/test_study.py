@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from scipy import stats
-from study import experts, figures, masked_lm, muon, referee, tables
+from study import experts, figures, masked_lm, muon, referee, rows, tables
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
@@ -537,7 +537,7 @@ def test_rows_that_other_questions_have_are_of_the_same_runs():
         assert all(training(line) == training(lines[0]) for line in lines)
         assert training(lines[0])["lr"] == lr
     for question in ("scaled", "scaled_longer"):
-        lines = [line for arm in tables.LABELS for line in tables.exponents(question, arm).values()]
+        lines = [line for arm in rows.LABELS for line in tables.exponents(question, arm).values()]
         assert all(training(line) == training(lines[0]) for line in lines)
         assert len({*lines}) == len(lines)
 
@@ -556,9 +556,9 @@ def table_of(monkeypatch, runs, groups, measures, **options):
         name: {"seeds": {str(seed): {**committed, **run} for seed, run in enumerate(seeds, 1)}}
         for name, seeds in runs.items()
     }
-    monkeypatch.setattr(tables, "results", lambda question: found)
-    named = [[tables.Line(name.upper(), "", name) for name in group] for group in groups]
-    return tables.table(named, measures, **options).markdown().splitlines()
+    monkeypatch.setattr(rows, "results", lambda question: found)
+    named = [[rows.Line(name.upper(), "", name) for name in group] for group in groups]
+    return rows.table(named, measures, **options).markdown().splitlines()
 
 
 def test_a_table(monkeypatch):
@@ -636,7 +636,7 @@ def test_columns_that_only_newer_runs_have(monkeypatch):
     """They stay away from tables of older runs, which show a dash beside newer ones."""
     old = [{"test_loss": 2.0}]
     new = [{"test_loss": 1.0, "isotropy_unit": 0.5, "effective_rank": 30.0}]
-    measures = ["test_loss", *tables.NEWER]
+    measures = ["test_loss", *rows.NEWER]
     runs = {"old": old, "new": new}
     only_old = table_of(monkeypatch, runs, [["old"]], measures)
     assert only_old[0] == "|  | L ↓ | p | p, paired | seeds |"
@@ -656,7 +656,7 @@ def test_runs_of_uncommitted_code_are_marked(monkeypatch):
     runs = {"a": [dirty, unknown], "b": [clean, dirty], "c": [clean, clean]}
     lines = table_of(monkeypatch, runs, [["a", "b", "c"]], ["test_loss"])
     assert [line.split(" | ")[-1] for line in lines[2:5]] == ["1 †, 2 † |", "1, 2 † |", "2 |"]
-    assert lines[5:] == ["", tables.UNCOMMITTED]
+    assert lines[5:] == ["", rows.UNCOMMITTED]
     rerun = {**runs, "a": [clean, clean], "b": [clean, clean]}
     assert "†" not in "".join(table_of(monkeypatch, rerun, [["a", "b"]], ["test_loss"]))
 
@@ -670,14 +670,14 @@ def test_every_run_of_uncommitted_code_is_marked_on_a_page(monkeypatch):
         if "-dirty" in run["environment"]["git_commit"]
     }
     marked = set()
-    is_committed = tables.is_committed
+    is_committed = rows.is_committed
 
     def seen(run):
         if not is_committed(run):
             marked.add(json.dumps(run))
         return is_committed(run)
 
-    monkeypatch.setattr(tables, "is_committed", seen)
+    monkeypatch.setattr(rows, "is_committed", seen)
     for path in tables.PAGES:
         tables.filled(path.read_text(encoding="utf-8"))
     assert marked == expected

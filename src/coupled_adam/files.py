@@ -148,13 +148,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_empty(folders: list[Path]) -> None:
-    """Remove folders, the innermost first, up to the first that holds anything."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
 _RESULTS = {
     b"<!doctype html>": b'<meta name="generator" content="coupled-adam">',
     b"\x89PNG": b"coupled-adam",

@@ -353,35 +353,50 @@ def process(small_recipe, text_file, tmp_path):
     return start
 
 
-def test_a_corpus_leads_nowhere_else(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda own: {"path": "../../secret.bin"},
+        lambda own: {"path": str(Path.cwd() / "secret.bin")},
+        lambda own: {"dtype": "O"},
+        lambda own: {"dtype": "<u4", "length": own["length"] // 2},
+        lambda own: {"offset": -2},
+        lambda own: {"length": own["length"] - 1},
+        lambda own: {"length": str(own["length"])},
+    ],
+)
+def test_a_corpus_leads_nowhere_else(recipe, tmp_path, monkeypatch, change):
     """What its corpus.json names is its own, or it is made again."""
+    monkeypatch.chdir(tmp_path)
     corpus = prepare_corpus(recipe, tmp_path / "cache")
     path = corpus.folder / "corpus.json"
-    whole = path.read_text()
-    secret = tmp_path / "secret.bin"
-    secret.write_bytes(bytes(2 * corpus.facts["tokens"]["train"]))
-    own = corpus.facts["files"]["train"][0]
-    for changed in (
-        {"path": str(secret)},
-        {"path": "../../secret.bin"},
-        {"dtype": "O"},
-        {"dtype": "<u4", "length": own["length"] // 2},
-        {"offset": -2},
-        {"length": own["length"] - 1},
-        {"length": str(own["length"])},
-    ):
-        facts = json.loads(whole)
-        facts["files"]["train"] = [{**own, **changed}]
-        del facts["digest"]
-        path.write_text(json.dumps({**facts, "digest": content_hash(facts)}))
-        with pytest.warns(UserWarning, match="is damaged"):
-            again = prepare_corpus(recipe, tmp_path / "cache")
-        assert again.facts == corpus.facts
-        assert (again.tokens("train")[:] > 0).any()
-    for text in ("[]", "[" * 10**5, "{}", whole.replace('"end_of_text": 0', '"end_of_text": 1')):
-        path.write_text(text)
-        with pytest.warns(UserWarning, match=r"is damaged \(corpus\.json\)"):
-            assert prepare_corpus(recipe, tmp_path / "cache").facts == corpus.facts
+    (tmp_path / "secret.bin").write_bytes(bytes(2 * corpus.facts["tokens"]["train"]))
+    facts = json.loads(path.read_text())
+    (own,) = facts["files"]["train"]
+    facts["files"]["train"] = [{**own, **change(own)}]
+    del facts["digest"]
+    path.write_text(json.dumps({**facts, "digest": content_hash(facts)}))
+    with pytest.warns(UserWarning, match="is damaged"):
+        again = prepare_corpus(recipe, tmp_path / "cache")
+    assert again.facts == corpus.facts
+    assert (again.tokens("train")[:] > 0).any()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda whole: "[]",
+        lambda whole: "[" * 10**5,
+        lambda whole: "{}",
+        lambda whole: whole.replace('"end_of_text": 0', '"end_of_text": 1'),
+    ],
+)
+def test_a_corpus_json_that_is_none(recipe, tmp_path, change):
+    corpus = prepare_corpus(recipe, tmp_path / "cache")
+    path = corpus.folder / "corpus.json"
+    path.write_text(change(path.read_text()))
+    with pytest.warns(UserWarning, match=r"is damaged \(corpus\.json\)"):
+        assert prepare_corpus(recipe, tmp_path / "cache").facts == corpus.facts
 
 
 def test_only_our_leftovers_are_removed(recipe, tmp_path):

@@ -112,15 +112,22 @@ ERRORS = {
 }  # fmt: skip
 
 
-def test_errors(recipe, small_recipe, text_file, tmp_path, capsys):
+@pytest.mark.parametrize(("arguments", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(recipe, small_recipe, text_file, tmp_path, capsys, arguments, message):
     """One line, and nothing is made."""
     before = sorted(tmp_path.rglob("*"))
     common = ["sweep", "--recipe", str(small_recipe), "--text", str(text_file)]
-    for name, (arguments, message) in ERRORS.items():
-        assert cli.main([*common, "--out", str(tmp_path / "out"), *arguments]) == 2, name
-        (line,) = capsys.readouterr().err.splitlines()
-        assert message in line, (name, line)
-    assert cli.main([*common, "--text", str(tmp_path / "x"), "training.lr=1,2"]) == 2
+    assert cli.main([*common, "--out", str(tmp_path / "out"), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_text_that_is_not_there(small_recipe, tmp_path, capsys):
+    """Nothing is said about results, and nothing is made."""
+    before = sorted(tmp_path.rglob("*"))
+    command = ["sweep", "--recipe", str(small_recipe), "--text", str(tmp_path / "x")]
+    assert cli.main([*command, "training.lr=1,2"]) == 2
     assert "results in" not in capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
 

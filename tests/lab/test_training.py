@@ -142,11 +142,15 @@ def test_metrics_after_the_checkpoint_are_dropped(tmp_path):
     assert kept[-1] == {"step": 30, "train_loss": 2.0}
     cut_log(path, None)
     assert path.read_text() == ""
-    for damaged in ("[]\n", '{"step": "x"}\n', '{"step": 1e999, "x": 1}\n', "{\n"):
-        path.write_text(damaged)
-        with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
-            cut_log(path, 0)
-        assert path.read_text() == damaged
+
+
+@pytest.mark.parametrize("line", ["[]", '{"step": "x"}', '{"step": 1e999, "x": 1}', "{"])
+def test_a_log_that_is_none(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
+        cut_log(path, 0)
+    assert path.read_text() == f"{line}\n"
 
 
 @pytest.mark.parametrize("arm", ["adamw", "coupled_adam"])

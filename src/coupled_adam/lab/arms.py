@@ -1,9 +1,9 @@
 """The arms of a comparison: different optimizers for the token embeddings.
 
 In every arm AdamW updates all other parameters, and everything else in a run is the same. An arm is
-a small class whose fields are its options in a recipe; to add one, write the class and add it to
-:data:`OPTIMIZERS`. torch is imported only when an optimizer is created, as checking and listing
-recipes does not need it.
+a small class whose fields are its options in a recipe, with types that hold their bounds; to add
+one, write the class and add it to :data:`OPTIMIZERS`. torch is imported only when an optimizer is
+created, as checking and listing recipes does not need it.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from coupled_adam.lab.sections import Training
+from coupled_adam.lab.sections import Beta, Finite, NotNegative, Positive, Share, Training
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,14 +41,10 @@ class AdamWArm:
     beta1, beta2: the betas of the token embeddings; null means the training's.
     """
 
-    lr_factor: float = 1.0
-    embedding_weight_decay: float = 0.0
-    beta1: float | None = None
-    beta2: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for options out of range."""
-        _check_embedding_options(self)
+    lr_factor: Positive = 1.0
+    embedding_weight_decay: NotNegative = 0.0
+    beta1: Beta | None = None
+    beta2: Beta | None = None
 
     @property
     def label(self) -> str:
@@ -79,22 +75,14 @@ class CoupledAdamArm:
     beta1, beta2: the betas of coupled matrices; null means the training's.
     """
 
-    second_moment_scale: float = 1.0
-    row_exponent: float = 0.0
+    second_moment_scale: Positive = 1.0
+    row_exponent: Share = 0.0
     zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
-    lr_factor: float = 1.0
-    embedding_weight_decay: float = 0.0
-    beta1: float | None = None
-    beta2: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for options out of range."""
-        if not 0 < self.second_moment_scale < math.inf:
-            raise ValueError(f"second_moment_scale={self.second_moment_scale} must be above 0")
-        if not 0 <= self.row_exponent <= 1:
-            raise ValueError(f"row_exponent={self.row_exponent} must be between 0 and 1")
-        _check_embedding_options(self)
+    lr_factor: Positive = 1.0
+    embedding_weight_decay: NotNegative = 0.0
+    beta1: Beta | None = None
+    beta2: Beta | None = None
 
     @property
     def label(self) -> str:
@@ -134,12 +122,7 @@ class LeanArm:
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
     """
 
-    lr_factor: float = 2.0
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for options out of range."""
-        if not 0 < self.lr_factor < math.inf:
-            raise ValueError(f"lr_factor={self.lr_factor} must be above 0")
+    lr_factor: Positive = 2.0
 
     @property
     def label(self) -> str:
@@ -184,16 +167,6 @@ def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
     return {"params": [*parameters.values()], "param_names": [*parameters]}
 
 
-def _check_embedding_options(arm: AdamWArm | CoupledAdamArm) -> None:
-    if not 0 < arm.lr_factor < math.inf:
-        raise ValueError(f"lr_factor={arm.lr_factor} must be above 0")
-    if not 0 <= arm.embedding_weight_decay < math.inf:
-        raise ValueError(f"embedding_weight_decay={arm.embedding_weight_decay} must be 0 or more")
-    for name, beta in (("beta1", arm.beta1), ("beta2", arm.beta2)):
-        if beta is not None and not 0 <= beta < 1:
-            raise ValueError(f"{name}={beta} must be at least 0, below 1")
-
-
 def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
     """What embeddings have instead of the training's options, for ``param_groups``."""
     beta1, beta2 = training.betas
@@ -226,19 +199,13 @@ class SGDArm:
     momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
     """
 
-    lr_factor: float
-    momentum: float = 0.9
-    dampening: float = 0.0
+    lr_factor: Positive
+    momentum: Beta = 0.9
+    dampening: Finite = 0.0
     nesterov: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for options out of range."""
-        if not 0 < self.lr_factor < math.inf:
-            raise ValueError(f"lr_factor={self.lr_factor} must be above 0")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum} must be at least 0 and below 1")
-        if not math.isfinite(self.dampening):
-            raise ValueError(f"dampening={self.dampening} must be a number")
+        """Raise ValueError for options that do not fit together."""
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("nesterov=true needs momentum above 0 and dampening=0")
 
@@ -276,16 +243,12 @@ class MuonArm:
     """
 
     coupled: bool = True
-    lr_factor: float = 1.0
-    row_exponent: float = 0.0
+    lr_factor: Positive = 1.0
+    row_exponent: Share = 0.0
     zero_sum: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for options out of range."""
-        if not 0 < self.lr_factor < math.inf:
-            raise ValueError(f"lr_factor={self.lr_factor} must be above 0")
-        if not 0 <= self.row_exponent <= 1:
-            raise ValueError(f"row_exponent={self.row_exponent} must be between 0 and 1")
+        """Raise ValueError for options that do not fit together."""
         if not self.coupled and (self.row_exponent or self.zero_sum):
             raise ValueError("row_exponent and zero_sum need coupled=true")
 

@@ -38,7 +38,7 @@ def checked(cls: type[T], values: Any, where: str = "") -> T:
     except ValidationError as error:
         errors = error.errors(include_url=False)
         missing = [
-            e["loc"] for e in errors if e["type"] == "missing" and e["loc"][-1] not in (0, 1)
+            e["loc"] for e in errors if e["type"] == "missing" and isinstance(e["loc"][-1], str)
         ]
         # An unknown key comes first, since it is often why another one is missing.
         first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])

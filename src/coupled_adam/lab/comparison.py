@@ -13,17 +13,8 @@ from typing import Any
 
 import yaml
 
+from coupled_adam import files
 from coupled_adam.errors import UsageError, on_all_ranks
-from coupled_adam.files import (
-    LOCK,
-    clear_leftovers,
-    is_temporary,
-    make_folder,
-    read_text,
-    remove_empty,
-    sole_writer,
-    write_atomically,
-)
 from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
@@ -46,7 +37,7 @@ from coupled_adam.runs import COMPARISON, MODEL, REPORT, run_name
 def stored_recipe(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None if it is not one."""
     try:
-        text = read_text(out / COMPARISON, "replace")
+        text = files.read_text(out / COMPARISON, "replace")
     except OSError:
         return None
     return parse_recipe(text, str(out / COMPARISON))
@@ -102,7 +93,7 @@ def compare(
     with contextlib.ExitStack() as locks:
         with process_group(execution.device, settings):
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
-            corpus = claim_and_prepare(out / COMPARISON, content, recipe, cache, locks)
+            corpus = prepare_and_claim(out / COMPARISON, content, recipe, cache, locks)
             runs = [
                 TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
@@ -145,46 +136,38 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
     return evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
 
 
-def claim_and_prepare(
+def prepare_and_claim(
     file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
 ) -> Corpus:
-    """Claim the folder of a comparison or a sweep, prepare the corpus, and describe the folder.
+    """Prepare the corpus, then claim the folder of a comparison or a sweep, and describe it.
+
+    A text that is mistyped, for example, thus leaves no folder behind.
 
     Args:
-        file: what describes the folder; written with its content once the corpus is there. If that
-            fails, new folders are removed again, unless others have put anything there.
+        file: what describes the folder; written with its content.
         locks: the folder is locked until it closes.
 
     Raises:
-        UsageError: if the folder is in use or not writable, or the text cannot be used.
+        UsageError: if the text cannot be used, or the folder is in use or not writable.
     """
     # Code that cannot be imported is refused before the text is read, which may take hours.
     on_every_rank(lambda: load_variant(recipe.variant))
-    out = file.parent
+    corpus, out = _same_corpus(recipe, cache), file.parent
 
-    def claim() -> list[Path]:
-        """Hold the folder as its only writer; return what was created, the innermost first."""
+    def claim() -> None:
         try:
-            new_folders = make_folder(out)
-            locks.enter_context(sole_writer(out))
+            # The lock is a file in the folder, and ends with this process however that ends.
+            files.make_folder(out)
+            locks.enter_context(files.sole_writer(out))
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise UsageError(
                 f"--out {out} cannot be written ({reason}): choose another folder"
             ) from None
-        clear_leftovers(out)
-        return new_folders
+        files.clear_leftovers(out)
+        files.write_atomically(file, yaml.safe_dump(content, sort_keys=False))
 
-    new_folders = on_rank_zero(claim)
-    try:
-        corpus = _same_corpus(recipe, cache)
-    except UsageError:
-        # A text that is mistyped, for example, should not leave an empty folder behind.
-        if rank() == 0 and new_folders:
-            (out / LOCK).unlink()
-            remove_empty(new_folders)
-        raise
-    on_rank_zero(lambda: write_atomically(file, yaml.safe_dump(content, sort_keys=False)))
+    on_rank_zero(claim)
     return corpus
 
 
@@ -223,7 +206,8 @@ def check_unused(out: Path, kind: str, resume: bool) -> None:
     """Raise UsageError if a folder that holds no comparison, sweep or run cannot become one."""
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
-        is_used = any(path.name != LOCK and not is_temporary(path) for path in out.iterdir())
+        paths = [path for path in out.iterdir() if not files.is_temporary(path)]
+        is_used = [path.name for path in paths] not in ([], [files.LOCK])
     if is_used and resume:
         raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
     if is_used:
@@ -242,6 +226,7 @@ def check_same(
     ``stored`` is what the folder has, ``current`` what is asked for; ``may_differ`` says whether a
     setting, by its dotted key, may have another value.
     """
+    # All differences at once, as the user typed them or left them out.
     different = ", ".join(
         f"{key}={there!r} there, {here!r} here"
         for key, (there, here) in differences(stored, current).items()

@@ -19,14 +19,12 @@ def explained(recipe: Recipe) -> str:
     values = recipe.to_dict()
     for key, meaning in meanings(Recipe).items():
         section = getattr(recipe, key)
-        if key not in values:
-            values[key] = section
-        if not dataclasses.is_dataclass(section):
-            lines += _commented({key: values[key]}, meaning)
-            continue
-        lines += [f"# {meaning}", f"{key}:"]
-        for name, text in meanings(type(section)).items():
-            lines += _commented({name: values[key][name]}, text, "  ")
+        if dataclasses.is_dataclass(section):
+            lines += [f"# {meaning}", f"{key}:"]
+            for name, text in meanings(type(section)).items():
+                lines += _commented({name: values[key][name]}, text, "  ")
+        else:
+            lines += _commented({key: values.get(key)}, meaning)
     for optimizer, arm in OPTIMIZERS.items():
         lines.append(f"# The options of an arm with optimizer: {optimizer}")
         for name, text in meanings(arm).items():

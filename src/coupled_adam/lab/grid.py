@@ -260,6 +260,7 @@ def _keys(pattern: str, recipe: Recipe) -> list[str]:
     if "." not in pattern:
         hint = "give them with --seeds 1 2 3" if pattern == "seeds" else suggestion(Recipe, pattern)
         raise UsageError(f"{pattern} cannot be swept: {hint}")
+    # What is left are options of arms, in which * stands for any part of an arm's name.
     arm, _, option = option.partition(".")
     if section != "arms" or not option or option == "optimizer":
         raise UsageError(

@@ -52,6 +52,7 @@ class Recipe:
             f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
         )
         _check_data(self.data)
+        # Each section has checked itself; what follows is about two of them, or the arms.
         positions, length = self.model.n_positions, self.training.sequence_length
         require(
             positions is None or positions >= length,

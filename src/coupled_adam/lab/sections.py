@@ -28,8 +28,9 @@ def _not_a_bool(value: Any) -> Any:
 
 _Number = Annotated[float, BeforeValidator(_not_a_bool)]
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-Positive = Annotated[_Number, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[_Number, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[_Number, Field(allow_inf_nan=False)]
+Positive = Annotated[Finite, Field(gt=0)]
+NotNegative = Annotated[Finite, Field(ge=0)]
 Share = Annotated[_Number, Field(ge=0, le=1)]
 Beta = Annotated[_Number, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
@@ -42,7 +43,7 @@ class Model:
     architecture: gpt2; stablelm, which has LayerNorm, SwiGLU and rotary positions; or any other
         causal language model of transformers by its ``model_type``, such as llama or qwen3.
     vocab_size: V, the number of rows of the embeddings; a tokenizer may have fewer tokens.
-    n_layer: the number of blocks.
+    n_layer: the number of blocks, at most 1000.
     n_head: the number of attention heads in a block; it divides ``n_embd``.
     n_embd: H, the hidden size and the width of the embeddings.
     n_positions: the maximum sequence length; null means the training's sequence length.

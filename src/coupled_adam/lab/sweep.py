@@ -17,8 +17,8 @@ from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.comparison import (
     check_same,
     check_unused,
-    claim_and_prepare,
     evaluate_trained,
+    prepare_and_claim,
     shared_settings,
 )
 from coupled_adam.lab.data.corpus import Corpus
@@ -94,7 +94,7 @@ def sweep(
             # With the values and seeds of earlier calls as well.
             plan = on_rank_zero(lambda: _extended(given, out, resume))
             recipe = plan.grid.recipe
-            corpus = claim_and_prepare(out / SWEEP, plan.to_dict(), recipe, cache, locks)
+            corpus = prepare_and_claim(out / SWEEP, plan.to_dict(), recipe, cache, locks)
             on_start(plan)
             tried: list[Tried] = []
 

@@ -161,6 +161,7 @@ class TokenFiles:
         self.fingerprint = self._digest()
 
     def _digest(self) -> str:
+        # Ranges, since a file may hold a header, or tokens of two splits.
         size = sum(_size(file) for parts in self.files.values() for file in parts)
         with _progress("checking the token files", size) as bar:
 

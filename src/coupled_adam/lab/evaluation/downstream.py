@@ -55,7 +55,7 @@ class Downstream:
         path = None if folder is None else str(folder)
         # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
         self._manager = TaskManager(include_path=path, include_defaults=folder is None)
-        if not set(names) <= set(self._manager.all_tasks):
+        if folder is not None and not set(names) <= set(self._manager.all_tasks):
             self._manager = TaskManager(include_path=path)
         for name in names:
             if name not in self._manager.all_tasks:

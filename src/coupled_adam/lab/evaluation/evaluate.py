@@ -26,16 +26,8 @@ from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import clear_leftovers, read_text, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.evaluation import loading
 from coupled_adam.lab.evaluation.downstream import Downstream
-from coupled_adam.lab.evaluation.loading import (
-    block_length,
-    check_model,
-    load_model,
-    load_model_tokenizer,
-    load_trained,
-    recipe_of_run,
-    require_causal,
-)
 from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.schemas import check_evaluation
@@ -83,7 +75,7 @@ def evaluate_run(
         UsageError: the folder is not that of a run, or the run's training has not finished.
         OSError: the folder cannot be written.
     """
-    recipe = recipe_of_run(run, variant)
+    recipe = loading.recipe_of_run(run, variant)
     if not (run / MODEL).exists():
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
@@ -97,7 +89,7 @@ def evaluate_run(
     has_measures = MEASURES.keys() <= (evaluation.get("embeddings") or {}).keys()
     if has_loss and has_measures and sets is None and downstream is None:
         return evaluation
-    model, trained = load_trained(run, recipe, device)
+    model, trained = loading.load_trained(run, recipe, device)
     if not has_loss:
         tokens = (corpus() if callable(corpus) else corpus).tokens("test")
         sequences = None if batches is None else batches * recipe.training.batch_size
@@ -112,7 +104,8 @@ def evaluate_run(
         # Those of a new model: the one that was loaded does not know which biases were frozen.
         number = parameters(recipe, trained.build_model)
         _merge(path, {"parameters": number, **measures(model, counts)})
-    for scores in _scores(model, lambda: load_model_tokenizer(run / MODEL), sets, downstream):
+    tokenizer = functools.partial(loading.load_model_tokenizer, run / MODEL)
+    for scores in _scores(model, tokenizer, sets, downstream):
         _merge(path, scores)
     return _read(path)
 
@@ -142,15 +135,15 @@ def evaluate_model(
     Raises:
         UsageError: there is no such model, tokenizer or text, or they do not fit together.
     """
-    check_model(source)
+    loading.check_model(source)
     if batches is not None and text is None:
         raise UsageError("--batches is for the test loss: name a text for it with --text")
-    tokenizer = functools.cache(lambda: load_model_tokenizer(source, revision))
+    tokenizer = functools.cache(lambda: loading.load_model_tokenizer(source, revision))
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
-    model = load_model(source, device, revision)
-    require_causal(model, source)
+    model = loading.load_model(source, device, revision)
+    loading.require_causal(model, source)
     result: dict[str, Any] = {
         **dict.fromkeys(("test_loss", "test_tokens", "test_batches")),
         "parameters": model.num_parameters(),
@@ -215,6 +208,7 @@ def held_out_loss(
         for blocks in held_out_batches(tokens, max(1, _TOKENS // length), length):
             size = blocks[:, 1:].numel()
             bar.update(size)
+            # Blocks are of one length, but the last batch may have fewer of them.
             total += losses(model, blocks.to(model.device)).mean().item() * size
             predicted += size
     if not math.isfinite(total):
@@ -227,8 +221,8 @@ def loss_on_text(folder: Path, text: Path, batches: int | None, device: str) -> 
 
     The arguments and errors are those of :func:`evaluate_model`.
     """
-    model = load_model(folder, device)
-    tokens = _tokens_of(text, load_model_tokenizer(folder), model)
+    model = loading.load_model(folder, device)
+    tokens = _tokens_of(text, loading.load_model_tokenizer(folder), model)
     try:
         loss: float = _text_loss(model, tokens, batches)["test_loss"]
     except UsageError:  # it is not finite
@@ -240,7 +234,7 @@ def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
-    tokens, length = text_tokens(text, tokenizer), block_length(model)
+    tokens, length = text_tokens(text, tokenizer), loading.block_length(model)
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
@@ -250,7 +244,7 @@ def _tokens_of(
 
 def _text_loss(model: PreTrainedModel, tokens: NDArray[Any], batches: int | None) -> dict[str, Any]:
     sequences = None if batches is None else batches * _TEXT_BATCH
-    return held_out_loss(model, tokens, block_length(model), sequences)
+    return held_out_loss(model, tokens, loading.block_length(model), sequences)
 
 
 def _scores(
@@ -267,7 +261,7 @@ def _scores(
             raise UsageError(f"{model.name_or_path}: {error}") from None
         yield {"word_similarity": report.to_dict()}
     if downstream is not None:
-        batch_size = max(1, _TOKENS // block_length(model))
+        batch_size = max(1, _TOKENS // loading.block_length(model))
         yield {"lm_eval": downstream.evaluate(model, tokenizer(), batch_size)}
 
 
@@ -275,6 +269,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read an evaluation from a file; it is empty if the file does not exist."""
     if not path.exists():
         return {}
+    # It may be another person's, and must hold nothing that a report cannot show.
     try:
         content: dict[str, Any] = json.loads(
             read_text(path), parse_constant=_number, parse_float=_number

@@ -184,15 +184,16 @@ def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
 
 def _overview(baseline: Sequence[Run], rivals: Sequence[Sequence[Run]]) -> str:
     """One sentence about the test losses of many arms."""
+    # Arms with the same verdict are listed together, so that the sentence stays readable.
     arms_by_verdict: dict[str, list[str]] = {}
     for arm in rivals:
-        pairs = _pairs(baseline, arm, TEST_LOSS)
-        test, label = pairs and pairs.test, arm[0].label
-        verdict = "no test possible with fewer than two seeds"
-        if test:
-            verdict = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
-            verdict = test.direction if test.significant else verdict
-            label += f" ({shown_p(test.p)})"
+        pairs, label = _pairs(baseline, arm, TEST_LOSS), arm[0].label
+        if pairs is None or pairs.test is None:
+            verdict = "no test possible with fewer than two seeds"
+        else:
+            label += f" ({shown_p(pairs.test.p)})"
+            alike = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
+            verdict = pairs.test.direction if pairs.test.significant else alike
         arms_by_verdict.setdefault(verdict, []).append(label)
     listed = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in arms_by_verdict.items())
     return (

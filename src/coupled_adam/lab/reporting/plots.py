@@ -173,6 +173,7 @@ def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None
     sizes = sorted({run.parameters for run in runs})
     for size in sizes:
         for arm in dict.fromkeys(run.arm for run in runs):
+            # A line for each size and arm, of which each D may have several seeds.
             of_line = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
             points: dict[float, list[float]] = {}
             for run in sorted(of_line, key=lambda run: run.recipe.tokens):

@@ -98,6 +98,7 @@ def _link(folder: Path, out: Path) -> str:
 
 def _environment(run: Run) -> dict[str, Any]:
     """The environment of a run; empty if its file is missing or not as training writes it."""
+    # Only readers need these facts: an old or odd file must not prevent a report.
     try:
         recorded = json.loads(read_text(run.folder / ENVIRONMENT))
         return {

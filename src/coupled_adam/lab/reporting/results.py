@@ -105,6 +105,7 @@ def _metric(
     def p(rival_runs: list[Run]) -> float | None:
         return one_sided_t_test(values, [*values_by_seed(rival_runs, column).values()], better)
 
+    # The paper's tests are unpaired; the paired one is for the CSV file alone.
     against_rivals = [p(rival) for rival in rivals]
     paired = None if against is None else paired_t_test(by_seed, values_by_seed(against, column))
     return Metric(
@@ -176,24 +177,27 @@ def results_table(
     notes: Sequence[str] = (),
 ) -> Table:
     """The table of results, a row for each arm, with or without D, N and the number of seeds."""
-    # All rows have the same settings, those by which experiments of one name differ.
-    lead = [*("D", "N")[: 2 * sizes], *rows[0].settings, "Optimizer"]
+    size_columns, seed_columns = ["D", "N"] if sizes else [], ["seeds"] if seeds else []
     lines: list[list[str | Cell] | str] = []
     experiment = rows[0].run.experiment
     for row in rows:
+        # An empty line sets experiments apart.
         if row.run.experiment != experiment:
             lines.append("")
             experiment = row.run.experiment
-        line = [*map(short, row.run.size[: 2 * sizes]), *row.settings.values(), row.run.label]
-        metrics = [row.metrics[column.key] for column in columns]
-        # The p of a metric's test is a note that a page shows.
-        cells = [
-            Cell(metric.text, metric.bold, note="" if metric.p is None else shown_p(metric.p))
-            for metric in metrics
-        ]
-        lines.append([*line, *cells, *[str(len(row.runs))] * seeds])
-    header = [*lead, *(column.title for column in columns), *["seeds"] * seeds]
-    return Table(header, lines, title, notes, left=range(2 * sizes, len(lead)), lead=len(lead))
+        size = map(short, row.run.size) if sizes else ()
+        cells = []
+        for metric in (row.metrics[column.key] for column in columns):
+            # The p of a metric's test is a note that a page shows.
+            note = "" if metric.p is None else shown_p(metric.p)
+            cells.append(Cell(metric.text, metric.bold, note=note))
+        seed_cells = [str(len(row.runs))] if seeds else []
+        lines.append([*size, *row.settings.values(), row.run.label, *cells, *seed_cells])
+    # All rows have the same settings, those by which experiments of one name differ.
+    lead = [*size_columns, *rows[0].settings, "Optimizer"]
+    header = [*lead, *(column.title for column in columns), *seed_columns]
+    left = range(len(size_columns), len(lead))
+    return Table(header, lines, title, notes, left=left, lead=len(lead))
 
 
 def terminal_table(

@@ -107,6 +107,7 @@ class SweepReport:
         name, baseline_name = self.label(trial.arm), self.label(baseline.arm)
         paired = paired_t_test(trial.test, baseline.test)
         distance = f"{'lower' if difference < 0 else 'higher'} by {abs(difference):.2g}"
+        # The same clause, whether there is a test of it or not.
         sentence = (
             f"the test loss of the best setting of {name} is {distance} than that of "
             f"{baseline_name}"
@@ -192,6 +193,7 @@ class SweepReport:
         return page.render("sweep.html", values, self._pictures(), package=package)
 
     def _pictures(self) -> list[Picture]:
+        # A picture for each option that had several numbers; others have no order to draw.
         names = dict.fromkeys(
             name
             for trial in self.tried

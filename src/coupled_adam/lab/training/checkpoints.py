@@ -22,18 +22,9 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
+from coupled_adam import files
 from coupled_adam.embeddings.weights import check_distributed
 from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
-from coupled_adam.files import (
-    file_digest,
-    make_folder,
-    remove,
-    remove_empty,
-    sync,
-    sync_folder,
-    temporary_path,
-    write_atomically,
-)
 from coupled_adam.lab.training.distributed import (
     all_gather,
     any_rank,
@@ -102,6 +93,7 @@ class Checkpoints(pl.Callback):
         """
         try:
             yield
+        # These say themselves what is wrong, and that is not the checkpoint.
         except (UsageError, TrainingError, OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except (Exception, CheckpointException) as error:
@@ -157,8 +149,8 @@ class Checkpoints(pl.Callback):
         path = self.folder / step_name(trainer.global_step)
 
         def begin() -> Path:
-            make_folder(self.folder)
-            return temporary_path(path)
+            files.make_folder(self.folder)
+            return files.temporary_path(path)
 
         # All ranks write under this name, and all of them know it if that fails.
         temporary = on_rank_zero(begin)
@@ -173,7 +165,7 @@ class Checkpoints(pl.Callback):
         except BaseException as error:
             # Whatever ended it, a full disk or Ctrl-C, earlier checkpoints stay as they are.
             if rank() == 0:
-                remove(temporary)
+                files.remove(temporary)
             if isinstance(error, OSError):
                 error.filename = str(path)  # the temporary one is gone
             if isinstance(error, CheckpointException):  # torch raises it on every rank
@@ -185,13 +177,13 @@ class Checkpoints(pl.Callback):
         # In this order a crash leaves a whole checkpoint, with its digests and its part of the
         # log, or none of this name.
         if temporary.is_dir():
-            sync_folder(temporary)
-        sync(self.metrics)
-        sync_folder(self.metrics.parent)
-        content: Manifest = {"config": file_digest(self.config), "files": digests}
-        write_atomically(_manifest(path), json.dumps(content, indent=2))
+            files.sync_folder(temporary)
+        files.sync(self.metrics)
+        files.sync_folder(self.metrics.parent)
+        content: Manifest = {"config": files.file_digest(self.config), "files": digests}
+        files.write_atomically(_manifest(path), json.dumps(content, indent=2))
         temporary.rename(path)
-        sync_folder(self.folder)
+        files.sync_folder(self.folder)
         saved = [*filter(self._own_files, by_step(self.folder).values())]
         for checkpoint in saved[:-_KEPT]:
             self._remove(checkpoint)
@@ -212,7 +204,7 @@ class Checkpoints(pl.Callback):
             manifest = read_json(_manifest(path), Manifest)
         except (OSError, ValueError):
             return {}
-        return manifest["files"] if manifest["config"] == file_digest(self.config) else {}
+        return manifest["files"] if manifest["config"] == files.file_digest(self.config) else {}
 
     def _damage(self, path: Path) -> str | None:
         """What is wrong with a checkpoint, as the end of a sentence; None if it is intact."""
@@ -223,7 +215,7 @@ class Checkpoints(pl.Callback):
             return f"is not of this run (there is no {_manifest(path).name})"
         except ValueError:
             return f"cannot be checked ({_manifest(path).name} is damaged)"
-        if manifest["config"] != file_digest(self.config):
+        if manifest["config"] != files.file_digest(self.config):
             return "is not of this run (it was made with another config.yaml)"
         damaged = sorted({name for name, _ in manifest["files"].items() ^ digests.items()})
         if damaged:
@@ -241,7 +233,8 @@ class Checkpoints(pl.Callback):
         # In reverse, what is in a folder comes before the folder.
         for entry in (*sorted(path.rglob("*"), reverse=True), path):
             if entry.is_dir():
-                remove_empty([entry])
+                with contextlib.suppress(OSError):  # it is not empty
+                    entry.rmdir()
             elif entry == path or entry.relative_to(path).as_posix() in own_files:
                 entry.unlink()
         if not path.exists():
@@ -317,11 +310,11 @@ def _digests(path: Path, name: str, flush: bool = False) -> dict[str, str]:
     """
     names = {path: name}
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        names = {file: str(file.relative_to(path)) for file in files}
+        inner = sorted(file for file in path.rglob("*") if file.is_file())
+        names = {file: str(file.relative_to(path)) for file in inner}
     digests = {}
     for file in [*names][rank() :: world_size()]:
         if flush:
-            sync(file)
-        digests[names[file]] = file_digest(file)
+            files.sync(file)
+        digests[names[file]] = files.file_digest(file)
     return {name: digest for share in all_gather(digests) for name, digest in share.items()}

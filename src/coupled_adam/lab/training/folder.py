@@ -13,18 +13,9 @@ import yaml
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
+from coupled_adam import files
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import TrainingError, UsageError, one_line
-from coupled_adam.files import (
-    LOCK,
-    clear_leftovers,
-    is_temporary,
-    make_folder,
-    new_folder,
-    read_text,
-    sole_writer,
-    write_atomically,
-)
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
@@ -34,7 +25,7 @@ from coupled_adam.lab.training.schemas import Recorded, read_json
 from coupled_adam.runs import CHECKPOINTS, CONFIG, COUNTS, ENVIRONMENT, SECOND_MOMENTS
 from coupled_adam.text.tokenizers import load_tokenizer
 
-_BEFORE_CONFIG = {LOCK, ENVIRONMENT, COUNTS}
+_BEFORE_CONFIG = {files.LOCK, ENVIRONMENT, COUNTS}
 
 
 def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None:
@@ -50,14 +41,14 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
     folder, config = run.folder, run.config
     if folder.is_dir() and not os.path.lexists(folder / CONFIG):
         for path in sorted(folder.iterdir()):
-            if path.name not in _BEFORE_CONFIG and not is_temporary(path):
+            if path.name not in _BEFORE_CONFIG and not files.is_temporary(path):
                 raise UsageError(
                     f"{folder} holds {path.name} but no run, whose config.yaml would be there: "
                     "restore that file, or choose another --out"
                 )
-    make_folder(folder)
-    locks.enter_context(sole_writer(folder))
-    clear_leftovers(folder)
+    files.make_folder(folder)
+    locks.enter_context(files.sole_writer(folder))
+    files.clear_leftovers(folder)
     for inner in (folder / CHECKPOINTS, folder / SECOND_MOMENTS):
         if inner.is_symlink():
             raise UsageError(
@@ -65,12 +56,12 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
                 "replace it by the folder itself, or let --out lead elsewhere"
             )
         if inner.is_dir():
-            clear_leftovers(inner)
+            files.clear_leftovers(inner)
         elif inner.exists():
             raise UsageError(f"{inner} is no folder: move it away, or choose another --out")
     path = folder / CONFIG
     if path.exists():
-        if read_yaml(read_text(path, "replace"), str(path)) != config:
+        if read_yaml(files.read_text(path, "replace"), str(path)) != config:
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
@@ -78,9 +69,9 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
         return
     # config.yaml makes the folder a run, and comes last: whoever finds it finds the others as well.
     facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
-    write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
+    files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
     save_array(folder / COUNTS, corpus.unigram_counts())
-    write_atomically(path, yaml.safe_dump(config, sort_keys=False))
+    files.write_atomically(path, yaml.safe_dump(config, sort_keys=False))
 
 
 def _check_text(folder: Path, corpus: Corpus) -> None:
@@ -90,6 +81,7 @@ def _check_text(folder: Path, corpus: Corpus) -> None:
         counts = read_array(folder / COUNTS)
     except ValueError as error:
         raise UsageError(f"{error}: remove {folder} to begin the run again") from None
+    # The fingerprint is that of the text; the counts tell tokens of another tokenizer.
     now = corpus.facts["fingerprint"], corpus.facts["tokens"]
     if (started.get("fingerprint"), started.get("tokens")) != now or not np.array_equal(
         counts, corpus.unigram_counts()
@@ -106,7 +98,8 @@ def record_resumption(folder: Path, step: int) -> None:
     resumed = recorded.get("resumed", [])
     now = {**environment(), "processes": world_size(), "step": step}
     content = {**recorded, "resumed": [*resumed, now]}
-    write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=2))
+    files.write_atomically(folder / ENVIRONMENT, json.dumps(content, indent=2))
+    # Compared with the last time, of which there may have been several.
     different = changes([recorded, *resumed][-1], now)
     if different:
         warnings.warn(
@@ -137,7 +130,7 @@ def save_model(
     # A gathered state dict contains a tied matrix twice; only one of the names is a parameter's.
     names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     weights = {name: value for name, value in state_dict.items() if name in names}
-    with new_folder(folder) as temporary:
+    with files.new_folder(folder) as temporary:
         try:
             model.save_pretrained(temporary, state_dict=weights)
             if corpus.tokenizer_folder is not None:
@@ -155,4 +148,4 @@ def save_array(path: Path, values: NDArray[Any]) -> None:
     """Save an array as .npy, completely or not at all."""
     content = io.BytesIO()
     np.save(content, values)
-    write_atomically(path, content.getvalue())
+    files.write_atomically(path, content.getvalue())

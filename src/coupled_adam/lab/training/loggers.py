@@ -36,21 +36,9 @@ def run_loggers(folder: Path, execution: Execution, step: int | None) -> list[Lo
 class _RunLogger(Logger):
     """What Lightning wants to know of a logger besides how it logs."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
+    name = ""
+    version = ""
 
-    @property
-    def name(self) -> str:
-        """The name of the run."""
-        return self._name
-
-    @property
-    def version(self) -> str:
-        """Empty: a run has one version."""
-        return ""
-
-    @rank_zero_only
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Do nothing: they are in config.yaml."""
 
@@ -59,7 +47,7 @@ class MetricsFile(_RunLogger):
     """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path.parent.name)
+        super().__init__()
         self.path = path
 
     @rank_zero_only
@@ -72,7 +60,10 @@ class MetricsFile(_RunLogger):
 class TrackioLogger(_RunLogger):
     """A run of trackio, which has wandb's functions; Lightning has no logger for it."""
 
-    _run: Any = None
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self._run: Any = None
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -80,7 +71,7 @@ class TrackioLogger(_RunLogger):
         if self._run is None:
             import trackio  # where it is installed
 
-            self._run = trackio.init(project="coupled-adam", name=self._name, resume="allow")
+            self._run = trackio.init(project="coupled-adam", name=self.name, resume="allow")
         self._run.log(metrics, step=step)
 
     @rank_zero_only

@@ -53,6 +53,7 @@ class RunLog(pl.Callback):
         """Log loss, learning rate, gradient norm and speed, every ten steps."""
         step = trainer.global_step
         if step % LOG_EVERY == 0:
+            # Every rank has the loss of its own share of the batch.
             loss = trainer.strategy.reduce(module.train_loss, reduce_op="mean")
             last, since = self._logged
             self._logged = (step, time.perf_counter())

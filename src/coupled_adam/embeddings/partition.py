@@ -1,7 +1,8 @@
 """The isotropy of an embedding matrix, from the partition function Z(c) = sum_i exp(c . e_i).
 
-Z is computed only for directions c that can have the largest or smallest: :class:`Moments` leaves
-the others out. The exponents of large matrices are in float32 (see :func:`sum_partitions`).
+Z is computed only for directions c that can have the largest or smallest, which
+:func:`extreme_directions` finds. The exponents of large matrices are in float32 (see
+:func:`sum_partitions`).
 """
 
 import dataclasses
@@ -72,9 +73,9 @@ def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool
     squares, axes = torch.linalg.eigh(gram(embeddings))
     means = mean @ axes
     longest = float(norms.max())
-    moments = Moments(means, squares / len(norms) - means**2, longest + float(mean.norm()))
-    views = [(unit, moments.can_be_extreme(unit, published))]
-    directions = Directions(axes, longest, views)
+    variances, reach = squares / len(norms) - means**2, longest + float(mean.norm())
+    extreme = extreme_directions(means, variances, reach, unit, published)
+    directions = Directions(axes, longest, [(unit, extreme)])
     sum_partitions(embeddings, [directions])
     return directions.log_z(0)
 
@@ -91,9 +92,10 @@ def project(rows: Tensor, directions: Tensor) -> Tensor:
     return (directions.T @ rows.T).T
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    r"""What the first two moments say of Z(c) = sum_i exp(c . e_i), for n directions c.
+def extreme_directions(
+    means: Tensor, variances: Tensor, reach: float, unit: float, published: bool
+) -> Tensor:
+    r"""Which of n directions c can have the largest or smallest Z(c) of E / unit, [n] booleans.
 
     exp(t) = 1 + t + t^2 f(t), where f(t) = (exp(t) - 1 - t) / t^2 increases with t. For the
     projections c . e_i with mean m, variance v, and distances from m of at most R, this gives
@@ -102,33 +104,28 @@ class Moments:
 
     A direction whose bounds lie between those of others can have neither the largest nor the
     smallest Z. In trained embeddings, whose variances differ a lot, those are most directions.
+
+    Args:
+        means, variances: m and v of each direction, [n].
+        reach: R, or a bound on it.
+        published: whether directions are compared with one sign each, too, and not only with both.
     """
-
-    means: Tensor  # [n], m of each direction
-    variances: Tensor  # [n], v
-    reach: float  # R, or a bound on it
-
-    def can_be_extreme(self, unit: float, published: bool) -> Tensor:
-        """Which directions can have the largest or smallest Z of E / unit, [n] booleans.
-
-        If ``published``, they are compared with one sign each, too, and not only with both.
-        """
-        reach, means = self.reach / unit, self.means / unit
-        if reach > 300 or not len(means):
-            return torch.ones_like(means, dtype=torch.bool)
-        variances = self.variances.clamp(min=0) / unit**2
-        # With room for the rounding errors of the eigenvalues, relative to the largest.
-        rounding = 1e-9 * (1 + _quadratic(reach) * float(variances.max()))
-        signed = means.new_tensor([[1.0], [-1.0]]) * means
-        return _can_be_extreme(
-            signed + torch.log1p(_quadratic(-reach) * variances) - rounding,
-            signed + torch.log1p(_quadratic(reach) * variances) + rounding,
-            published,
-        )
+    reach, means = reach / unit, means / unit
+    if reach > 300 or not len(means):
+        return torch.ones_like(means, dtype=torch.bool)
+    variances = variances.clamp(min=0) / unit**2
+    # With room for the rounding errors of the eigenvalues, relative to the largest.
+    rounding = 1e-9 * (1 + _quadratic(reach) * float(variances.max()))
+    signed = means.new_tensor([[1.0], [-1.0]]) * means
+    return _can_be_extreme(
+        signed + torch.log1p(_quadratic(-reach) * variances) - rounding,
+        signed + torch.log1p(_quadratic(reach) * variances) + rounding,
+        published,
+    )
 
 
 def _can_be_extreme(lower: Tensor, upper: Tensor, published: bool) -> Tensor:
-    """The same, given bounds on log Z for both signs, [2, n]."""
+    """The same, given bounds on log Z for both signs, [2, n] each."""
     extreme = torch.zeros_like(lower[0], dtype=torch.bool)
     if not len(extreme):
         return extreme

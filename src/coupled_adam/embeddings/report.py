@@ -4,7 +4,7 @@ import dataclasses
 import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import Array, as_array
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
-from coupled_adam.embeddings.partition import Directions, Moments, sum_partitions
-from coupled_adam.embeddings.similarity import WordSimilaritySet, similarity_of, word_vectors
+from coupled_adam.embeddings.partition import Directions, extreme_directions, sum_partitions
+from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
@@ -149,8 +149,8 @@ def analyze(
     embeddings: geometry.Embeddings | nn.Module | str | Path,
     counts: torch.Tensor | NDArray[Any] | None = None,
     *,
-    sets: Mapping[str, WordSimilaritySet] | None = None,
-    token_ids: Callable[[str], int | None] | None = None,
+    sets: Sets | None = None,
+    token_ids: TokenIds | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
     on_rows: Callable[[int], object] | None = None,
@@ -327,12 +327,11 @@ class _Cloud:
         return float(self.norms.max())
 
     def views(self, means: Tensor, variances: Tensor, reach: float) -> list[tuple[float, Tensor]]:
-        """As they are and at unit mean norm: see :class:`Directions` and ``Moments``."""
-        moments = Moments(means, variances, reach)
-        unit = float(self.norms.mean()) or 1.0
+        """As they are and at unit mean norm: see :class:`Directions`."""
+        views = [(1.0, True), (float(self.norms.mean()) or 1.0, False)]
         return [
-            (1.0, moments.can_be_extreme(1.0, True)),
-            (unit, moments.can_be_extreme(unit, False)),
+            (unit, extreme_directions(means, variances, reach, unit, published))
+            for unit, published in views
         ]
 
 

@@ -22,6 +22,10 @@ class WordSimilaritySet:
     ratings: tuple[float, ...]
 
 
+Sets = Mapping[str, WordSimilaritySet]
+TokenIds = Callable[[str], int | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class SetScore:
     """The score of embeddings on one set.
@@ -118,13 +122,10 @@ _SOURCE = (
 
 
 def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
-    """Read word-similarity sets from their published files, in a folder or its subfolders.
+    """Read word-similarity sets by name from their files as published, in a folder or below it.
 
     The known sets are MEN (Bruni et al. 2014), RW (Luong et al. 2013), SimLex-999 (Hill et al.
     2015), and the two halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
-
-    Returns:
-        The sets by name.
 
     Raises:
         ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
@@ -150,10 +151,7 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     commit. Please cite the authors of the sets; see :func:`read_word_similarity`.
 
     Args:
-        folder: where to keep the files; None for a folder in the user's cache.
-
-    Returns:
-        The folder, for :func:`read_word_similarity`.
+        folder: where to keep the files, which is returned; None for one in the user's cache.
 
     Raises:
         OSError: if a set cannot be downloaded, or the folder is not writable.
@@ -172,9 +170,7 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
 
 
 def word_similarity(
-    embeddings: Embeddings,
-    sets: Mapping[str, WordSimilaritySet],
-    token_ids: Callable[[str], int | None],
+    embeddings: Embeddings, sets: Sets, token_ids: TokenIds
 ) -> WordSimilarityReport:
     """Correlate the similarity of words' embeddings with human ratings (arXiv 2502.08441).
 
@@ -193,7 +189,7 @@ def word_similarity(
     return similarity_of(*word_vectors(embeddings, sets, token_ids), sets)
 
 
-def single_tokens(tokenizer: Any) -> Callable[[str], int | None]:
+def single_tokens(tokenizer: Any) -> TokenIds:
     """Make a function from a word to its token id, or to None if the word is not a single token.
 
     The token is the one that stands for the word within a text, after another word: for byte-level
@@ -208,18 +204,16 @@ def single_tokens(tokenizer: Any) -> Callable[[str], int | None]:
 
     def token_id(word: str) -> int | None:
         ids = tokenizer.encode(f"a {word}", add_special_tokens=False)
-        if ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
-            return None
-        last: int = ids[-1]
-        return last
+        is_single = ids[:-1] == before and ids[-1] != tokenizer.unk_token_id
+        return int(ids[-1]) if is_single else None
 
     return token_id
 
 
 def word_vectors(
     embeddings: Embeddings,
-    sets: Mapping[str, WordSimilaritySet],
-    token_ids: Callable[[str], int | None],
+    sets: Sets,
+    token_ids: TokenIds,
     keep: NDArray[np.bool_] | None = None,
 ) -> tuple[list[str], Array]:
     """The words of the sets that are single tokens (of those to keep), and their embeddings."""
@@ -245,10 +239,7 @@ def word_vectors(
 
 
 def similarity_of(
-    words: Sequence[str],
-    vectors: Array,
-    sets: Mapping[str, WordSimilaritySet],
-    floor: float = 0.0,
+    words: Sequence[str], vectors: Array, sets: Sets, floor: float = 0.0
 ) -> WordSimilarityReport:
     """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
     largest = np.abs(vectors).max(axis=1, initial=0)

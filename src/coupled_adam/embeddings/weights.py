@@ -55,7 +55,13 @@ def open_file(path: Path) -> Weights:
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     if path.suffix == ".npy":
-        return _open_array(path)
+        array = read_array(path)
+        if array.dtype.kind != "f":
+            raise ValueError(f"{path}: floating-point numbers are needed, not {array.dtype}")
+        if array.ndim != 2:
+            raise ValueError(f"{path} has shape {list(array.shape)}: a matrix [V, H] is needed")
+        native = array.astype(array.dtype.newbyteorder("="), copy=False)
+        return Weights(str(path), {"": array.shape}, lambda _: torch.from_numpy(native))
     if path.suffix in _ARCHIVES or is_checkpoint(path):
         return open_archive(path)
     raise ValueError(f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}")
@@ -94,16 +100,6 @@ def read_array(path: Path) -> NDArray[Any]:
     if array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         raise ValueError(f"{path}: not a .npy file of numbers, but of {array.dtype}")
     return array
-
-
-def _open_array(path: Path) -> Weights:
-    array = read_array(path)
-    if array.dtype.kind != "f":
-        raise ValueError(f"{path}: floating-point numbers are needed, not {array.dtype}")
-    if array.ndim != 2:
-        raise ValueError(f"{path} has shape {list(array.shape)}: a matrix [V, H] is needed")
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return Weights(str(path), {"": array.shape}, lambda _: torch.from_numpy(native))
 
 
 def open_archive(path: Path) -> Weights:

@@ -24,6 +24,7 @@ from coupled_adam.embeddings import (
     single_tokens,
     unigram_counts,
 )
+from coupled_adam.embeddings.geometry import Mask
 from coupled_adam.embeddings.report import PASSES
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
@@ -60,7 +61,7 @@ class Analysis:
     report: EmbeddingReport
     padding_rows: int | None  # rows that belong to no token; None without a tokenizer
     counts: NDArray[Any] | None  # unigram counts [V]
-    keep: NDArray[np.bool_] | None  # the rows that were measured, [V]; None if all were
+    keep: Mask | None  # the rows that were measured, [V]; None if all were
     dead: list[int]  # the rows that are zero or not finite, which are never measured
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
@@ -184,11 +185,8 @@ def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
 
 
 def _kept_rows(
-    exclude: Collection[Excluded],
-    alive: NDArray[np.bool_],
-    is_token: NDArray[np.bool_] | None,
-    counts: NDArray[Any] | None,
-) -> NDArray[np.bool_] | None:
+    exclude: Collection[Excluded], alive: Mask, is_token: Mask | None, counts: NDArray[Any] | None
+) -> Mask | None:
     """Which rows to measure, [rows] booleans; None if all."""
     # Without any row to measure, analyze says what is wrong with the matrix.
     keep = alive | (not alive.any())
@@ -225,7 +223,7 @@ def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokeni
         return None
 
 
-def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> NDArray[np.bool_]:
+def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> Mask:
     """Which rows belong to a token of the tokenizer, [rows] booleans."""
     ids = np.array(sorted(tokenizer.get_vocab().values()))
     if strict and ids[-1] >= rows:
@@ -241,7 +239,7 @@ def _counts(
     source: Source,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: int,
-    is_token: NDArray[np.bool_] | None,
+    is_token: Mask | None,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
     if source.text is not None or source.tokens:

@@ -1,15 +1,19 @@
-"""A page of HTML to explore tokens: a map, a table and the neighbours of each token."""
+"""Tokens on a map: two coordinates for each row, as a page to explore or as a Parquet file."""
 
 import base64
+import dataclasses
 import gzip
+import importlib.util
+import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.geometry import Progress
-from coupled_adam.embeddings.maps import Layout, TokenMap, token_maps
 from coupled_adam.embeddings.neighbours import nearest
 from coupled_adam.embeddings.tokens import NEIGHBOURS, Comparison, Undertrainedness
 from coupled_adam.embeddings.vocabulary import CATEGORIES
@@ -18,6 +22,117 @@ from coupled_adam.rendering.page import render
 
 POINTS = 50_000
 """The most tokens on a page, over all matrices: it then has less than 10 MB."""
+
+Layout = Literal["pca", "umap"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenMap:
+    """A map of n rows of one matrix: all that are finite and different from zero, or a sample."""
+
+    tokens: Undertrainedness  # the matrix, its tokens, and how little they were trained
+    rows: NDArray[np.int64]  # [n], ascending
+    xy: NDArray[np.float32]  # [n, 2], the coordinates
+
+
+def check_installed(layout: Layout, as_parquet: bool = False) -> None:
+    """Raise UsageError unless the packages are there that a layout, or a Parquet file, needs."""
+    if layout == "umap" and importlib.util.find_spec("umap") is None:
+        raise UsageError("--layout umap needs a package: pip install umap-learn")
+    if as_parquet and importlib.util.find_spec("pyarrow") is None:
+        raise UsageError("--parquet needs a package: pip install pyarrow")
+
+
+def token_maps(
+    matrices: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
+) -> list[TokenMap]:
+    """Lay out the tokens of one or several matrices.
+
+    Principal components are those of the first matrix for all matrices of its width, so that
+    checkpoints of one model can be compared; and each matrix's own otherwise. UMAP (McInnes et al.
+    2018, arXiv 1802.03426) is computed for each matrix with the cosine metric.
+
+    Args:
+        matrices: the matrices with their indicators.
+        layout: ``"pca"``, or ``"umap"``, which needs the package ``umap-learn``.
+        limit: the most rows in all maps together. From more, a fixed random sample is drawn in
+            which under-trained tokens and unused rows are kept.
+    """
+    check_installed(layout)
+    share = None if limit is None else limit // len(matrices)
+    maps: list[TokenMap] = []
+    frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for entry in matrices:
+        matrix = entry.analysis.embeddings.matrix
+        healthy = np.ones(len(matrix), np.bool_)
+        healthy[entry.indicated.dead] = False
+        rows = _chosen(entry, np.flatnonzero(healthy), share)
+        if layout == "umap":
+            import umap
+
+            reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
+            xy = reducer.fit_transform(matrix[rows].float().cpu().numpy())
+        else:
+            width = matrix.shape[1]
+            # The axes of the first matrix serve all others of its width: maps can then be compared.
+            if width not in frames:
+                mean = geometry.mean_and_norms(matrix, healthy)[0]
+                axes = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))[1].flip(1)[:, :2]
+                # The sign of an eigenvector is arbitrary: its largest component is positive.
+                largest = axes.abs().argmax(0)
+                frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
+            mean, axes = frames[width]
+            xy = np.empty((len(rows), 2), np.float32)
+            for chunk in geometry.row_slices(len(rows), width):
+                block = geometry.as_float64(matrix[rows[chunk]])
+                xy[chunk] = geometry.as_array((block - mean) @ axes)
+        maps.append(TokenMap(entry, rows, xy))
+    return maps
+
+
+def parquet(maps: Sequence[TokenMap]) -> bytes:
+    """The maps as one Parquet file, for tools such as embedding-atlas."""
+    import pyarrow
+    import pyarrow.parquet
+
+    tables = []
+    for entry in maps:
+        analysis, rows = entry.tokens.analysis, entry.rows
+        vocabulary = analysis.vocabulary
+        columns: dict[str, Any] = {
+            "model": [analysis.model] * len(rows),
+            "role": [analysis.embeddings.role] * len(rows),
+            "id": rows,
+            "token": [vocabulary.texts[row] for row in rows.tolist()],
+            "category": vocabulary.categories[rows].tolist(),
+            "x": entry.xy[:, 0],
+            "y": entry.xy[:, 1],
+        }
+        if analysis.counts is not None:
+            columns["count"] = analysis.counts[rows]
+        columns |= {name: v[rows] for name, v in entry.tokens.indicated.indicators.items()}
+        # UTF-8 cannot hold lone surrogates.
+        for name in ("model", "token"):
+            columns[name] = [t.encode("utf-8", "replace").decode() for t in columns[name]]
+        tables.append(pyarrow.table(columns))
+    table = pyarrow.concat_tables(tables, promote_options="permissive")
+    table = table.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(table, file)
+    return file.getvalue()
+
+
+def _chosen(
+    entry: Undertrainedness, rows: NDArray[np.int64], limit: int | None
+) -> NDArray[np.int64]:
+    """The rows of a map, of all that are healthy."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    # Half of the sample at most is what the page is made for; the rest shows what is usual.
+    preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
+    chosen = preferred[np.isin(preferred, rows)][: limit // 2]
+    sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))
+    return np.sort(np.concatenate([chosen, sample[: limit - len(chosen)]])).astype(np.int64)
 
 
 def explorer_page(

@@ -7,13 +7,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import (
-    Embeddings,
-    as_array,
-    blocks,
-    mean_embedding,
-    row_norms,
-)
+from coupled_adam.embeddings.geometry import Embeddings, as_array, blocks, mean_embedding, row_norms
 
 _BLOCK = 2**24
 
@@ -46,10 +40,7 @@ def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDAr
 
 
 def norm_frequency_correlation(
-    embeddings: Embeddings,
-    counts: torch.Tensor | NDArray[Any],
-    *,
-    convention: Convention = "seen",
+    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any], *, convention: Convention = "seen"
 ) -> float:
     """The Pearson correlation rho of ||e_i|| with log p_i, where p_i is the unigram probability.
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Progress
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, Progress
 from coupled_adam.embeddings.undertrained import alive_rows
 
 _QUERIES = 4096  # rows compared with all others in one pass
@@ -57,7 +57,7 @@ def nearest(
     k: int = 10,
     *,
     centered: bool = False,
-    keep: NDArray[np.bool_] | None = None,
+    keep: Mask | None = None,
     progress: Progress | None = None,
 ) -> Neighbours:
     """Find the k nearest neighbours of some rows by cosine similarity.
@@ -164,7 +164,7 @@ def _search(
     rows: NDArray[np.int64],
     k: int,
     mean: torch.Tensor,
-    candidates: NDArray[np.bool_],
+    candidates: Mask,
     report: Callable[[float], None],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The k nearest of some rows, and the cosines, in one pass over the matrix."""

@@ -12,19 +12,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from coupled_adam.embeddings.geometry import (
-    Array,
-    Embeddings,
-    as_array,
-    blocks,
-    check_not_zero,
-    gram,
-    mean_and_norms,
-    row_norms,
-)
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows, as_array
 
 _LARGE = 2**38  # multiplications, about ten seconds of a processor core in float64
 
@@ -62,15 +53,15 @@ def isotropy_unit(embeddings: Embeddings) -> float:
     Raises:
         ValueError: also if every row is zero.
     """
-    average = float(row_norms(embeddings).mean())
-    check_not_zero(average)
+    average = float(geometry.row_norms(embeddings).mean())
+    geometry.check_not_zero(average)
     return isotropy_of(_log_partition(embeddings, unit=average))
 
 
 def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool = False) -> Array:
     """Log Z(c) and log Z(-c), [2, n], of E / unit for the eigenvectors c that can be extreme."""
-    mean, norms = mean_and_norms(embeddings)
-    squares, axes = torch.linalg.eigh(gram(embeddings))
+    mean, norms = geometry.mean_and_norms(embeddings)
+    squares, axes = torch.linalg.eigh(geometry.gram(embeddings))
     means = mean @ axes
     longest = float(norms.max())
     variances, reach = squares / len(norms) - means**2, longest + float(mean.norm())
@@ -255,8 +246,8 @@ class Directions:
 def sum_partitions(
     embeddings: Embeddings,
     clouds: Sequence[Directions],
-    keep: NDArray[np.bool_] | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    keep: Mask | None = None,
+    on_rows: OnRows = None,
 ) -> None:
     """Compute log Z for all clouds in a pass over the rows, or in two if the matrix is large.
 
@@ -269,7 +260,7 @@ def sum_partitions(
     def add_all(dtype: torch.dtype, on_rows: Callable[[int], object] | None) -> None:
         for cloud in clouds:
             cloud.begin(dtype)
-        for block in blocks(embeddings, keep, on_rows, dtype):
+        for block in geometry.blocks(embeddings, keep, on_rows, dtype):
             for cloud in clouds:
                 cloud.add(block)
 

@@ -87,7 +87,7 @@ class RepairedMatrix:
 
 
 def dead_rows(
-    embeddings: geometry.Embeddings, on_rows: Callable[[int], object] | None = None
+    embeddings: geometry.Embeddings, on_rows: geometry.OnRows = None
 ) -> dict[int, Reason]:
     """The rows that are not finite, or have less than a hundredth of the median norm."""
     finite, norms = finite_rows(embeddings, on_rows)
@@ -100,11 +100,11 @@ def dead_rows(
 def healthy_rows(
     embeddings: Tensor,
     rows: NDArray[np.int64],
-    healthy: NDArray[np.bool_],
+    healthy: geometry.Mask,
     *,
     partner: Tensor | None = None,
     seed: int = 0,
-    on_rows: Callable[[int], object] | None = None,
+    on_rows: geometry.OnRows = None,
 ) -> Tensor:
     """New values [n, H] for some rows [n] of an embedding matrix [V, H], in its dtype.
 
@@ -375,23 +375,17 @@ def _explained(source: Path, out: Path) -> Iterator[None]:
 
 def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
     """Copy the regular files of a model's folder into an empty one, and warn of all else."""
-    left_out: list[str] = []
-
-    def ignored(place: str, names: list[str]) -> list[str]:
-        paths = [Path(place, name) for name in names]
-        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
-        copied = [path for path in paths if path in folders or _is_file_of(folder, path)]
-        left_out.extend(str(path) for path in paths if path not in copied)
-        return [path.name for path in paths if path not in copied or path in weights]
-
-    try:
-        shutil.copytree(folder, copy, ignore=ignored, dirs_exist_ok=True)
-    except shutil.Error as error:  # of several files, which have no number of an error in common
-        source, _, reason = error.args[0][0]
-        raise UsageError(f"{source} cannot be copied ({reason})") from None
-    copy.chmod(copy.stat().st_mode | 0o700)  # of a folder that may be read-only
+    left_out = []
+    for path in sorted(folder.rglob("*")):
+        target = copy / path.relative_to(folder)
+        if path.is_dir() and not path.is_symlink():
+            target.mkdir()
+        elif not _is_file_of(folder, path):
+            left_out.append(str(path))
+        elif path not in weights:
+            shutil.copy2(path, target)
     if left_out:
-        names = ", ".join(sorted(left_out))
+        names = ", ".join(left_out)
         warnings.warn(f"not files of {folder}, and so not copied: {names}", stacklevel=3)
 
 

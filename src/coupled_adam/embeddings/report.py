@@ -4,7 +4,7 @@ import dataclasses
 import html
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
 from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import Array, as_array
+from coupled_adam.embeddings.geometry import Array, Mask, OnRows, as_array
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
 from coupled_adam.embeddings.partition import Directions, extreme_directions, sum_partitions
@@ -153,7 +153,7 @@ def analyze(
     token_ids: TokenIds | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    on_rows: OnRows = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
@@ -335,7 +335,7 @@ class _Cloud:
         ]
 
 
-def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.bool_] | None:
+def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> Mask | None:
     if keep is None:
         return None
     chosen = keep.detach().cpu().numpy() if isinstance(keep, Tensor) else np.asarray(keep)

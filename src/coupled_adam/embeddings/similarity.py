@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, check
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, as_array, as_float64, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,10 +210,7 @@ def single_tokens(tokenizer: Any) -> TokenIds:
 
 
 def word_vectors(
-    embeddings: Embeddings,
-    sets: Sets,
-    token_ids: TokenIds,
-    keep: NDArray[np.bool_] | None = None,
+    embeddings: Embeddings, sets: Sets, token_ids: TokenIds, keep: Mask | None = None
 ) -> tuple[list[str], Array]:
     """The words of the sets that are single tokens (of those to keep), and their embeddings."""
     check(embeddings)

@@ -7,7 +7,6 @@ that resemble those that are known to be unused have hardly been trained either.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows
 from coupled_adam.embeddings.loading import EmbeddingMatrix
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
@@ -65,18 +64,18 @@ class Undertrained:
     candidates: NDArray[np.int64]
     limit: float | None
     alike: NDArray[np.int64]
-    unused: NDArray[np.bool_]
+    unused: Mask
     dead: NDArray[np.int64]
 
 
 def undertrained(
     embeddings: Embeddings,
-    unused: NDArray[np.bool_] | None = None,
+    unused: Mask | None = None,
     *,
-    among: NDArray[np.bool_] | None = None,
+    among: Mask | None = None,
     share: float = 0.02,
     order_by: Indicator | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    on_rows: OnRows = None,
 ) -> Undertrained:
     """Find the rows that resemble those of unused tokens.
 
@@ -155,10 +154,7 @@ def undertrained(
 
 
 def undertrained_tokens(
-    entry: EmbeddingMatrix,
-    vocabulary: Vocabulary,
-    share: float = 0.02,
-    on_rows: Callable[[int], object] | None = None,
+    entry: EmbeddingMatrix, vocabulary: Vocabulary, share: float = 0.02, on_rows: OnRows = None
 ) -> Undertrained:
     """As :func:`undertrained`, for a model's matrix: its reachable tokens, by its role."""
     return undertrained(
@@ -171,9 +167,7 @@ def undertrained_tokens(
     )
 
 
-def finite_rows(
-    embeddings: Embeddings, on_rows: Callable[[int], object] | None = None
-) -> tuple[NDArray[np.bool_], Array]:
+def finite_rows(embeddings: Embeddings, on_rows: OnRows = None) -> tuple[Mask, Array]:
     """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
     norms = np.empty(len(embeddings))
     for chunk in geometry.row_slices(*embeddings.shape):
@@ -186,10 +180,10 @@ def finite_rows(
     return finite, norms
 
 
-def alive_rows(embeddings: Embeddings) -> NDArray[np.bool_]:
+def alive_rows(embeddings: Embeddings) -> Mask:
     """Which rows are finite and different from zero, [V] booleans."""
     finite, norms = finite_rows(embeddings)
-    alive: NDArray[np.bool_] = finite & (norms > 0)
+    alive: Mask = finite & (norms > 0)
     return alive
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings.geometry import Mask
 from coupled_adam.errors import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Vocabulary:
 
     texts: Sequence[str]
     categories: NDArray[np.str_]
-    unused: NDArray[np.bool_]
+    unused: Mask
     surplus: int = 0
 
     def __len__(self) -> int:

@@ -336,9 +336,4 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
     return Weights(f"{name}/{filename}", shapes, read)
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -204,20 +204,20 @@ def _kept_rows(
 def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer; None if it has none, unless one is needed, named or counts a text."""
     needed = needed or source.text is not None
-    name = source.tokenizer or model
-    if source.tokenizer is None and Path(model).is_file():
+    is_named, name = source.tokenizer is not None, source.tokenizer or model
+    if not is_named and Path(model).is_file():
         if needed:
             raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
         return None
-    if source.tokenizer is None and is_run(Path(model)):
+    if not is_named and is_run(Path(model)):
         name = str(Path(model) / MODEL)
     try:
-        return load_tokenizer(name, source.revision if source.tokenizer is None else None)
+        return load_tokenizer(name, None if is_named else source.revision)
     except UsageError as error:
-        if source.tokenizer is not None:
-            raise UsageError(f"--tokenizer {error}") from None
-        if needed:
-            raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
+        if is_named or needed:
+            hint = "pass a tokenizer with --tokenizer"
+            text = f"--tokenizer {error}" if is_named else f"{error}: {hint}"
+            raise UsageError(text) from None
         if any(Path(name).glob("tokenizer*")):  # which are damaged
             warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
         return None

@@ -5,7 +5,7 @@ import dataclasses
 import gzip
 import importlib.util
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -154,44 +154,41 @@ def explorer_page(
     data = {
         "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
         "categories": CATEGORIES,
-        "maps": [_packed(entry, _cosines(entry, comparisons), progress) for entry in maps],
+        "maps": [_packed(entry, comparisons, progress) for entry in maps],
     }
-    values = {
-        "title": f"Tokens: {', '.join(entry.tokens.analysis.label for entry in maps)}",
-        "data": data,
-        "library": base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
-    }
+    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+    title = f"Tokens: {', '.join(entry.tokens.analysis.label for entry in maps)}"
+    values = {"title": title, "data": data, "library": library}
     return render("explorer.html", values, [], package="coupled_adam.embeddings")
 
 
 def _packed(
-    entry: TokenMap, cosines: NDArray[np.float32] | None, progress: Progress | None
+    entry: TokenMap, comparisons: Sequence[Comparison], progress: Progress | None
 ) -> dict[str, Any]:
     """A map for the page: numbers in base64, which is a third of their size as text."""
     analysis, rows = entry.tokens.analysis, entry.rows
-    vocabulary, counts, matrix = analysis.vocabulary, analysis.counts, analysis.embeddings.matrix
+    vocabulary, matrix = analysis.vocabulary, analysis.embeddings.matrix
     indicated, asked = entry.tokens.indicated, entry.tokens.verification
+
+    def of_rows(places: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.float32]:
+        """Numbers of some rows, for those on the map; NaN for all others."""
+        whole = np.full(len(matrix), np.nan, np.float32)
+        whole[places] = numbers
+        return whole[rows]
+
     shown = np.isin(np.arange(len(matrix)), rows)
     k = min(NEIGHBOURS, len(rows) - 1)
     near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
     # By their numbers on the page, of which there are so few that 16 bits hold them.
     neighbours = np.searchsorted(rows, near.neighbours)
-    repeated = None
-    if asked is not None:
-        probabilities = np.full(len(matrix), np.nan, np.float32)
-        probabilities[asked.rows] = asked.probabilities
-        repeated = probabilities[rows]
     kinds = [CATEGORIES.index(kind) for kind in vocabulary.categories[rows].tolist()]
     # An array is a fraction of its size as text in base64 and the smallest type that holds it.
-    columns: Mapping[str, NDArray[Any] | None] = {
+    columns: dict[str, NDArray[Any]] = {
         "x": entry.xy[:, 0],
         "y": entry.xy[:, 1],
         "norm": indicated.indicators["norm"][rows].astype(np.float32),
-        "count": None if counts is None else counts[rows].astype(np.float32),
         "indicator": indicated.indicators[indicated.order_by][rows].astype(np.float32),
         "hub": np.bincount(neighbours.reshape(-1), minlength=len(rows)).astype(np.float32),
-        "change": cosines,
-        "repeated": repeated,
         "id": rows.astype(np.int32),
         "category": np.array(kinds, np.uint8),
         "alike": np.isin(rows, indicated.alike).astype(np.uint8),
@@ -199,26 +196,17 @@ def _packed(
         # To less than a hundredth, which is as much as the page shows.
         "cosines": np.round(near.cosines * 127).astype(np.int8),
     }
-    return {
-        "label": analysis.label,
-        "order_by": indicated.order_by,
-        "total": len(matrix),
-        "k": k,
-        "tokens": [vocabulary.name(row) for row in rows.tolist()],
-        "columns": {
-            name: {"type": values.dtype.name, "data": base64.b64encode(values.tobytes()).decode()}
-            for name, values in columns.items()
-            if values is not None
-        },
+    if analysis.counts is not None:
+        columns["count"] = analysis.counts[rows].astype(np.float32)
+    if asked is not None:
+        columns["repeated"] = of_rows(asked.rows, asked.probabilities)
+    for changes in (c.changes for c in comparisons if c.after is analysis):
+        if changes.cosines is not None:
+            columns.setdefault("change", of_rows(changes.pairs.second, changes.cosines))
+    packed = {
+        name: {"type": values.dtype.name, "data": base64.b64encode(values.tobytes()).decode()}
+        for name, values in columns.items()
     }
-
-
-def _cosines(entry: TokenMap, comparisons: Sequence[Comparison]) -> NDArray[np.float32] | None:
-    """How far each token turned in the first comparison that ends in this matrix; NaN if new."""
-    analysis = entry.tokens.analysis
-    for comparison in comparisons:
-        if comparison.after is analysis and comparison.changes.cosines is not None:
-            cosines = np.full(len(analysis.embeddings.matrix), np.nan, np.float32)
-            cosines[comparison.changes.pairs.second] = comparison.changes.cosines
-            return cosines[entry.rows]
-    return None
+    names = [vocabulary.name(row) for row in rows.tolist()]
+    about = {"label": analysis.label, "order_by": indicated.order_by, "total": len(matrix), "k": k}
+    return {**about, "tokens": names, "columns": packed}

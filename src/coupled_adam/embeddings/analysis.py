@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,19 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from coupled_adam.embeddings import (
-    EmbeddingMatrix,
-    EmbeddingReport,
-    WordSimilaritySet,
-    analyze,
-    download_word_similarity,
-    load_embeddings,
-    read_word_similarity,
-    single_tokens,
-    unigram_counts,
-)
+from coupled_adam.embeddings import similarity
+from coupled_adam.embeddings.frequency import unigram_counts
 from coupled_adam.embeddings.geometry import Mask
-from coupled_adam.embeddings.report import PASSES
+from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
+from coupled_adam.embeddings.report import PASSES, EmbeddingReport, analyze
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
@@ -100,7 +92,7 @@ def analyze_model(
     model: str,
     source: Source,
     *,
-    sets: Mapping[str, WordSimilaritySet] | None = None,
+    sets: similarity.Sets | None = None,
     exclude: Collection[Excluded] = (),
     directions: int | None = None,
     tokens: Sequence[str] = (),
@@ -146,7 +138,7 @@ def analyze_model(
             is_token = token_ids = padding = None
             if tokenizer is not None:
                 is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
-                token_ids, padding = single_tokens(tokenizer), int((~is_token).sum())
+                token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
             counts = _counts(model, source, tokenizer, rows, is_token)
             alive = alive_rows(entry.matrix)
             keep = _kept_rows(exclude, alive, is_token, counts)
@@ -169,19 +161,19 @@ def analyze_model(
     return analyses
 
 
-def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
+def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
     """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept."""
     folder = Path(place)
     if str(place) == "download":
         try:
-            folder = download_word_similarity()
+            folder = similarity.download_word_similarity()
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"--word-similarity download: {one_line(error)}. Put the published files into a "
                 "folder and pass --word-similarity FOLDER instead"
             ) from None
     with refused("--word-similarity: ", (OSError, ValueError)):
-        return read_word_similarity(folder)
+        return similarity.read_word_similarity(folder)
 
 
 def _kept_rows(

@@ -59,16 +59,6 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     labels = [_plain(analysis.label) for analysis in analyses]
     norms = [row_norms(matrix) for matrix in matrices]
 
-    def draw_spectrum(ax: Axes, i: int) -> None:
-        values = np.array(analyses[i].report.singular_values)
-        pictures.plot_spectrum(ax, values, colors[i], labels[i])
-
-    def draw_similarities(ax: Axes, i: int) -> None:
-        pictures.plot_similarities(ax, matrices[i], colors[i], labels[i])
-
-    def draw_histogram(ax: Axes, i: int) -> None:
-        pictures.plot_norm_histogram(ax, norms[i], colors[i], labels[i])
-
     def draw_norms(ax: Axes, i: int) -> None:
         counts, keep = analyses[i].counts, analyses[i].keep
         if counts is not None:
@@ -76,9 +66,15 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
             pictures.plot_norms(ax, norms[i], used, colors[i], labels[i])
 
     plots: dict[str, Callable[[Axes, int], None]] = {
-        "Singular values relative to the largest.": draw_spectrum,
-        "Cosine similarities of pairs of rows drawn at random.": draw_similarities,
-        "Norms of the embeddings.": draw_histogram,
+        "Singular values relative to the largest.": lambda ax, i: pictures.plot_spectrum(
+            ax, np.array(analyses[i].report.singular_values), colors[i], labels[i]
+        ),
+        "Cosine similarities of pairs of rows drawn at random.": (
+            lambda ax, i: pictures.plot_similarities(ax, matrices[i], colors[i], labels[i])
+        ),
+        "Norms of the embeddings.": lambda ax, i: pictures.plot_norm_histogram(
+            ax, norms[i], colors[i], labels[i]
+        ),
     }
     if any(analysis.counts is not None for analysis in analyses):
         plots["Norms against how often the tokens occur."] = draw_norms

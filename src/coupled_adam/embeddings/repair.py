@@ -23,12 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.loading import (
-    INPUT_NAMES,
-    OUTPUT_NAMES,
-    EmbeddingMatrix,
-    load_embeddings,
-)
+from coupled_adam.embeddings.loading import EmbeddingMatrix, is_embedding, load_embeddings
 from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
@@ -417,9 +412,8 @@ def _changed_tensors(
         # What is taken from each tied input embedding, each position gives back.
         if shift is not None and name.endswith(_POSITIONS):
             tensors[name] = (tensor.double() + shift).to(tensor.dtype)
-        is_embedding = name.endswith((*INPUT_NAMES, *OUTPUT_NAMES))
         for twin, (before, _) in changes.items():
-            if name == twin or (is_embedding and _same_bits(tensor, before)):
+            if name == twin or (is_embedding(name) and _same_bits(tensor, before)):
                 replaced[name] = twin
     # Each is a copy of its own, as safetensors refuses tensors that share memory.
     tensors |= {name: changes[twin][1].clone() for name, twin in replaced.items()}

@@ -63,7 +63,7 @@ def open_file(path: Path) -> Weights:
         native = array.astype(array.dtype.newbyteorder("="), copy=False)
         return Weights(str(path), {"": array.shape}, lambda _: torch.from_numpy(native))
     if path.suffix in _ARCHIVES or is_checkpoint(path):
-        return open_archive(path)
+        return _open_archive(path)
     raise ValueError(f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}")
 
 
@@ -102,7 +102,7 @@ def read_array(path: Path) -> NDArray[Any]:
     return array
 
 
-def open_archive(path: Path) -> Weights:
+def _open_archive(path: Path) -> Weights:
     """Open a file written by ``torch.save``; nested keys are joined with dots."""
     unsafe = f"{path} cannot be read without executing a pickle, which is not safe, or is damaged"
     with _readable(unsafe, ": save the weights as safetensors"):

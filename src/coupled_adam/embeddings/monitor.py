@@ -81,17 +81,13 @@ class Monitor:
         self._largest_logit = torch.maximum(torch.maximum(-low, high).float(), earlier.float())
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
-        """Measure the model's embeddings; every process must call this.
-
-        Args:
-            model: the model, as ``find`` takes it.
-            here: whether this process measures. The others only help to gather the matrices.
+        """Measure a model, as ``find`` takes it; every process must call this, one with ``here``.
 
         Returns:
-            Those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
+            There, those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
             embeddings, and ``input_embeddings/`` for the input embeddings if these are another
             matrix; and ``embeddings/largest_logit``, the largest absolute logit of this process in
-            the step. Nothing unless ``here``.
+            the step. Elsewhere nothing.
         """
         if self._hook is not None:
             self._hook.remove()

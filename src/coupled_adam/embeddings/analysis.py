@@ -100,13 +100,9 @@ def analyze_model(
 ) -> list[Analysis]:
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
-    Args:
-        model: as for :func:`load_embeddings`.
-        sets, directions: as for :func:`analyze`.
-        exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
-            tokenizer, ``"unseen"`` for tokens whose count is zero. Rows that are zero or not finite
-            are always left out.
-        tokens: what the model must have, as :meth:`Vocabulary.row` takes it.
+    Rows that are zero or not finite are left out; with ``exclude``, also those that belong to no
+    token of the tokenizer (``"padding"``), and tokens with a count of zero (``"unseen"``).
+    ``tokens`` are those that the model must have, as :meth:`Vocabulary.row` takes them.
 
     Raises:
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a

@@ -46,17 +46,12 @@ def check_installed(layout: Layout, as_parquet: bool = False) -> None:
 def token_maps(
     matrices: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
 ) -> list[TokenMap]:
-    """Lay out the tokens of one or several matrices.
+    """Lay out the tokens of one or several matrices, at most so many in all maps together.
 
     Principal components are those of the first matrix for all matrices of its width, so that
     checkpoints of one model can be compared; and each matrix's own otherwise. UMAP (McInnes et al.
-    2018, arXiv 1802.03426) is computed for each matrix with the cosine metric.
-
-    Args:
-        matrices: the matrices with their indicators.
-        layout: ``"pca"``, or ``"umap"``, which needs the package ``umap-learn``.
-        limit: the most rows in all maps together. From more, a fixed random sample is drawn in
-            which under-trained tokens and unused rows are kept.
+    2018, arXiv 1802.03426) is computed for each matrix with the cosine metric. Above the limit a
+    fixed random sample is drawn in which under-trained tokens and unused rows are kept.
     """
     check_installed(layout)
     share = None if limit is None else limit // len(matrices)

@@ -43,20 +43,15 @@ _POSITIONS = "wpe.weight"  # GPT-2's positions, which are added to the input emb
 class Repair:
     """What to repair, and how.
 
-    Attributes:
-        undertrained: whether to change under-trained tokens as well: those that cannot be told from
-            unused rows; see :class:`Undertrained`.
-        method: ``"sample"`` draws new rows like the healthy ones; ``"partner"`` takes the direction
-            of the same row in the other matrix of an untied model, where that row is healthy.
-        recenter: whether to subtract the mean from the output embeddings, which shifts all logits
-            of a position alike and leaves the softmax as it is.
-        seed: of the new rows.
+    The method ``"partner"`` takes the direction of the same row in the other matrix of an untied
+    model, where that row is healthy. To recenter shifts all logits of a position alike, which
+    leaves the softmax as it is.
     """
 
-    undertrained: bool = False
-    method: Method = "sample"
-    recenter: bool = False
-    seed: int = 0
+    undertrained: bool = False  # also tokens that cannot be told from unused rows
+    method: Method = "sample"  # how new rows are made: drawn like the healthy ones
+    recenter: bool = False  # subtract the mean from the output embeddings
+    seed: int = 0  # of the new rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +169,6 @@ def repair_model(
             ``.npy`` or ``.safetensors`` file with a matrix.
         out: the folder or the file to write, which must not exist.
         vocabulary: a function that returns what V rows stand for.
-        progress: called with the number of rows done and of all rows to do, over all passes.
-
-    Returns:
-        What was changed, one entry for each matrix.
 
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
@@ -230,8 +221,8 @@ def repair_model(
                 save_file(tensors, temporary / shard.name, metadata)
                 # Other files may hold the same matrix under another name, which changes as well.
                 for report in reports:
-                    same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
-                    report.tensors.extend(name for name in same if name not in report.tensors)
+                    same = {name for name, twin in replaced.items() if twin == report.tensors[0]}
+                    report.tensors.extend(sorted(same - {*report.tensors}))
     return reports
 
 

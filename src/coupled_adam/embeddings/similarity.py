@@ -194,10 +194,6 @@ def single_tokens(tokenizer: Any) -> TokenIds:
     The token is the one that stands for the word within a text, after another word: for byte-level
     BPE the token with the leading space, for SentencePiece the one with the mark of a word's
     beginning, for WordPiece the one without a continuation mark.
-
-    Args:
-        tokenizer: a tokenizer of transformers, or one with the same ``encode`` and
-            ``unk_token_id``.
     """
     before = tokenizer.encode("a", add_special_tokens=False)
 

@@ -133,7 +133,7 @@ class Undertrainedness:
 def find_undertrained(
     analysis: Analysis, share: float = 0.02, progress: Progress | None = None
 ) -> Undertrainedness:
-    """Find the under-trained tokens of an analysis, or say why there is no row to compare."""
+    """Find the under-trained tokens of an analysis; UsageError if no row is finite and not zero."""
     on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
     with refused(f"{analysis.model}: "):
         result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)

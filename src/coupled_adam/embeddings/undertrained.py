@@ -86,8 +86,7 @@ def undertrained(
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Rows may be NaN.
         unused: [V] booleans; rows that are known to be unused, see :class:`Vocabulary`.
-        among: [V] booleans; the rows that can be candidates, such as all reachable tokens. By
-            default, all.
+        among: [V] booleans; the rows that can be candidates, such as all reachable tokens.
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
         order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
             if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.

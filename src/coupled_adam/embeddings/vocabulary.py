@@ -67,10 +67,7 @@ class Vocabulary:
 
     def row(self, token: str) -> int:
         """The row of a token as a user writes it: its text, with or without a space before it, the
-        tokenizer's own spelling, or its id behind #.
-
-        Raises:
-            UsageError: if there is no such token.
+        tokenizer's own spelling, or its id behind #. Raises UsageError if there is none.
         """
         shown = one_line(token, 50)
         if re.fullmatch(r"#\d+", token):
@@ -98,16 +95,11 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Vocabulary:
-    """Find out what the rows of an embedding matrix stand for.
+    """Find out what V rows of an embedding matrix stand for; there may be more or fewer tokens.
 
     A token is reachable if it is what the tokenizer makes of its own text; this and the categories
     are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.1. Here, a token also counts
     as reachable if that is so only behind another character.
-
-    Args:
-        tokenizer: a tokenizer of transformers; None for a model without one.
-        rows: V, the number of rows of the matrix. It may have more rows than there are tokens, or
-            fewer.
     """
     if tokenizer is None:
         return Vocabulary.of_ids(rows)

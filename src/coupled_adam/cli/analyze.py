@@ -225,6 +225,7 @@ def _check(options: Options) -> None:
     if options.explore or options.parquet:
         from coupled_adam.embeddings.explorer import check_installed
 
-        check_installed(options.layout or "pca", as_parquet=options.parquet is not None)
+        explore, parquet = options.explore is not None, options.parquet is not None
+        check_installed(options.layout or "pca", explore, parquet)
     elif options.layout is not None:
         raise UsageError("--layout is that of the map: add --explore or --parquet")

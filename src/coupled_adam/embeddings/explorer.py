@@ -35,12 +35,15 @@ class TokenMap:
     xy: NDArray[np.float32]  # [n, 2], the coordinates
 
 
-def check_installed(layout: Layout, as_parquet: bool = False) -> None:
-    """Raise UsageError unless the packages are there that a layout, or a Parquet file, needs."""
-    if layout == "umap" and importlib.util.find_spec("umap") is None:
-        raise UsageError("--layout umap needs a package: pip install umap-learn")
-    if as_parquet and importlib.util.find_spec("pyarrow") is None:
-        raise UsageError("--parquet needs a package: pip install pyarrow")
+def check_installed(layout: Layout, explore: bool, parquet: bool) -> None:
+    """Raise UsageError unless the packages are there that a map, its page or its file needs."""
+    for is_needed, option, module, package in (
+        (layout == "umap", "--layout umap", "umap", "umap-learn"),
+        (parquet, "--parquet", "pyarrow", "pyarrow"),
+        (explore, "--explore", "plotly", "plotly"),
+    ):
+        if is_needed and importlib.util.find_spec(module) is None:
+            raise UsageError(f"{option} needs a package: pip install {package}")
 
 
 def token_maps(
@@ -53,7 +56,6 @@ def token_maps(
     2018, arXiv 1802.03426) is computed for each matrix with the cosine metric. Above the limit a
     fixed random sample is drawn in which under-trained tokens and unused rows are kept.
     """
-    check_installed(layout)
     share = None if limit is None else limit // len(matrices)
     maps: list[TokenMap] = []
     frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -139,12 +141,10 @@ def explorer_page(
     """Make the page; it is self-contained, and loads nothing.
 
     The cosines of comparisons become a column. ``progress`` is of the search for neighbours, which
-    takes the most time. Raises UsageError if plotly is not installed.
+    takes the most time.
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ModuleNotFoundError:
-        raise UsageError("--explore needs a package: pip install plotly") from None
+    from plotly.offline import get_plotlyjs
+
     maps = token_maps(matrices, layout, POINTS)
     data = {
         "layout": {"pca": "principal component", "umap": "UMAP"}[layout],

@@ -17,7 +17,7 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
 from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import Array, Mask, OnRows, as_array
+from coupled_adam.embeddings.geometry import Array, OnRows, as_array
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
 from coupled_adam.embeddings.partition import Directions, extreme_directions, sum_partitions
@@ -196,7 +196,9 @@ def analyze(
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
-    measured = _checked_keep(keep, rows)
+    measured = None if keep is None else geometry.as_mask("keep", keep, rows)
+    if measured is not None and not measured.any():
+        raise ValueError("keep must be True for at least one row")
     p = None if counts is None else checked_counts(counts, rows)
     unseen = None if p is None else int((p == 0).sum())
     p = p if p is None or measured is None else p[measured]
@@ -333,17 +335,3 @@ class _Cloud:
             (unit, extreme_directions(means, variances, reach, unit, published))
             for unit, published in views
         ]
-
-
-def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> Mask | None:
-    if keep is None:
-        return None
-    chosen = keep.detach().cpu().numpy() if isinstance(keep, Tensor) else np.asarray(keep)
-    if chosen.shape != (rows,) or chosen.dtype != np.bool_:
-        raise ValueError(
-            f"keep must hold a boolean for each of the {rows} embeddings, but has the shape "
-            f"{list(chosen.shape)} and the dtype {chosen.dtype}"
-        )
-    if not chosen.any():
-        raise ValueError("keep must be True for at least one row")
-    return chosen

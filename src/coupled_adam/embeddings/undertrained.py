@@ -98,11 +98,8 @@ def undertrained(
     """
     geometry.check(embeddings)
     rows = len(embeddings)
-    unused = np.zeros(rows, np.bool_) if unused is None else np.asarray(unused)
-    among = np.ones(rows, np.bool_) if among is None else np.asarray(among)
-    for name, mask in (("unused", unused), ("among", among)):
-        if mask.shape != (rows,) or mask.dtype != np.bool_:
-            raise ValueError(f"{name} must hold a boolean for each of the {rows} embeddings")
+    unused = geometry.as_mask("unused", np.zeros(rows, bool) if unused is None else unused, rows)
+    among = geometry.as_mask("among", np.ones(rows, bool) if among is None else among, rows)
     if not 0 < share <= 1:
         raise ValueError(f"share={share} must be above 0 and at most 1")
     finite, norms = finite_rows(embeddings, on_rows)

@@ -106,17 +106,15 @@ def compare(
     *,
     progress: Progress | None = None,
 ) -> Changes:
-    """Compare two embedding matrices row by row and as a whole.
+    """Compare two embedding matrices [V, H] and [V', H'] row by row and as a whole.
 
     Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A||
     ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Four
     passes over the rows in float64, in bounded memory.
 
     Args:
-        first, second: [V, H] and [V', H']; tensors on any device, or arrays.
         pairs: which rows belong together; by default those of the same id.
         counts: unigram counts [V'] of the second matrix's tokens.
-        progress: called with the number of rows done and of all rows to do, over all passes.
 
     Raises:
         ValueError: if no rows belong together, or counts do not fit.
@@ -199,10 +197,8 @@ def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | Non
 
     For Adam's second moments, averaged over each row, it is near 1 (arXiv 2502.08441, section 3):
     rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens that never
-    occur, and values that are not positive, are left out.
-
-    Returns:
-        The slope; None if fewer than two different counts are left.
+    occur, and values that are not positive, are left out; None if fewer than two different counts
+    remain.
     """
     p = checked_counts(counts, len(values))
     used = (p > 0) & (values > 0) & np.isfinite(values)

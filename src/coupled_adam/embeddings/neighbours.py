@@ -60,20 +60,17 @@ def nearest(
     keep: Mask | None = None,
     progress: Progress | None = None,
 ) -> Neighbours:
-    """Find the k nearest neighbours of some rows by cosine similarity.
+    """Find the k nearest neighbours of some rows [n] of a matrix [V, H] by cosine similarity.
 
     Cosines are exact up to rounding in float32. The matrix is read once for every 4096 rows asked
     for, in bounded memory.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
-        rows: [n], the rows whose neighbours are searched.
         k: how many neighbours, at least 1 and fewer than there are rows to choose from.
         centered: whether to remove the mean of all rows first, without which a common direction
             makes all cosines alike (Mu & Viswanath 2018, arXiv 1702.01417).
         keep: [V] booleans; rows with False are neighbours of none. Rows that are zero or not finite
             never are.
-        progress: called with the number of rows done and of all rows to do.
 
     Raises:
         ValueError: if a row is not between 0 and V - 1 or has no direction, or k is out of range.
@@ -118,16 +115,11 @@ def hubness(
 ) -> Hubness:
     """Measure hubness: the skewness of N_k (Radovanovic et al. 2010, JMLR 11).
 
-    Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
-        k: the number of neighbours.
-        centered: whether to remove the mean first.
-        sample: from how many rows, drawn at random with a fixed seed, N_k is estimated. By default
-            all of 65,536 rows or fewer are asked, and 4,096 of more. The moments of N_k are
-            estimated without bias: a row that is a neighbour of N of V rows is found by n of Q of
-            these, and the mean of n (n - 1) ... (n - r + 1) is N (N - 1) ... (N - r + 1) times the
-            same fraction of Q and V.
-        progress: as for :func:`nearest`.
+    All of 65,536 rows or fewer are asked, and of more a sample of 4,096, drawn at random with a
+    fixed seed; or a sample of another size. The moments of N_k are estimated without bias: a row
+    that is a neighbour of N of V rows is found by n of Q of these, and the mean of n (n - 1) ...
+    (n - r + 1) is N (N - 1) ... (N - r + 1) times the same fraction of Q and V. For the other
+    arguments see :func:`nearest`.
     """
     queried = rows = np.flatnonzero(alive_rows(embeddings))
     if sample is None:

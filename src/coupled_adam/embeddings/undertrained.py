@@ -77,20 +77,18 @@ def undertrained(
     order_by: Indicator | None = None,
     on_rows: OnRows = None,
 ) -> Undertrained:
-    """Find the rows that resemble those of unused tokens.
+    """Find the rows that resemble those of unused tokens; rows of the matrix [V, H] may be NaN.
 
     The indicators are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.2 and appendix A;
     the principal component is that of the centred embeddings, as in their code. Four passes over
     the rows in float64, in bounded memory.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Rows may be NaN.
         unused: [V] booleans; rows that are known to be unused, see :class:`Vocabulary`.
         among: [V] booleans; the rows that can be candidates, such as all reachable tokens.
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
         order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
             if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.
-        on_rows: as for :func:`blocks`; called for at most :data:`PASSES` times V rows.
 
     Raises:
         ValueError: if no row is finite and different from zero, or an argument has the wrong shape

@@ -137,8 +137,17 @@ def analyze_model(
                 token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
             counts = _counts(model, source, tokenizer, rows, is_token)
             alive = alive_rows(entry.matrix)
-            keep = _kept_rows(exclude, alive, is_token, counts)
-            total = PASSES * (rows if keep is None else int(keep.sum()))
+            # Without any row to measure, analyze says what is wrong with the matrix.
+            keep = alive | (not alive.any())
+            if "padding" in exclude and is_token is not None:
+                keep &= is_token
+            if "unseen" in exclude:
+                if counts is None:
+                    raise UsageError("--exclude unseen needs --counts, --text or --tokens")
+                keep &= counts > 0
+            if not keep.any():
+                raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
+            total, kept = PASSES * int(keep.sum()), None if keep.all() else keep
             label = f"measuring {printable(Path(model).name)}"
             with tqdm(
                 total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
@@ -148,12 +157,12 @@ def analyze_model(
                     counts,
                     sets=sets,
                     token_ids=token_ids,
-                    keep=keep,
+                    keep=kept,
                     directions=directions,
                     on_rows=bar.update,
                 )
         dead = np.flatnonzero(~alive).tolist()
-        analyses.append(Analysis(model, entry, report, padding, counts, keep, dead, tokenizer))
+        analyses.append(Analysis(model, entry, report, padding, counts, kept, dead, tokenizer))
     return analyses
 
 
@@ -170,23 +179,6 @@ def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilari
             ) from None
     with refused("--word-similarity: ", (OSError, ValueError)):
         return similarity.read_word_similarity(folder)
-
-
-def _kept_rows(
-    exclude: Collection[Excluded], alive: Mask, is_token: Mask | None, counts: NDArray[Any] | None
-) -> Mask | None:
-    """Which rows to measure, [rows] booleans; None if all."""
-    # Without any row to measure, analyze says what is wrong with the matrix.
-    keep = alive | (not alive.any())
-    if "padding" in exclude and is_token is not None:
-        keep &= is_token
-    if "unseen" in exclude:
-        if counts is None:
-            raise UsageError("--exclude unseen needs --counts, --text or --tokens")
-        keep &= counts > 0
-    if not keep.any():
-        raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-    return None if keep.all() else keep
 
 
 def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:

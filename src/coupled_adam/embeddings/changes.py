@@ -42,31 +42,19 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What changed from the first matrix to the second; pairs of numbers are before and after.
+    """What changed from the first matrix to the second; pairs of numbers are before and after."""
 
-    Attributes:
-        pairs: which rows were compared.
-        cosines: [n], the cosine similarity of each pair, -1 to 1; NaN for rows that are zero or not
-            finite in one of the two. None if the widths differ.
-        norm_ratios: [n], ||e_i|| after / before; NaN in the same cases.
-        groups: ``"old"``: tokens of both that were seen, or all of them without counts;
-            ``"unseen"``: tokens of both with a count of zero; ``"new"``: rows of the second matrix
-            only.
-        cka: the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale).
-        mean_shift: ||mu' - mu|| relative to the mean norm in the first matrix; None if the widths
-            differ.
-        mean_norm_ratio: ||mu||^r of the pairs' rows.
-        norm_frequency: the correlation of norm and log count; None without counts.
-    """
-
-    pairs: Pairs
-    cosines: Array | None
-    norm_ratios: Array
+    pairs: Pairs  # the rows that were compared
+    # Of each pair [n], -1 to 1; NaN for rows that are zero or not finite in one of the two.
+    cosines: Array | None  # None if the widths differ
+    norm_ratios: Array  # [n], ||e_i|| after / before; NaN in the same cases
+    # "old": tokens of both that were seen, or all of them without counts; "unseen": tokens of both
+    # with a count of zero; "new": rows of the second matrix only.
     groups: dict[str, Group]
-    cka: float
-    mean_shift: float | None
-    mean_norm_ratio: tuple[float, float]
-    norm_frequency: tuple[float, float] | None
+    cka: float  # the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale)
+    mean_shift: float | None  # ||mu' - mu|| / mean norm before; None if the widths differ
+    mean_norm_ratio: tuple[float, float]  # ||mu||^r of the pairs' rows
+    norm_frequency: tuple[float, float] | None  # of norm and log count; None without counts
 
     def movers(self, number: int) -> NDArray[np.int64]:
         """Indices of the pairs that turned most or, if the widths differ, whose norms changed."""

@@ -52,8 +52,7 @@ def norm_frequency_correlation(
             comparison with values in the literature. Padding and other tokens that never occur are
             then points far from all others, at log 1e-10, whose weight depends on the constant.
 
-    Returns:
-        rho, between -1 and 1; NaN if all norms or all probabilities are equal.
+    It is NaN if all norms or all probabilities are equal.
 
     Raises:
         ValueError: if counts do not have the shape [V], are negative or not finite, or if fewer

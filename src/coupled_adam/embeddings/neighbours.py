@@ -28,23 +28,15 @@ class Neighbours:
 
 @dataclasses.dataclass(frozen=True)
 class Hubness:
-    """How unevenly the rows are distributed among each other's nearest neighbours.
+    """How unevenly the rows are distributed among each other's nearest neighbours."""
 
-    Attributes:
-        skewness: that of N_k over the rows; about 0 without hubs, 10 and more with strong ones.
-            None if all N_k are equal.
-        occurrences: [V], N_k: for how many rows this row is among the k nearest; estimated where
-            not all rows were asked. Its mean is k over the rows that have a direction.
-        k: the number of neighbours.
-        queries: the number of rows whose neighbours were searched.
-        exact: whether these were all rows, so that nothing is estimated.
-    """
-
-    skewness: float | None
-    occurrences: Array
-    k: int
-    queries: int
-    exact: bool
+    # Of N_k over the rows; about 0 without hubs, 10 and more with strong ones.
+    skewness: float | None  # None if all N_k are equal
+    # N_k: for how many rows this row is among the k nearest; estimated if not all were asked.
+    occurrences: Array  # [V]; the mean is k over the rows that have a direction
+    k: int  # the number of neighbours
+    queries: int  # the number of rows whose neighbours were searched
+    exact: bool  # whether these were all rows, so that nothing is estimated
 
     def largest(self, number: int) -> NDArray[np.int64]:
         """The rows with the largest N_k, the largest first."""

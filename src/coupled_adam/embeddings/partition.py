@@ -95,11 +95,8 @@ def extreme_directions(
 
     A direction whose bounds lie between those of others can have neither the largest nor the
     smallest Z. In trained embeddings, whose variances differ a lot, those are most directions.
-
-    Args:
-        means, variances: m and v of each direction, [n].
-        reach: R, or a bound on it.
-        published: whether directions are compared with one sign each, too, and not only with both.
+    Means and variances are m and v of each, [n], and reach is R or a bound on it. If ``published``,
+    they are compared with one sign each, too, and not only with both.
     """
     reach, means = reach / unit, means / unit
     if reach > 300 or not len(means):

@@ -42,30 +42,22 @@ PASSES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Undertrained:
-    """Indicators of how little each row was trained: small values mean little training.
+    """Indicators of how little each row was trained: small values mean little training."""
 
-    Attributes:
-        indicators: [V] each, in the embeddings' units or from 0 to 2; those of
-            :data:`INDICATORS`, or only ``norm`` if no row is known to be unused. NaN for rows that
-            are not finite, which are left out of everything else.
-        order_by: the indicator that chooses the candidates.
-        candidates: the rows that were chosen, those with the lowest indicator first.
-        limit: the highest indicator that the unused rows themselves have, each compared with the
-            mean of the others. None with fewer than three, or if they resemble each other no more
-            than most rows resemble them, as in a model that was not trained.
-        alike: the rows up to this limit, the lowest first, however many: no indicator tells them
-            from unused rows. Candidates that are not among them may be rare tokens.
-        unused: [V] booleans; the rows that served as the reference.
-        dead: the rows that are zero or not finite.
-    """
-
+    # [V] each, in the embeddings' units or from 0 to 2; only the norm if no row is known to be
+    # unused. NaN for rows that are not finite, which are left out of everything else.
     indicators: dict[Indicator, Array]
-    order_by: Indicator
-    candidates: NDArray[np.int64]
+    order_by: Indicator  # the one that chooses the candidates
+    candidates: NDArray[np.int64]  # rows, those with the lowest indicator first
+    # The highest indicator of the unused rows themselves, each compared with the mean of the
+    # others. None with fewer than three, or if they resemble each other no more than most rows
+    # resemble them, as in a model that was not trained.
     limit: float | None
+    # The rows up to this limit, the lowest first: no indicator tells them from unused rows.
+    # Candidates that are not among them may be rare tokens.
     alike: NDArray[np.int64]
-    unused: Mask
-    dead: NDArray[np.int64]
+    unused: Mask  # [V], the rows that served as the reference
+    dead: NDArray[np.int64]  # the rows that are zero or not finite
 
 
 def undertrained(

@@ -36,26 +36,20 @@ _CONTEXTS = ("", "a", "«", "\n", "1", "zq")
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of V rows.
+    """The tokens of V rows."""
 
-    Attributes:
-        texts: what each token stands for in a text; the tokenizer's own spelling of tokens that
-            cannot be decoded; empty for rows without a token.
-        categories: [V]. ``"ok"``: some text contains the token. ``"undecodable"``: it is not whole
-            UTF-8 text, such as the first half of a character. ``"unreachable"``: the tokenizer
-            splits the token's own text differently, so that it occurs in no text. ``"special"``: a
-            control token. ``"byte"``: a single byte, for characters without a token. ``"none"``:
-            the row belongs to no token.
-        unused: [V] booleans; tokens that were seen by no training, as far as can be known without
-            its text: rows without a token, bytes that UTF-8 never contains, and tokens that are
-            called unused or reserved.
-        surplus: the number of the tokenizer's tokens for which there is no row.
-    """
-
+    # What each token stands for in a text; the tokenizer's own spelling of tokens that cannot be
+    # decoded; empty for rows without a token.
     texts: Sequence[str]
+    # [V], one of CATEGORIES each. "ok": some text contains the token. "undecodable": it is not
+    # whole UTF-8 text, such as the first half of a character. "unreachable": the tokenizer splits
+    # the token's own text differently, so that it occurs in no text. "special": a control token.
+    # "byte": a single byte, for characters without a token. "none": the row belongs to no token.
     categories: NDArray[np.str_]
+    # [V], what was seen by no training, as far as can be known without its text: rows without a
+    # token, bytes that UTF-8 never contains, and tokens that are called unused or reserved.
     unused: Mask
-    surplus: int = 0
+    surplus: int = 0  # the number of the tokenizer's tokens for which there is no row
 
     def __len__(self) -> int:
         return len(self.texts)

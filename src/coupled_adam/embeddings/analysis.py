@@ -74,13 +74,17 @@ class Analysis:
         names = [self.vocabulary.name(row) for row in self.dead]
         return self.report.sentences(self.model, self.embeddings.role, names)
 
+    @property
+    def matrix(self) -> dict[str, str]:
+        """Which matrix it is, for JSON."""
+        entry = self.embeddings
+        return {"model": self.model, "role": entry.role, "tensor": entry.tensor}
+
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON: a description of the matrix, and the report's attributes."""
         return {
             "diagnosis": self.diagnosis,
-            "model": self.model,
-            "role": self.embeddings.role,
-            "tensor": self.embeddings.tensor,
+            **self.matrix,
             "dtype": str(self.embeddings.matrix.dtype).removeprefix("torch."),
             "padding_rows": self.padding_rows,
             "dead_rows": self.dead,
@@ -133,21 +137,27 @@ def analyze_model(
         with refused(f"{model}: "):
             is_token = token_ids = padding = None
             if tokenizer is not None:
-                is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
+                ids = np.array(sorted(tokenizer.get_vocab().values()))
+                if "padding" in exclude and ids[-1] >= rows:
+                    raise ValueError(
+                        f"the tokenizer has a token with id {ids[-1]}, but the embeddings have "
+                        f"only {rows} rows. --exclude padding needs the model's own tokenizer"
+                    )
+                is_token = np.isin(np.arange(rows), ids)
                 token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
             counts = _counts(model, source, tokenizer, rows, is_token)
             alive = alive_rows(entry.matrix)
             # Without any row to measure, analyze says what is wrong with the matrix.
-            keep = alive | (not alive.any())
+            measured = alive | (not alive.any())
             if "padding" in exclude and is_token is not None:
-                keep &= is_token
+                measured &= is_token
             if "unseen" in exclude:
                 if counts is None:
                     raise UsageError("--exclude unseen needs --counts, --text or --tokens")
-                keep &= counts > 0
-            if not keep.any():
+                measured &= counts > 0
+            if not measured.any():
                 raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-            total, kept = PASSES * int(keep.sum()), None if keep.all() else keep
+            total, keep = PASSES * int(measured.sum()), None if measured.all() else measured
             label = f"measuring {printable(Path(model).name)}"
             with tqdm(
                 total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
@@ -157,12 +167,12 @@ def analyze_model(
                     counts,
                     sets=sets,
                     token_ids=token_ids,
-                    keep=kept,
+                    keep=keep,
                     directions=directions,
                     on_rows=bar.update,
                 )
         dead = np.flatnonzero(~alive).tolist()
-        analyses.append(Analysis(model, entry, report, padding, counts, kept, dead, tokenizer))
+        analyses.append(Analysis(model, entry, report, padding, counts, keep, dead, tokenizer))
     return analyses
 
 
@@ -201,17 +211,6 @@ def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokeni
         if any(Path(name).glob("tokenizer*")):  # which are damaged
             warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
         return None
-
-
-def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> Mask:
-    """Which rows belong to a token of the tokenizer, [rows] booleans."""
-    ids = np.array(sorted(tokenizer.get_vocab().values()))
-    if strict and ids[-1] >= rows:
-        raise ValueError(
-            f"the tokenizer has a token with id {ids[-1]}, but the embeddings have only {rows} "
-            "rows. --exclude padding needs the model's own tokenizer"
-        )
-    return np.isin(np.arange(rows), ids)
 
 
 def _counts(

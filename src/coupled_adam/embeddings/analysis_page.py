@@ -49,7 +49,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     )
     # matplotlib reads text between two $ as a formula.
     styles = [(color, a.label.replace("$", r"\$")) for color, a in zip(colors, analyses)]
-    matrices = [_kept(analysis.embeddings.matrix, analysis) for analysis in analyses]
+    matrices = [_measured(analysis.embeddings.matrix, analysis) for analysis in analyses]
     # A panel for each matrix, as clouds would hide each other; the rest of the grid stays empty.
     columns = min(3, number)
     rows = -(-number // columns)
@@ -76,7 +76,7 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
         ),
         "Norms of the embeddings.": (pictures.plot_norm_histogram, norms),
     }
-    counts = [None if a.counts is None else _kept(a.counts, a) for a in analyses]
+    counts = [None if a.counts is None else _measured(a.counts, a) for a in analyses]
     if any(entry is not None for entry in counts):
 
         def plot_norms(ax: Axes, pair: tuple[Any, Any], *style: str) -> None:
@@ -94,6 +94,6 @@ def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     return drawn
 
 
-def _kept(rows: Any, analysis: Analysis) -> Any:
+def _measured(rows: Any, analysis: Analysis) -> Any:
     """The rows that were measured, without a copy if these are all."""
     return rows if analysis.keep is None else rows[analysis.keep]

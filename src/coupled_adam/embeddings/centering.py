@@ -8,11 +8,9 @@ from coupled_adam.embeddings.geometry import Embeddings, blocks, check, gram, me
 
 
 def subtract_mean(embeddings: Embeddings) -> torch.Tensor:
-    """Subtract the mean embedding mu from every row.
+    """Subtract the mean embedding mu from every row of a matrix [V, H].
 
-    Returns:
-        A new tensor [V, H], with the dtype and device of the given tensor; for an array, a float64
-        tensor on the CPU.
+    The result is a new tensor like the given one; for an array, in float64 on the CPU.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers.

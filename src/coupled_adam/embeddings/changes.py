@@ -172,8 +172,7 @@ def compare(
 def linear_cka(first: Embeddings, second: Embeddings) -> float:
     """The linear CKA of two matrices with one row for each token, [V, H] and [V, H']; 0 to 1.
 
-    Raises:
-        ValueError: if they have different numbers of rows, or all rows of one are equal.
+    Raises ValueError if they have different numbers of rows, or all rows of one are equal.
     """
     if len(first) != len(second):
         raise ValueError(f"the matrices have {len(first)} and {len(second)} rows")

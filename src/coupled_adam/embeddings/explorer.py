@@ -63,7 +63,13 @@ def token_maps(
         matrix = entry.analysis.embeddings.matrix
         healthy = np.ones(len(matrix), np.bool_)
         healthy[entry.indicated.dead] = False
-        rows = _chosen(entry, np.flatnonzero(healthy), share)
+        rows = np.flatnonzero(healthy)
+        if share is not None and len(rows) > share:
+            # Half of the sample at most is what the page is made for; the rest shows what is usual.
+            preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
+            preferred = preferred[healthy[preferred]][: share // 2]
+            usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, preferred))
+            rows = np.sort(np.concatenate([preferred, usual[: share - len(preferred)]]))
         if layout == "umap":
             import umap
 
@@ -117,19 +123,6 @@ def parquet(maps: Sequence[TokenMap]) -> bytes:
     file = io.BytesIO()
     pyarrow.parquet.write_table(table, file)
     return file.getvalue()
-
-
-def _chosen(
-    entry: Undertrainedness, rows: NDArray[np.int64], limit: int | None
-) -> NDArray[np.int64]:
-    """The rows of a map, of all that are healthy."""
-    if limit is None or len(rows) <= limit:
-        return rows
-    # Half of the sample at most is what the page is made for; the rest shows what is usual.
-    preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
-    chosen = preferred[np.isin(preferred, rows)][: limit // 2]
-    sample = np.random.default_rng(0).permutation(np.setdiff1d(rows, chosen))
-    return np.sort(np.concatenate([chosen, sample[: limit - len(chosen)]])).astype(np.int64)
 
 
 def explorer_page(

@@ -16,11 +16,9 @@ Convention = Literal["seen", "published"]
 
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
-    """Count how often each token id occurs, [vocab_size], int64.
+    """Count how often each token id occurs, [vocab_size].
 
-    Args:
-        tokens: token ids of any shape and integer dtype; may be memory-mapped.
-        vocab_size: V, the number of token ids.
+    The ids may have any shape and integer dtype, and be memory-mapped.
 
     Raises:
         ValueError: if an id is not between 0 and V - 1.

@@ -61,7 +61,7 @@ class EmbeddingMatrix:
 def load_embeddings(
     source: str | Path, *, tensor: str | None = None, revision: str | None = None
 ) -> list[EmbeddingMatrix]:
-    """Find and read the input and output embeddings of a model.
+    """Find and read the input and output embeddings of a model: two matrices, or a single one.
 
     Args:
         source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
@@ -69,10 +69,6 @@ def load_embeddings(
             checkpoint of this package; a folder written by torch.distributed.checkpoint.
         tensor: the name of the tensor to read, if the embeddings have an unusual name.
         revision: a branch, tag or commit of a model on the hub.
-
-    Returns:
-        The input and the output embeddings, or a single matrix if they are tied or there is only
-        one of them.
 
     Raises:
         FileNotFoundError: if there is no such file, folder or model.

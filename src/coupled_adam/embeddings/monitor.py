@@ -24,10 +24,7 @@ class Monitor:
     """Tells a training callback when to measure, and returns the numbers to log.
 
     A measurement is an :func:`analyze` of each matrix and a pass over the logits (for what it
-    takes, see docs/analyze.md). The arguments are those of the callbacks.
-
-    Raises:
-        ValueError: if ``every`` is below 1, or a limit has an unknown name.
+    takes, see docs/analyze.md). The arguments, and the errors, are those of the callbacks.
     """
 
     def __init__(

@@ -105,8 +105,7 @@ def healthy_rows(
             normal distribution that has the mean and the covariance of the healthy rows.
         seed: of the distribution.
 
-    Raises:
-        ValueError: if fewer than two rows are healthy.
+    Raises ValueError if fewer than two rows are healthy.
     """
     if healthy.sum() < 2:
         raise ValueError("fewer than two rows are healthy: nothing to model new rows on")
@@ -376,9 +375,7 @@ def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
 
 
 def _is_file_of(folder: Path, path: Path) -> bool:
-    """Whether a path is a regular file, and no link out of the folder: what it may lead to is a
-    private file, or a device without an end.
-    """
+    """Whether a path is a regular file, and no link to a private file or a device elsewhere."""
     try:
         check_inside(folder, str(path.relative_to(folder)))
     except (ValueError, RuntimeError, OSError):  # of a link to elsewhere, or to itself

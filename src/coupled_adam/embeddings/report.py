@@ -98,11 +98,7 @@ class EmbeddingReport(Measures):
         return Table(columns, rows, title, left=(0, 1, 5))
 
     def to_frame(self) -> "pandas.DataFrame":
-        """The measures as a data frame: a row for each, by key, and a column for each variant.
-
-        Raises:
-            ModuleNotFoundError: pandas is not installed.
-        """
+        """The measures by key, with a column for each variant; this alone needs pandas."""
         import pandas
 
         numbers = {

@@ -147,10 +147,8 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     """Download the word-similarity sets that are missing, and verify them by their SHA-256.
 
     They are downloaded from the public repository of the authors of Coupled Adam, at a fixed
-    commit. Please cite the authors of the sets; see :func:`read_word_similarity`.
-
-    Args:
-        folder: where to keep the files, which is returned; None for one in the user's cache.
+    commit, and kept in the folder, which is returned; by default one in the user's cache. Please
+    cite the authors of the sets; see :func:`read_word_similarity`.
 
     Raises:
         OSError: if a set cannot be downloaded, or the folder is not writable.

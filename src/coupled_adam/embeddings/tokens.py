@@ -263,13 +263,9 @@ class Comparison:
         """The numbers, and the tokens that moved most, at most so many, as plain values."""
         changes, pairs = self.changes, self.changes.pairs
         frequency = changes.norm_frequency
-        before, after = (
-            {"model": a.model, "role": a.embeddings.role, "tensor": a.embeddings.tensor}
-            for a in (self.before, self.after)
-        )
         return {
-            "before": before,
-            "after": after,
+            "before": self.before.matrix,
+            "after": self.after.matrix,
             "matched_by": pairs.by,
             "matched": len(pairs.first),
             "new_rows": len(pairs.new),

@@ -89,10 +89,7 @@ def _open_safetensors(path: Path) -> Weights:
 
 
 def read_array(path: Path) -> NDArray[Any]:
-    """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file.
-
-    Raises ValueError if there is no such file, or it is damaged or contains anything but numbers.
-    """
+    """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file."""
     _check_file(path)
     with _readable(f"{path}: not a .npy file of numbers"):
         # This function never unpickles, and compares the size of the file with its header.
@@ -157,9 +154,7 @@ def open_distributed(folder: Path) -> Weights:
 
 
 def check_distributed(folder: Path) -> None:
-    """Raise ValueError unless torch, which unpickles a distributed checkpoint, can load it safely:
-    its index, or an object in it other than a tensor, could execute code.
-    """
+    """Raise ValueError unless torch can unpickle all of a distributed checkpoint safely."""
     unsafe = "cannot be loaded without executing a pickle, which is not safe, or is damaged"
     with _readable(f"{folder} {unsafe}"):
         tensors, places = _index(folder)

@@ -266,9 +266,9 @@ def test_only_directions_that_cannot_be_extreme_are_left_out(seed, decay, scale,
     means = matrix.mean(0) @ axes
     reach = np.linalg.norm(matrix - matrix.mean(0), axis=1).max()
     variances = squares / 60 - means**2
-    moments = partition.Moments(torch.from_numpy(means), torch.from_numpy(variances), reach)
+    moments = torch.from_numpy(means), torch.from_numpy(variances), reach
     for published in (False, True):
-        chosen = moments.can_be_extreme(unit, published).numpy()
+        chosen = partition.extreme_directions(*moments, unit, published).numpy()
         sums = np.array([[z(s * c, matrix / unit) for c in axes.T] for s in (1, -1)])
         for signs in (sums, sums[:1])[: 1 + published]:
             assert signs[:, chosen].min() == signs.min()
@@ -278,8 +278,9 @@ def test_only_directions_that_cannot_be_extreme_are_left_out(seed, decay, scale,
 def test_directions_are_left_out():
     """If variances differ as in trained embeddings, most are."""
     variances = torch.exp(-torch.linspace(0, 6, 100, dtype=torch.float64)) / 100
-    moments = partition.Moments(torch.zeros(100, dtype=torch.float64), variances, 1.5)
-    assert moments.can_be_extreme(1.0, published=True).sum() < 50
+    means = torch.zeros(100, dtype=torch.float64)
+    chosen = partition.extreme_directions(means, variances, 1.5, 1.0, published=True)
+    assert chosen.sum() < 50
 
 
 def test_the_matrix_is_not_changed():

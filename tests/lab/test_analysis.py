@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings import analysis, analyze, single_tokens, unigram_counts
+from coupled_adam.embeddings import analysis, analysis_page, analyze, single_tokens, unigram_counts
 from coupled_adam.embeddings.measures import Healthy
 from coupled_adam.text import tokenizers
 from coupled_adam.text.tokenizers import text_tokens
@@ -225,6 +225,14 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     code, shown, _ = run(capsys, tmp_path / "plain.safetensors")
     assert code == 0
     assert "30 x 4" in shown
+
+
+def test_a_grid_of_clouds(tmp_path):
+    """A panel for each matrix; those that are left over are empty."""
+    np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(30, 4)))
+    analyses = 4 * analysis.analyze_model(str(tmp_path / "matrix.npy"), analysis.Source())
+    clouds, *_ = analysis_page.analyses_pictures(analyses)
+    assert [ax.axison for ax in clouds.figure.axes] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.pixels

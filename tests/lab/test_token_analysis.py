@@ -157,6 +157,14 @@ def test_unusable_input(arguments, message, gpt2, capsys, monkeypatch):
     assert message in err
 
 
+def test_a_page_without_plotly(gpt2, tmp_path, capsys, monkeypatch):
+    """Is refused before the measures, which may take minutes."""
+    monkeypatch.setattr("coupled_adam.embeddings.analysis.analyze", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["analyze", str(gpt2), "--explore", str(tmp_path / "page.html")]) == 2
+    assert "--explore needs a package: pip install plotly" in capsys.readouterr().err
+
+
 @pytest.fixture
 def echo(gpt2):
     """A model made by hand that repeats its last token; rows of tokens it never saw are short."""

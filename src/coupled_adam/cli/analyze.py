@@ -142,7 +142,7 @@ def run(options: Options) -> None:
 
         files.append(("--html", options.html, analyses_page(analyses, listed)))
     if options.parquet is not None:
-        from coupled_adam.embeddings.maps import parquet, token_maps
+        from coupled_adam.embeddings.explorer import parquet, token_maps
 
         files.append(("--parquet", options.parquet, parquet(token_maps(undertrained, layout))))
     if options.explore is not None:
@@ -223,8 +223,9 @@ def _check(options: Options) -> None:
         parquet=options.parquet,
     )
     if options.explore or options.parquet:
-        from coupled_adam.embeddings.maps import check_installed
+        from coupled_adam.embeddings.explorer import check_installed
 
-        check_installed(options.layout or "pca", as_parquet=options.parquet is not None)
+        explore, parquet = options.explore is not None, options.parquet is not None
+        check_installed(options.layout or "pca", explore, parquet)
     elif options.layout is not None:
         raise UsageError("--layout is that of the map: add --explore or --parquet")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,18 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from coupled_adam.embeddings import (
-    EmbeddingMatrix,
-    EmbeddingReport,
-    WordSimilaritySet,
-    analyze,
-    download_word_similarity,
-    load_embeddings,
-    read_word_similarity,
-    single_tokens,
-    unigram_counts,
-)
-from coupled_adam.embeddings.report import PASSES
+from coupled_adam.embeddings import similarity
+from coupled_adam.embeddings.frequency import unigram_counts
+from coupled_adam.embeddings.geometry import Mask
+from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
+from coupled_adam.embeddings.report import PASSES, EmbeddingReport, analyze
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
@@ -60,7 +53,7 @@ class Analysis:
     report: EmbeddingReport
     padding_rows: int | None  # rows that belong to no token; None without a tokenizer
     counts: NDArray[Any] | None  # unigram counts [V]
-    keep: NDArray[np.bool_] | None  # the rows that were measured, [V]; None if all were
+    keep: Mask | None  # the rows that were measured, [V]; None if all were
     dead: list[int]  # the rows that are zero or not finite, which are never measured
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
@@ -81,13 +74,17 @@ class Analysis:
         names = [self.vocabulary.name(row) for row in self.dead]
         return self.report.sentences(self.model, self.embeddings.role, names)
 
+    @property
+    def matrix(self) -> dict[str, str]:
+        """Which matrix it is, for JSON."""
+        entry = self.embeddings
+        return {"model": self.model, "role": entry.role, "tensor": entry.tensor}
+
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON: a description of the matrix, and the report's attributes."""
         return {
             "diagnosis": self.diagnosis,
-            "model": self.model,
-            "role": self.embeddings.role,
-            "tensor": self.embeddings.tensor,
+            **self.matrix,
             "dtype": str(self.embeddings.matrix.dtype).removeprefix("torch."),
             "padding_rows": self.padding_rows,
             "dead_rows": self.dead,
@@ -99,7 +96,7 @@ def analyze_model(
     model: str,
     source: Source,
     *,
-    sets: Mapping[str, WordSimilaritySet] | None = None,
+    sets: similarity.Sets | None = None,
     exclude: Collection[Excluded] = (),
     directions: int | None = None,
     tokens: Sequence[str] = (),
@@ -107,13 +104,9 @@ def analyze_model(
 ) -> list[Analysis]:
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
-    Args:
-        model: as for :func:`load_embeddings`.
-        sets, directions: as for :func:`analyze`.
-        exclude: which rows to leave out: ``"padding"`` for rows that belong to no token of the
-            tokenizer, ``"unseen"`` for tokens whose count is zero. Rows that are zero or not finite
-            are always left out.
-        tokens: what the model must have, as :meth:`Vocabulary.row` takes it.
+    Rows that are zero or not finite are left out; with ``exclude``, also those that belong to no
+    token of the tokenizer (``"padding"``), and tokens with a count of zero (``"unseen"``).
+    ``tokens`` are those that the model must have, as :meth:`Vocabulary.row` takes them.
 
     Raises:
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
@@ -144,12 +137,27 @@ def analyze_model(
         with refused(f"{model}: "):
             is_token = token_ids = padding = None
             if tokenizer is not None:
-                is_token = _is_token(tokenizer, rows, strict="padding" in exclude)
-                token_ids, padding = single_tokens(tokenizer), int((~is_token).sum())
+                ids = np.array(sorted(tokenizer.get_vocab().values()))
+                if "padding" in exclude and ids[-1] >= rows:
+                    raise ValueError(
+                        f"the tokenizer has a token with id {ids[-1]}, but the embeddings have "
+                        f"only {rows} rows. --exclude padding needs the model's own tokenizer"
+                    )
+                is_token = np.isin(np.arange(rows), ids)
+                token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
             counts = _counts(model, source, tokenizer, rows, is_token)
             alive = alive_rows(entry.matrix)
-            keep = _kept_rows(exclude, alive, is_token, counts)
-            total = PASSES * (rows if keep is None else int(keep.sum()))
+            # Without any row to measure, analyze says what is wrong with the matrix.
+            measured = alive | (not alive.any())
+            if "padding" in exclude and is_token is not None:
+                measured &= is_token
+            if "unseen" in exclude:
+                if counts is None:
+                    raise UsageError("--exclude unseen needs --counts, --text or --tokens")
+                measured &= counts > 0
+            if not measured.any():
+                raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
+            total, keep = PASSES * int(measured.sum()), None if measured.all() else measured
             label = f"measuring {printable(Path(model).name)}"
             with tqdm(
                 total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
@@ -168,72 +176,41 @@ def analyze_model(
     return analyses
 
 
-def word_similarity_sets(place: str | Path) -> dict[str, WordSimilaritySet]:
+def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
     """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept."""
     folder = Path(place)
     if str(place) == "download":
         try:
-            folder = download_word_similarity()
+            folder = similarity.download_word_similarity()
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"--word-similarity download: {one_line(error)}. Put the published files into a "
                 "folder and pass --word-similarity FOLDER instead"
             ) from None
     with refused("--word-similarity: ", (OSError, ValueError)):
-        return read_word_similarity(folder)
-
-
-def _kept_rows(
-    exclude: Collection[Excluded],
-    alive: NDArray[np.bool_],
-    is_token: NDArray[np.bool_] | None,
-    counts: NDArray[Any] | None,
-) -> NDArray[np.bool_] | None:
-    """Which rows to measure, [rows] booleans; None if all."""
-    # Without any row to measure, analyze says what is wrong with the matrix.
-    keep = alive | (not alive.any())
-    if "padding" in exclude and is_token is not None:
-        keep &= is_token
-    if "unseen" in exclude:
-        if counts is None:
-            raise UsageError("--exclude unseen needs --counts, --text or --tokens")
-        keep &= counts > 0
-    if not keep.any():
-        raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-    return None if keep.all() else keep
+        return similarity.read_word_similarity(folder)
 
 
 def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer; None if it has none, unless one is needed, named or counts a text."""
     needed = needed or source.text is not None
-    name = source.tokenizer or model
-    if source.tokenizer is None and Path(model).is_file():
+    is_named, name = source.tokenizer is not None, source.tokenizer or model
+    if not is_named and Path(model).is_file():
         if needed:
             raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
         return None
-    if source.tokenizer is None and is_run(Path(model)):
+    if not is_named and is_run(Path(model)):
         name = str(Path(model) / MODEL)
     try:
-        return load_tokenizer(name, source.revision if source.tokenizer is None else None)
+        return load_tokenizer(name, None if is_named else source.revision)
     except UsageError as error:
-        if source.tokenizer is not None:
-            raise UsageError(f"--tokenizer {error}") from None
-        if needed:
-            raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
+        if is_named or needed:
+            hint = "pass a tokenizer with --tokenizer"
+            text = f"--tokenizer {error}" if is_named else f"{error}: {hint}"
+            raise UsageError(text) from None
         if any(Path(name).glob("tokenizer*")):  # which are damaged
             warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
         return None
-
-
-def _is_token(tokenizer: PreTrainedTokenizerBase, rows: int, strict: bool) -> NDArray[np.bool_]:
-    """Which rows belong to a token of the tokenizer, [rows] booleans."""
-    ids = np.array(sorted(tokenizer.get_vocab().values()))
-    if strict and ids[-1] >= rows:
-        raise ValueError(
-            f"the tokenizer has a token with id {ids[-1]}, but the embeddings have only {rows} "
-            "rows. --exclude padding needs the model's own tokenizer"
-        )
-    return np.isin(np.arange(rows), ids)
 
 
 def _counts(
@@ -241,7 +218,7 @@ def _counts(
     source: Source,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: int,
-    is_token: NDArray[np.bool_] | None,
+    is_token: Mask | None,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
     if source.text is not None or source.tokens:

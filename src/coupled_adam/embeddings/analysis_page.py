@@ -1,7 +1,7 @@
 """Reports on the embeddings of several models as a page of HTML with pictures."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -41,71 +41,59 @@ def analyses_page(
 
 def analyses_pictures(analyses: Sequence[Analysis]) -> list[Picture]:
     """Pictures of the matrices, their spectra, angles and norms; with counts, also of frequency."""
-    colors = _colors(len(analyses))
-    columns = min(3, len(analyses))
-    rows = -(-len(analyses) // columns)
+    number = len(analyses)
+    few = number <= 10
+    places = np.arange(number) if few else np.linspace(0, 1, number)
+    colors = map(
+        matplotlib.colors.to_hex, matplotlib.colormaps["tab10" if few else "turbo"](places)
+    )
+    # matplotlib reads text between two $ as a formula.
+    styles = [(color, a.label.replace("$", r"\$")) for color, a in zip(colors, analyses)]
+    matrices = [_measured(analysis.embeddings.matrix, analysis) for analysis in analyses]
+    # A panel for each matrix, as clouds would hide each other; the rest of the grid stays empty.
+    columns = min(3, number)
+    rows = -(-number // columns)
     clouds = Figure(figsize=(max(6, 4.5 * columns), 4.5 * rows), layout="constrained")
     panels = clouds.subplots(rows, columns, squeeze=False).flat
-    matrices = [
-        a.embeddings.matrix if a.keep is None else a.embeddings.matrix[a.keep] for a in analyses
-    ]
-    # A panel for each matrix, as clouds would hide each other; the rest of the grid stays empty.
-    for ax, analysis, matrix, color in zip(panels, analyses, matrices, colors):
+    for matrix, (color, label), ax in zip(matrices, styles, panels):
         pictures.plot_cloud(ax, matrix, color)
         pictures.finish_clouds(ax)
-        ax.set_title(_plain(analysis.label))
+        ax.set_title(label)
     for ax in panels:
         ax.set_axis_off()
-    labels = [_plain(analysis.label) for analysis in analyses]
+    caption = (
+        "The embeddings projected onto the direction of their mean (horizontal) and onto the "
+        "perpendicular direction in which they vary most (vertical). X: the mean; +: the origin."
+    )
+    drawn = [Picture(clouds, caption)]
     norms = [row_norms(matrix) for matrix in matrices]
-
-    def draw_spectrum(ax: Axes, i: int) -> None:
-        values = np.array(analyses[i].report.singular_values)
-        pictures.plot_spectrum(ax, values, colors[i], labels[i])
-
-    def draw_similarities(ax: Axes, i: int) -> None:
-        pictures.plot_similarities(ax, matrices[i], colors[i], labels[i])
-
-    def draw_histogram(ax: Axes, i: int) -> None:
-        pictures.plot_norm_histogram(ax, norms[i], colors[i], labels[i])
-
-    def draw_norms(ax: Axes, i: int) -> None:
-        counts, keep = analyses[i].counts, analyses[i].keep
-        if counts is not None:
-            used = counts if keep is None else counts[keep]
-            pictures.plot_norms(ax, norms[i], used, colors[i], labels[i])
-
-    plots: dict[str, Callable[[Axes, int], None]] = {
-        "Singular values relative to the largest.": draw_spectrum,
-        "Cosine similarities of pairs of rows drawn at random.": draw_similarities,
-        "Norms of the embeddings.": draw_histogram,
+    spectra = [np.array(analysis.report.singular_values) for analysis in analyses]
+    plots: dict[str, tuple[Any, Sequence[Any]]] = {
+        "Singular values relative to the largest.": (pictures.plot_spectrum, spectra),
+        "Cosine similarities of pairs of rows drawn at random.": (
+            pictures.plot_similarities,
+            matrices,
+        ),
+        "Norms of the embeddings.": (pictures.plot_norm_histogram, norms),
     }
-    if any(analysis.counts is not None for analysis in analyses):
-        plots["Norms against how often the tokens occur."] = draw_norms
-    drawn = [
-        Picture(
-            clouds,
-            "The embeddings projected onto the direction of their mean (horizontal) and onto the "
-            "perpendicular direction in which they vary most (vertical). X: the mean; +: the "
-            "origin.",
-        )
-    ]
+    counts = [None if a.counts is None else _measured(a.counts, a) for a in analyses]
+    if any(entry is not None for entry in counts):
 
-    def draw_each(plot: Callable[[Axes, int], None], ax: Axes) -> None:
-        for i in range(len(analyses)):
-            plot(ax, i)
+        def plot_norms(ax: Axes, pair: tuple[Any, Any], *style: str) -> None:
+            if pair[1] is not None:
+                pictures.plot_norms(ax, *pair, *style)
 
-    drawn += [single(partial(draw_each, plot), caption) for caption, plot in plots.items()]
+        plots["Norms against how often the tokens occur."] = plot_norms, list(zip(norms, counts))
+    for caption, (plot, data) in plots.items():
+
+        def draw(ax: Axes, plot: Any = plot, data: Sequence[Any] = data) -> None:
+            for entry, style in zip(data, styles):
+                plot(ax, entry, *style)
+
+        drawn.append(single(draw, caption))
     return drawn
 
 
-def _plain(label: str) -> str:
-    """Escape a label for matplotlib, which reads text between two $ as a formula."""
-    return label.replace("$", r"\$")
-
-
-def _colors(number: int) -> list[str]:
-    few = number <= 10
-    places = np.arange(number) if few else np.linspace(0, 1, number)
-    colors = matplotlib.colormaps["tab10" if few else "turbo"](places)
-    return [matplotlib.colors.to_hex(color) for color in colors.tolist()]
+def _measured(rows: Any, analysis: Analysis) -> Any:
+    """The rows that were measured, without a copy if these are all."""
+    return rows if analysis.keep is None else rows[analysis.keep]

@@ -112,11 +112,8 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
         numbers = analysis.to_dict()
         for variant in ("as is", "centered", "all_but_the_top"):
             measures = numbers.get(variant, numbers)
-            line = {name: numbers[name] for name in ("model", "role", "tensor")}
-            line["variant"] = variant
-            line |= {
-                k: value for k, value in measures.items() if not isinstance(value, dict | list)
-            }
+            line: dict[str, Any] = {**analysis.matrix, "variant": variant}
+            line |= {k: v for k, v in measures.items() if not isinstance(v, dict | list)}
             similarity = measures["word_similarity"]
             if similarity is not None:
                 line |= {"word_similarity": similarity["mean"]}

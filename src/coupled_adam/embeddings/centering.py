@@ -8,14 +8,9 @@ from coupled_adam.embeddings.geometry import Embeddings, blocks, check, gram, me
 
 
 def subtract_mean(embeddings: Embeddings) -> torch.Tensor:
-    """Subtract the mean embedding mu from every row.
+    """Subtract the mean embedding mu from every row of a matrix [V, H].
 
-    Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
-
-    Returns:
-        A new tensor [V, H], with the dtype and device of the given tensor; for an array, a float64
-        tensor on the CPU.
+    The result is a new tensor like the given one; for an array, in float64 on the CPU.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers.
@@ -26,15 +21,8 @@ def subtract_mean(embeddings: Embeddings) -> torch.Tensor:
 def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> torch.Tensor:
     """Subtract the mean, then the components along the top principal directions.
 
-    This is Algorithm 1 of Mu & Viswanath (2018), arXiv 1702.01417.
-
-    Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
-        directions: the number of directions to remove. By default H / 100, rounded up, as the
-            authors of the method suggest.
-
-    Returns:
-        A new tensor, as for :func:`subtract_mean`.
+    This is Algorithm 1 of Mu & Viswanath (2018), arXiv 1702.01417. By default H / 100 directions,
+    rounded up, are removed, as its authors suggest. The result is as for :func:`subtract_mean`.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or

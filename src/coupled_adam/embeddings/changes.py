@@ -42,31 +42,19 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What changed from the first matrix to the second; pairs of numbers are before and after.
+    """What changed from the first matrix to the second; pairs of numbers are before and after."""
 
-    Attributes:
-        pairs: which rows were compared.
-        cosines: [n], the cosine similarity of each pair, -1 to 1; NaN for rows that are zero or not
-            finite in one of the two. None if the widths differ.
-        norm_ratios: [n], ||e_i|| after / before; NaN in the same cases.
-        groups: ``"old"``: tokens of both that were seen, or all of them without counts;
-            ``"unseen"``: tokens of both with a count of zero; ``"new"``: rows of the second matrix
-            only.
-        cka: the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale).
-        mean_shift: ||mu' - mu|| relative to the mean norm in the first matrix; None if the widths
-            differ.
-        mean_norm_ratio: ||mu||^r of the pairs' rows.
-        norm_frequency: the correlation of norm and log count; None without counts.
-    """
-
-    pairs: Pairs
-    cosines: Array | None
-    norm_ratios: Array
+    pairs: Pairs  # the rows that were compared
+    # Of each pair [n], -1 to 1; NaN for rows that are zero or not finite in one of the two.
+    cosines: Array | None  # None if the widths differ
+    norm_ratios: Array  # [n], ||e_i|| after / before; NaN in the same cases
+    # "old": tokens of both that were seen, or all of them without counts; "unseen": tokens of both
+    # with a count of zero; "new": rows of the second matrix only.
     groups: dict[str, Group]
-    cka: float
-    mean_shift: float | None
-    mean_norm_ratio: tuple[float, float]
-    norm_frequency: tuple[float, float] | None
+    cka: float  # the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale)
+    mean_shift: float | None  # ||mu' - mu|| / mean norm before; None if the widths differ
+    mean_norm_ratio: tuple[float, float]  # ||mu||^r of the pairs' rows
+    norm_frequency: tuple[float, float] | None  # of norm and log count; None without counts
 
     def movers(self, number: int) -> NDArray[np.int64]:
         """Indices of the pairs that turned most or, if the widths differ, whose norms changed."""
@@ -106,17 +94,15 @@ def compare(
     *,
     progress: Progress | None = None,
 ) -> Changes:
-    """Compare two embedding matrices row by row and as a whole.
+    """Compare two embedding matrices [V, H] and [V', H'] row by row and as a whole.
 
     Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A||
     ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Four
     passes over the rows in float64, in bounded memory.
 
     Args:
-        first, second: [V, H] and [V', H']; tensors on any device, or arrays.
         pairs: which rows belong together; by default those of the same id.
         counts: unigram counts [V'] of the second matrix's tokens.
-        progress: called with the number of rows done and of all rows to do, over all passes.
 
     Raises:
         ValueError: if no rows belong together, or counts do not fit.
@@ -186,8 +172,7 @@ def compare(
 def linear_cka(first: Embeddings, second: Embeddings) -> float:
     """The linear CKA of two matrices with one row for each token, [V, H] and [V, H']; 0 to 1.
 
-    Raises:
-        ValueError: if they have different numbers of rows, or all rows of one are equal.
+    Raises ValueError if they have different numbers of rows, or all rows of one are equal.
     """
     if len(first) != len(second):
         raise ValueError(f"the matrices have {len(first)} and {len(second)} rows")
@@ -199,10 +184,8 @@ def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | Non
 
     For Adam's second moments, averaged over each row, it is near 1 (arXiv 2502.08441, section 3):
     rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens that never
-    occur, and values that are not positive, are left out.
-
-    Returns:
-        The slope; None if fewer than two different counts are left.
+    occur, and values that are not positive, are left out; None if fewer than two different counts
+    remain.
     """
     p = checked_counts(counts, len(values))
     used = (p > 0) & (values > 0) & np.isfinite(values)

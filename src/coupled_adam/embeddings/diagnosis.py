@@ -21,13 +21,8 @@ def diagnose(
 ) -> list[str]:
     """Whether the embeddings are healthy, which measures say so, and which command to run next.
 
-    Args:
-        measures: those of the matrix as it is.
-        centered: those with the mean removed.
-        size: how many rows were measured, and H.
-        model: the model, as it is named in the commands.
-        role: what the matrix is in it, as in :class:`EmbeddingMatrix`.
-        dead: the names of the rows that are zero or not finite.
+    The size is how many rows were measured, and H; the role is as in :class:`EmbeddingMatrix`; and
+    ``dead`` are the names of the rows that are zero or not finite.
     """
     sentences = []
     if dead:

@@ -7,13 +7,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import (
-    Embeddings,
-    as_array,
-    blocks,
-    mean_embedding,
-    row_norms,
-)
+from coupled_adam.embeddings.geometry import Embeddings, as_array, blocks, mean_embedding, row_norms
 
 _BLOCK = 2**24
 
@@ -22,11 +16,9 @@ Convention = Literal["seen", "published"]
 
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
-    """Count how often each token id occurs, [vocab_size], int64.
+    """Count how often each token id occurs, [vocab_size].
 
-    Args:
-        tokens: token ids of any shape and integer dtype; may be memory-mapped.
-        vocab_size: V, the number of token ids.
+    The ids may have any shape and integer dtype, and be memory-mapped.
 
     Raises:
         ValueError: if an id is not between 0 and V - 1.
@@ -46,10 +38,7 @@ def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDAr
 
 
 def norm_frequency_correlation(
-    embeddings: Embeddings,
-    counts: torch.Tensor | NDArray[Any],
-    *,
-    convention: Convention = "seen",
+    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any], *, convention: Convention = "seen"
 ) -> float:
     """The Pearson correlation rho of ||e_i|| with log p_i, where p_i is the unigram probability.
 
@@ -61,8 +50,7 @@ def norm_frequency_correlation(
             comparison with values in the literature. Padding and other tokens that never occur are
             then points far from all others, at log 1e-10, whose weight depends on the constant.
 
-    Returns:
-        rho, between -1 and 1; NaN if all norms or all probabilities are equal.
+    It is NaN if all norms or all probabilities are equal.
 
     Raises:
         ValueError: if counts do not have the shape [V], are negative or not finite, or if fewer

@@ -16,7 +16,10 @@ from scipy.linalg import blas
 from torch import Tensor
 
 Array = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 Embeddings = Tensor | NDArray[Any]
+OnRows = Callable[[int], object] | None
+"""Called with the number of rows of each block, once that has been dealt with."""
 Progress = Callable[[int, int], None]
 """Called with what is done and what is to do, in any unit."""
 
@@ -124,9 +127,7 @@ def row_norms(embeddings: Embeddings) -> Array:
 
 
 def mean_and_norms(
-    embeddings: Embeddings,
-    keep: NDArray[np.bool_] | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    embeddings: Embeddings, keep: Mask | None = None, on_rows: OnRows = None
 ) -> tuple[Any, Any]:
     """The mean [H] and the norms [V] of all rows, or of the rows to keep; see :func:`blocks`."""
     check(embeddings)
@@ -144,8 +145,8 @@ def mean_and_norms(
 def gram(
     embeddings: Embeddings,
     mean: Tensor | float = 0.0,
-    keep: NDArray[np.bool_] | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    keep: Mask | None = None,
+    on_rows: OnRows = None,
 ) -> Tensor:
     """E^T E [H, H] over all rows or the rows to keep, each with ``mean`` [H] subtracted."""
     lower: Tensor | None = None  # the upper triangle is its mirror image
@@ -236,10 +237,21 @@ def check(embeddings: Embeddings) -> None:
         raise ValueError(f"embeddings must be real, but has the dtype {embeddings.dtype}")
 
 
+def as_mask(name: str, mask: Tensor | NDArray[Any], rows: int) -> Mask:
+    """Booleans as an array; ValueError unless there is one for each row."""
+    array = mask.detach().cpu().numpy() if isinstance(mask, Tensor) else np.asarray(mask)
+    if array.shape != (rows,) or array.dtype != np.bool_:
+        raise ValueError(
+            f"{name} must hold a boolean for each of the {rows} embeddings, but has the shape "
+            f"{list(array.shape)} and the dtype {array.dtype}"
+        )
+    return array
+
+
 def blocks(
     embeddings: Embeddings,
-    keep: NDArray[np.bool_] | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    keep: Mask | None = None,
+    on_rows: OnRows = None,
     dtype: torch.dtype = torch.float64,
 ) -> Iterator[Tensor]:
     """Yield a matrix's rows (all, or those to keep) block by block, and check them.

@@ -38,10 +38,6 @@ class EmbeddingMeasures(pl.Callback):
     ) -> None:
         self.monitor = Monitor(every, counts, embeddings, limits)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Measure the initial embeddings."""
-        self._log(trainer, pl_module)
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
@@ -52,12 +48,11 @@ class EmbeddingMeasures(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         """Measure if a measurement is due."""
-        self._log(trainer, pl_module)
-
-    def _log(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         step = trainer.global_step
         if self.monitor.is_due(step):
-            measures = self.monitor.measure(module, trainer.is_global_zero)
-            if measures:
-                for logger in trainer.loggers:
-                    logger.log_metrics(measures, step)
+            # Every process gathers the matrices, and one has the measures.
+            measures = self.monitor.measure(pl_module, trainer.is_global_zero)
+            for logger in trainer.loggers if measures else ():
+                logger.log_metrics(measures, step)
+
+    on_train_start = on_train_batch_end

@@ -18,7 +18,6 @@ from coupled_adam.embeddings.weights import (
     SUFFIXES,
     Weights,
     check_inside,
-    open_archive,
     open_distributed,
     open_file,
     open_hub_file,
@@ -37,8 +36,8 @@ _OUTPUTS = """
     lm_head embed_out cls.predictions.decoder lm_head.decoder generator_lm_head lm_loss proj_out
     output_layer output head
 """
-INPUT_NAMES = tuple(f"{name}.weight" for name in _INPUTS.split())
-OUTPUT_NAMES = tuple(f"{name}.weight" for name in _OUTPUTS.split())
+_INPUT_ENDINGS = tuple(f".{name}.weight" for name in _INPUTS.split())
+_OUTPUT_ENDINGS = tuple(f".{name}.weight" for name in _OUTPUTS.split())
 Role = Literal["input", "output", "tied", "embeddings"]
 _HEADS = ("CausalLM", "LMHead", "MaskedLM", "ConditionalGeneration", "PreTraining")
 
@@ -62,7 +61,7 @@ class EmbeddingMatrix:
 def load_embeddings(
     source: str | Path, *, tensor: str | None = None, revision: str | None = None
 ) -> list[EmbeddingMatrix]:
-    """Find and read the input and output embeddings of a model.
+    """Find and read the input and output embeddings of a model: two matrices, or a single one.
 
     Args:
         source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
@@ -70,10 +69,6 @@ def load_embeddings(
             checkpoint of this package; a folder written by torch.distributed.checkpoint.
         tensor: the name of the tensor to read, if the embeddings have an unusual name.
         revision: a branch, tag or commit of a model on the hub.
-
-    Returns:
-        The input and the output embeddings, or a single matrix if they are tied or there is only
-        one of them.
 
     Raises:
         FileNotFoundError: if there is no such file, folder or model.
@@ -125,7 +120,7 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             hint = f"it contains {listed}" if any(matrices) else "its matrix has no name"
             raise ValueError(f"{weights.source} has no matrix {tensor!r}; {hint}")
         return [read(tensor, "embeddings")]
-    inputs, output = _named(matrices, INPUT_NAMES), _named(matrices, OUTPUT_NAMES)
+    inputs, output = _named(matrices, _INPUT_ENDINGS), _named(matrices, _OUTPUT_ENDINGS)
     # The heads of classification and regression models have such names as well.
     if inputs and output:
         (tokens, width), (labels, width_of_head) = matrices[inputs], matrices[output]
@@ -154,10 +149,15 @@ def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
     return -item[1][0] * item[1][1], item[0]
 
 
+def is_embedding(name: str) -> bool:
+    """Whether a tensor has one of the known names of embeddings, after any module prefix."""
+    return f".{name}".endswith((*_INPUT_ENDINGS, *_OUTPUT_ENDINGS))
+
+
 def _named(matrices: Mapping[str, tuple[int, ...]], endings: tuple[str, ...]) -> str | None:
     """The matrix with the first of the known names that occurs, after any module prefix."""
     for ending in endings:
-        matches = {name: matrices[name] for name in matrices if f".{name}".endswith(f".{ending}")}
+        matches = {name: matrices[name] for name in matrices if f".{name}".endswith(ending)}
         if matches:
             # If there are several, as in a model that contains a smaller one, take the largest.
             return min(matches.items(), key=_largest)[0]
@@ -188,7 +188,7 @@ def _open_folder(folder: Path) -> Weights:
         if not checkpoints:
             raise ValueError(f"{folder} is a run that has neither a model nor a checkpoint yet")
         last = checkpoints[max(checkpoints)]
-        return _open_folder(last) if last.is_dir() else open_archive(last)
+        return _open_folder(last) if last.is_dir() else open_file(last)
     if (folder / ".metadata").exists():
         return open_distributed(folder)
     config = _json(folder / "config.json") if (folder / "config.json").exists() else None
@@ -229,8 +229,7 @@ def _join(
     config: Mapping[str, Any] | None,
 ) -> Weights:
     """Join a model's shards; only shards that may contain embeddings are opened."""
-    endings = tuple(f".{name}" for name in (*INPUT_NAMES, *OUTPUT_NAMES))
-    embeddings = {name: file for name, file in files.items() if f".{name}".endswith(endings)}
+    embeddings = {name: file for name, file in files.items() if is_embedding(name)}
     # Without a known name in the index any of them may have the embeddings.
     opened = {file: open_shard(file) for file in sorted({*(embeddings or files).values()})}
     for name, file in embeddings.items():

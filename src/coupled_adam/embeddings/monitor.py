@@ -20,25 +20,11 @@ LIMITS = {"mean_norm_ratio": 0.9, "largest_logit": 100.0}
 """Values that healthy training does not reach; beyond them, a callback warns."""
 
 
-def _found_embeddings(model: nn.Module) -> dict[str, Tensor]:
-    """Those of :func:`model_embeddings`, of which there must be one."""
-    matrices = model_embeddings(model)
-    if not matrices:
-        raise ValueError(
-            f"{type(model).__name__} contains no transformers model: pass embeddings=, a function "
-            'that returns its matrices, such as lambda model: {"output": model.head.weight}'
-        )
-    return matrices
-
-
 class Monitor:
     """Tells a training callback when to measure, and returns the numbers to log.
 
     A measurement is an :func:`analyze` of each matrix and a pass over the logits (for what it
-    takes, see docs/analyze.md). The arguments are those of the callbacks.
-
-    Raises:
-        ValueError: if ``every`` is below 1, or a limit has an unknown name.
+    takes, see docs/analyze.md). The arguments, and the errors, are those of the callbacks.
     """
 
     def __init__(
@@ -54,7 +40,7 @@ class Monitor:
             raise ValueError(f"limits has the name {unknown[0]!r}; known: {', '.join(LIMITS)}")
         self.every = every
         self.counts = counts
-        self.find = find or _found_embeddings
+        self.find = find or model_embeddings
         self.limits = limits
         self._last = -1
         self._exceeded: set[str] = set()
@@ -92,23 +78,31 @@ class Monitor:
         self._largest_logit = torch.maximum(torch.maximum(-low, high).float(), earlier.float())
 
     def measure(self, model: Any, here: bool) -> dict[str, float]:
-        """Measure the model's embeddings; every process must call this.
-
-        Args:
-            model: the model, as ``find`` takes it.
-            here: whether this process measures. The others only help to gather the matrices.
+        """Measure a model, as ``find`` takes it; every process must call this, one with ``here``.
 
         Returns:
-            Those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
+            There, those in :data:`LOGGED`, by name, with the prefix ``embeddings/`` for the output
             embeddings, and ``input_embeddings/`` for the input embeddings if these are another
             matrix; and ``embeddings/largest_logit``, the largest absolute logit of this process in
-            the step. Nothing unless ``here``.
+            the step. Elsewhere nothing.
         """
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        _reshard(model)
+        if torch.distributed.is_available():
+            from torch.distributed.fsdp import FSDPModule
+
+            # Gathered parameters become the shards again, which the optimizer has updated.
+            for module in model.modules() if isinstance(model, nn.Module) else ():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
         matrices = {role: matrix.detach() for role, matrix in self.find(model).items()}
+        if not matrices:
+            raise ValueError(
+                f"{type(model).__name__} contains no transformers model: pass embeddings=, a "
+                "function that returns its matrices, such as lambda model: "
+                '{"output": model.head.weight}'
+            )
         for role, matrix in matrices.items():
             if hasattr(matrix, "full_tensor"):
                 matrices[role] = matrix.full_tensor()
@@ -131,14 +125,3 @@ class Monitor:
             )
         self._exceeded = exceeded
         return numbers
-
-
-def _reshard(model: Any) -> None:
-    """Make FSDP2 replace gathered parameters by the shards, which the optimizer has updated."""
-    if not torch.distributed.is_available():
-        return
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Progress
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, Progress
 from coupled_adam.embeddings.undertrained import alive_rows
 
 _QUERIES = 4096  # rows compared with all others in one pass
@@ -28,23 +28,15 @@ class Neighbours:
 
 @dataclasses.dataclass(frozen=True)
 class Hubness:
-    """How unevenly the rows are distributed among each other's nearest neighbours.
+    """How unevenly the rows are distributed among each other's nearest neighbours."""
 
-    Attributes:
-        skewness: that of N_k over the rows; about 0 without hubs, 10 and more with strong ones.
-            None if all N_k are equal.
-        occurrences: [V], N_k: for how many rows this row is among the k nearest; estimated where
-            not all rows were asked. Its mean is k over the rows that have a direction.
-        k: the number of neighbours.
-        queries: the number of rows whose neighbours were searched.
-        exact: whether these were all rows, so that nothing is estimated.
-    """
-
-    skewness: float | None
-    occurrences: Array
-    k: int
-    queries: int
-    exact: bool
+    # Of N_k over the rows; about 0 without hubs, 10 and more with strong ones.
+    skewness: float | None  # None if all N_k are equal
+    # N_k: for how many rows this row is among the k nearest; estimated if not all were asked.
+    occurrences: Array  # [V]; the mean is k over the rows that have a direction
+    k: int  # the number of neighbours
+    queries: int  # the number of rows whose neighbours were searched
+    exact: bool  # whether these were all rows, so that nothing is estimated
 
     def largest(self, number: int) -> NDArray[np.int64]:
         """The rows with the largest N_k, the largest first."""
@@ -57,23 +49,20 @@ def nearest(
     k: int = 10,
     *,
     centered: bool = False,
-    keep: NDArray[np.bool_] | None = None,
+    keep: Mask | None = None,
     progress: Progress | None = None,
 ) -> Neighbours:
-    """Find the k nearest neighbours of some rows by cosine similarity.
+    """Find the k nearest neighbours of some rows [n] of a matrix [V, H] by cosine similarity.
 
     Cosines are exact up to rounding in float32. The matrix is read once for every 4096 rows asked
     for, in bounded memory.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
-        rows: [n], the rows whose neighbours are searched.
         k: how many neighbours, at least 1 and fewer than there are rows to choose from.
         centered: whether to remove the mean of all rows first, without which a common direction
             makes all cosines alike (Mu & Viswanath 2018, arXiv 1702.01417).
         keep: [V] booleans; rows with False are neighbours of none. Rows that are zero or not finite
             never are.
-        progress: called with the number of rows done and of all rows to do.
 
     Raises:
         ValueError: if a row is not between 0 and V - 1 or has no direction, or k is out of range.
@@ -118,16 +107,11 @@ def hubness(
 ) -> Hubness:
     """Measure hubness: the skewness of N_k (Radovanovic et al. 2010, JMLR 11).
 
-    Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array.
-        k: the number of neighbours.
-        centered: whether to remove the mean first.
-        sample: from how many rows, drawn at random with a fixed seed, N_k is estimated. By default
-            all of 65,536 rows or fewer are asked, and 4,096 of more. The moments of N_k are
-            estimated without bias: a row that is a neighbour of N of V rows is found by n of Q of
-            these, and the mean of n (n - 1) ... (n - r + 1) is N (N - 1) ... (N - r + 1) times the
-            same fraction of Q and V.
-        progress: as for :func:`nearest`.
+    All of 65,536 rows or fewer are asked, and of more a sample of 4,096, drawn at random with a
+    fixed seed; or a sample of another size. The moments of N_k are estimated without bias: a row
+    that is a neighbour of N of V rows is found by n of Q of these, and the mean of n (n - 1) ...
+    (n - r + 1) is N (N - 1) ... (N - r + 1) times the same fraction of Q and V. For the other
+    arguments see :func:`nearest`.
     """
     queried = rows = np.flatnonzero(alive_rows(embeddings))
     if sample is None:
@@ -164,7 +148,7 @@ def _search(
     rows: NDArray[np.int64],
     k: int,
     mean: torch.Tensor,
-    candidates: NDArray[np.bool_],
+    candidates: Mask,
     report: Callable[[float], None],
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The k nearest of some rows, and the cosines, in one pass over the matrix."""

@@ -1,7 +1,8 @@
 """The isotropy of an embedding matrix, from the partition function Z(c) = sum_i exp(c . e_i).
 
-Z is computed only for directions c that can have the largest or smallest: :class:`Moments` leaves
-the others out. The exponents of large matrices are in float32 (see :func:`sum_partitions`).
+Z is computed only for directions c that can have the largest or smallest, which
+:func:`extreme_directions` finds. The exponents of large matrices are in float32 (see
+:func:`sum_partitions`).
 """
 
 import dataclasses
@@ -11,19 +12,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from coupled_adam.embeddings.geometry import (
-    Array,
-    Embeddings,
-    as_array,
-    blocks,
-    check_not_zero,
-    gram,
-    mean_and_norms,
-    row_norms,
-)
+from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows, as_array
 
 _LARGE = 2**38  # multiplications, about ten seconds of a processor core in float64
 
@@ -61,20 +53,20 @@ def isotropy_unit(embeddings: Embeddings) -> float:
     Raises:
         ValueError: also if every row is zero.
     """
-    average = float(row_norms(embeddings).mean())
-    check_not_zero(average)
+    average = float(geometry.row_norms(embeddings).mean())
+    geometry.check_not_zero(average)
     return isotropy_of(_log_partition(embeddings, unit=average))
 
 
 def _log_partition(embeddings: Embeddings, unit: float = 1.0, *, published: bool = False) -> Array:
     """Log Z(c) and log Z(-c), [2, n], of E / unit for the eigenvectors c that can be extreme."""
-    mean, norms = mean_and_norms(embeddings)
-    squares, axes = torch.linalg.eigh(gram(embeddings))
+    mean, norms = geometry.mean_and_norms(embeddings)
+    squares, axes = torch.linalg.eigh(geometry.gram(embeddings))
     means = mean @ axes
     longest = float(norms.max())
-    moments = Moments(means, squares / len(norms) - means**2, longest + float(mean.norm()))
-    views = [(unit, moments.can_be_extreme(unit, published))]
-    directions = Directions(axes, longest, views)
+    variances, reach = squares / len(norms) - means**2, longest + float(mean.norm())
+    extreme = extreme_directions(means, variances, reach, unit, published)
+    directions = Directions(axes, longest, [(unit, extreme)])
     sum_partitions(embeddings, [directions])
     return directions.log_z(0)
 
@@ -91,9 +83,10 @@ def project(rows: Tensor, directions: Tensor) -> Tensor:
     return (directions.T @ rows.T).T
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    r"""What the first two moments say of Z(c) = sum_i exp(c . e_i), for n directions c.
+def extreme_directions(
+    means: Tensor, variances: Tensor, reach: float, unit: float, published: bool
+) -> Tensor:
+    r"""Which of n directions c can have the largest or smallest Z(c) of E / unit, [n] booleans.
 
     exp(t) = 1 + t + t^2 f(t), where f(t) = (exp(t) - 1 - t) / t^2 increases with t. For the
     projections c . e_i with mean m, variance v, and distances from m of at most R, this gives
@@ -102,33 +95,25 @@ class Moments:
 
     A direction whose bounds lie between those of others can have neither the largest nor the
     smallest Z. In trained embeddings, whose variances differ a lot, those are most directions.
+    Means and variances are m and v of each, [n], and reach is R or a bound on it. If ``published``,
+    they are compared with one sign each, too, and not only with both.
     """
-
-    means: Tensor  # [n], m of each direction
-    variances: Tensor  # [n], v
-    reach: float  # R, or a bound on it
-
-    def can_be_extreme(self, unit: float, published: bool) -> Tensor:
-        """Which directions can have the largest or smallest Z of E / unit, [n] booleans.
-
-        If ``published``, they are compared with one sign each, too, and not only with both.
-        """
-        reach, means = self.reach / unit, self.means / unit
-        if reach > 300 or not len(means):
-            return torch.ones_like(means, dtype=torch.bool)
-        variances = self.variances.clamp(min=0) / unit**2
-        # With room for the rounding errors of the eigenvalues, relative to the largest.
-        rounding = 1e-9 * (1 + _quadratic(reach) * float(variances.max()))
-        signed = means.new_tensor([[1.0], [-1.0]]) * means
-        return _can_be_extreme(
-            signed + torch.log1p(_quadratic(-reach) * variances) - rounding,
-            signed + torch.log1p(_quadratic(reach) * variances) + rounding,
-            published,
-        )
+    reach, means = reach / unit, means / unit
+    if reach > 300 or not len(means):
+        return torch.ones_like(means, dtype=torch.bool)
+    variances = variances.clamp(min=0) / unit**2
+    # With room for the rounding errors of the eigenvalues, relative to the largest.
+    rounding = 1e-9 * (1 + _quadratic(reach) * float(variances.max()))
+    signed = means.new_tensor([[1.0], [-1.0]]) * means
+    return _can_be_extreme(
+        signed + torch.log1p(_quadratic(-reach) * variances) - rounding,
+        signed + torch.log1p(_quadratic(reach) * variances) + rounding,
+        published,
+    )
 
 
 def _can_be_extreme(lower: Tensor, upper: Tensor, published: bool) -> Tensor:
-    """The same, given bounds on log Z for both signs, [2, n]."""
+    """The same, given bounds on log Z for both signs, [2, n] each."""
     extreme = torch.zeros_like(lower[0], dtype=torch.bool)
     if not len(extreme):
         return extreme
@@ -258,8 +243,8 @@ class Directions:
 def sum_partitions(
     embeddings: Embeddings,
     clouds: Sequence[Directions],
-    keep: NDArray[np.bool_] | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    keep: Mask | None = None,
+    on_rows: OnRows = None,
 ) -> None:
     """Compute log Z for all clouds in a pass over the rows, or in two if the matrix is large.
 
@@ -272,7 +257,7 @@ def sum_partitions(
     def add_all(dtype: torch.dtype, on_rows: Callable[[int], object] | None) -> None:
         for cloud in clouds:
             cloud.begin(dtype)
-        for block in blocks(embeddings, keep, on_rows, dtype):
+        for block in geometry.blocks(embeddings, keep, on_rows, dtype):
             for cloud in clouds:
                 cloud.add(block)
 

@@ -20,7 +20,7 @@ def plot_cloud(ax: Axes, embeddings: Embeddings, color: str, label: str | None =
     Of a large matrix a fixed random sample of the rows is drawn; the mean is that of all rows.
     """
     mean = mean_embedding(embeddings)
-    sample = _sample(embeddings, _ROWS)
+    sample = _sample(embeddings)
     # Without a mean any direction will do.
     length = np.linalg.norm(mean)
     along = mean / length if length > 0 else np.eye(len(mean))[0]
@@ -82,7 +82,7 @@ def plot_similarities(
     ax: Axes, embeddings: Embeddings, color: str, label: str | None = None
 ) -> None:
     """Draw the distribution of cosine similarities over a fixed random sample of pairs of rows."""
-    sample = _sample(embeddings, _ROWS)
+    sample = _sample(embeddings)
     norms = np.linalg.norm(sample, axis=1)
     directions = sample[norms > 0] / norms[norms > 0, None]
     generator = np.random.default_rng(0)
@@ -96,8 +96,8 @@ def plot_similarities(
     legend(ax, markerscale=3)
 
 
-def _sample(embeddings: Embeddings, rows: int) -> Array:
-    chosen = np.random.default_rng(0).permutation(len(embeddings))[:rows]
+def _sample(embeddings: Embeddings) -> Array:
+    chosen = np.random.default_rng(0).permutation(len(embeddings))[:_ROWS]
     return as_array(as_float64(embeddings[chosen]))
 
 

@@ -23,12 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.loading import (
-    INPUT_NAMES,
-    OUTPUT_NAMES,
-    EmbeddingMatrix,
-    load_embeddings,
-)
+from coupled_adam.embeddings.loading import EmbeddingMatrix, is_embedding, load_embeddings
 from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
@@ -48,20 +43,15 @@ _POSITIONS = "wpe.weight"  # GPT-2's positions, which are added to the input emb
 class Repair:
     """What to repair, and how.
 
-    Attributes:
-        undertrained: whether to change under-trained tokens as well: those that cannot be told from
-            unused rows; see :class:`Undertrained`.
-        method: ``"sample"`` draws new rows like the healthy ones; ``"partner"`` takes the direction
-            of the same row in the other matrix of an untied model, where that row is healthy.
-        recenter: whether to subtract the mean from the output embeddings, which shifts all logits
-            of a position alike and leaves the softmax as it is.
-        seed: of the new rows.
+    The method ``"partner"`` takes the direction of the same row in the other matrix of an untied
+    model, where that row is healthy. To recenter shifts all logits of a position alike, which
+    leaves the softmax as it is.
     """
 
-    undertrained: bool = False
-    method: Method = "sample"
-    recenter: bool = False
-    seed: int = 0
+    undertrained: bool = False  # also tokens that cannot be told from unused rows
+    method: Method = "sample"  # how new rows are made: drawn like the healthy ones
+    recenter: bool = False  # subtract the mean from the output embeddings
+    seed: int = 0  # of the new rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +77,7 @@ class RepairedMatrix:
 
 
 def dead_rows(
-    embeddings: geometry.Embeddings, on_rows: Callable[[int], object] | None = None
+    embeddings: geometry.Embeddings, on_rows: geometry.OnRows = None
 ) -> dict[int, Reason]:
     """The rows that are not finite, or have less than a hundredth of the median norm."""
     finite, norms = finite_rows(embeddings, on_rows)
@@ -100,11 +90,11 @@ def dead_rows(
 def healthy_rows(
     embeddings: Tensor,
     rows: NDArray[np.int64],
-    healthy: NDArray[np.bool_],
+    healthy: geometry.Mask,
     *,
     partner: Tensor | None = None,
     seed: int = 0,
-    on_rows: Callable[[int], object] | None = None,
+    on_rows: geometry.OnRows = None,
 ) -> Tensor:
     """New values [n, H] for some rows [n] of an embedding matrix [V, H], in its dtype.
 
@@ -115,8 +105,7 @@ def healthy_rows(
             normal distribution that has the mean and the covariance of the healthy rows.
         seed: of the distribution.
 
-    Raises:
-        ValueError: if fewer than two rows are healthy.
+    Raises ValueError if fewer than two rows are healthy.
     """
     if healthy.sum() < 2:
         raise ValueError("fewer than two rows are healthy: nothing to model new rows on")
@@ -179,10 +168,6 @@ def repair_model(
             ``.npy`` or ``.safetensors`` file with a matrix.
         out: the folder or the file to write, which must not exist.
         vocabulary: a function that returns what V rows stand for.
-        progress: called with the number of rows done and of all rows to do, over all passes.
-
-    Returns:
-        What was changed, one entry for each matrix.
 
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
@@ -235,8 +220,8 @@ def repair_model(
                 save_file(tensors, temporary / shard.name, metadata)
                 # Other files may hold the same matrix under another name, which changes as well.
                 for report in reports:
-                    same = [name for name, twin in replaced.items() if twin == report.tensors[0]]
-                    report.tensors.extend(name for name in same if name not in report.tensors)
+                    same = {name for name, twin in replaced.items() if twin == report.tensors[0]}
+                    report.tensors.extend(sorted(same - {*report.tensors}))
     return reports
 
 
@@ -375,30 +360,22 @@ def _explained(source: Path, out: Path) -> Iterator[None]:
 
 def _copy_all_but(weights: Collection[Path], folder: Path, copy: Path) -> None:
     """Copy the regular files of a model's folder into an empty one, and warn of all else."""
-    left_out: list[str] = []
-
-    def ignored(place: str, names: list[str]) -> list[str]:
-        paths = [Path(place, name) for name in names]
-        folders = [path for path in paths if path.is_dir() and not path.is_symlink()]
-        copied = [path for path in paths if path in folders or _is_file_of(folder, path)]
-        left_out.extend(str(path) for path in paths if path not in copied)
-        return [path.name for path in paths if path not in copied or path in weights]
-
-    try:
-        shutil.copytree(folder, copy, ignore=ignored, dirs_exist_ok=True)
-    except shutil.Error as error:  # of several files, which have no number of an error in common
-        source, _, reason = error.args[0][0]
-        raise UsageError(f"{source} cannot be copied ({reason})") from None
-    copy.chmod(copy.stat().st_mode | 0o700)  # of a folder that may be read-only
+    left_out = []
+    for path in sorted(folder.rglob("*")):
+        target = copy / path.relative_to(folder)
+        if path.is_dir() and not path.is_symlink():
+            target.mkdir()
+        elif not _is_file_of(folder, path):
+            left_out.append(str(path))
+        elif path not in weights:
+            shutil.copy2(path, target)
     if left_out:
-        names = ", ".join(sorted(left_out))
+        names = ", ".join(left_out)
         warnings.warn(f"not files of {folder}, and so not copied: {names}", stacklevel=3)
 
 
 def _is_file_of(folder: Path, path: Path) -> bool:
-    """Whether a path is a regular file, and no link out of the folder: what it may lead to is a
-    private file, or a device without an end.
-    """
+    """Whether a path is a regular file, and no link to a private file or a device elsewhere."""
     try:
         check_inside(folder, str(path.relative_to(folder)))
     except (ValueError, RuntimeError, OSError):  # of a link to elsewhere, or to itself
@@ -423,9 +400,8 @@ def _changed_tensors(
         # What is taken from each tied input embedding, each position gives back.
         if shift is not None and name.endswith(_POSITIONS):
             tensors[name] = (tensor.double() + shift).to(tensor.dtype)
-        is_embedding = name.endswith((*INPUT_NAMES, *OUTPUT_NAMES))
         for twin, (before, _) in changes.items():
-            if name == twin or (is_embedding and _same_bits(tensor, before)):
+            if name == twin or (is_embedding(name) and _same_bits(tensor, before)):
                 replaced[name] = twin
     # Each is a copy of its own, as safetensors refuses tensors that share memory.
     tensors |= {name: changes[twin][1].clone() for name, twin in replaced.items()}

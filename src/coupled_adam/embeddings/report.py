@@ -4,7 +4,7 @@ import dataclasses
 import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.centering import top_directions
 from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import Array, as_array
+from coupled_adam.embeddings.geometry import Array, OnRows, as_array
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
-from coupled_adam.embeddings.partition import Directions, Moments, sum_partitions
-from coupled_adam.embeddings.similarity import WordSimilaritySet, similarity_of, word_vectors
+from coupled_adam.embeddings.partition import Directions, extreme_directions, sum_partitions
+from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
 from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
@@ -98,11 +98,7 @@ class EmbeddingReport(Measures):
         return Table(columns, rows, title, left=(0, 1, 5))
 
     def to_frame(self) -> "pandas.DataFrame":
-        """The measures as a data frame: a row for each, by key, and a column for each variant.
-
-        Raises:
-            ModuleNotFoundError: pandas is not installed.
-        """
+        """The measures by key, with a column for each variant; this alone needs pandas."""
         import pandas
 
         numbers = {
@@ -149,11 +145,11 @@ def analyze(
     embeddings: geometry.Embeddings | nn.Module | str | Path,
     counts: torch.Tensor | NDArray[Any] | None = None,
     *,
-    sets: Mapping[str, WordSimilaritySet] | None = None,
-    token_ids: Callable[[str], int | None] | None = None,
+    sets: Sets | None = None,
+    token_ids: TokenIds | None = None,
     keep: torch.Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    on_rows: OnRows = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
@@ -196,7 +192,9 @@ def analyze(
     geometry.check(embeddings)
     rows, columns = embeddings.shape
     top = top_directions(columns, directions)
-    measured = _checked_keep(keep, rows)
+    measured = None if keep is None else geometry.as_mask("keep", keep, rows)
+    if measured is not None and not measured.any():
+        raise ValueError("keep must be True for at least one row")
     p = None if counts is None else checked_counts(counts, rows)
     unseen = None if p is None else int((p == 0).sum())
     p = p if p is None or measured is None else p[measured]
@@ -327,24 +325,9 @@ class _Cloud:
         return float(self.norms.max())
 
     def views(self, means: Tensor, variances: Tensor, reach: float) -> list[tuple[float, Tensor]]:
-        """As they are and at unit mean norm: see :class:`Directions` and ``Moments``."""
-        moments = Moments(means, variances, reach)
-        unit = float(self.norms.mean()) or 1.0
+        """As they are and at unit mean norm: see :class:`Directions`."""
+        views = [(1.0, True), (float(self.norms.mean()) or 1.0, False)]
         return [
-            (1.0, moments.can_be_extreme(1.0, True)),
-            (unit, moments.can_be_extreme(unit, False)),
+            (unit, extreme_directions(means, variances, reach, unit, published))
+            for unit, published in views
         ]
-
-
-def _checked_keep(keep: Tensor | NDArray[Any] | None, rows: int) -> NDArray[np.bool_] | None:
-    if keep is None:
-        return None
-    chosen = keep.detach().cpu().numpy() if isinstance(keep, Tensor) else np.asarray(keep)
-    if chosen.shape != (rows,) or chosen.dtype != np.bool_:
-        raise ValueError(
-            f"keep must hold a boolean for each of the {rows} embeddings, but has the shape "
-            f"{list(chosen.shape)} and the dtype {chosen.dtype}"
-        )
-    if not chosen.any():
-        raise ValueError("keep must be True for at least one row")
-    return chosen

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import Array, Embeddings, as_array, as_float64, check
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, as_array, as_float64, check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +19,10 @@ class WordSimilaritySet:
 
     pairs: tuple[tuple[str, str], ...]
     ratings: tuple[float, ...]
+
+
+Sets = Mapping[str, WordSimilaritySet]
+TokenIds = Callable[[str], int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +121,10 @@ _SOURCE = (
 
 
 def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
-    """Read word-similarity sets from their published files, in a folder or its subfolders.
+    """Read word-similarity sets by name from their files as published, in a folder or below it.
 
     The known sets are MEN (Bruni et al. 2014), RW (Luong et al. 2013), SimLex-999 (Hill et al.
     2015), and the two halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
-
-    Returns:
-        The sets by name.
 
     Raises:
         ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
@@ -147,13 +147,8 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     """Download the word-similarity sets that are missing, and verify them by their SHA-256.
 
     They are downloaded from the public repository of the authors of Coupled Adam, at a fixed
-    commit. Please cite the authors of the sets; see :func:`read_word_similarity`.
-
-    Args:
-        folder: where to keep the files; None for a folder in the user's cache.
-
-    Returns:
-        The folder, for :func:`read_word_similarity`.
+    commit, and kept in the folder, which is returned; by default one in the user's cache. Please
+    cite the authors of the sets; see :func:`read_word_similarity`.
 
     Raises:
         OSError: if a set cannot be downloaded, or the folder is not writable.
@@ -172,9 +167,7 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
 
 
 def word_similarity(
-    embeddings: Embeddings,
-    sets: Mapping[str, WordSimilaritySet],
-    token_ids: Callable[[str], int | None],
+    embeddings: Embeddings, sets: Sets, token_ids: TokenIds
 ) -> WordSimilarityReport:
     """Correlate the similarity of words' embeddings with human ratings (arXiv 2502.08441).
 
@@ -193,34 +186,25 @@ def word_similarity(
     return similarity_of(*word_vectors(embeddings, sets, token_ids), sets)
 
 
-def single_tokens(tokenizer: Any) -> Callable[[str], int | None]:
+def single_tokens(tokenizer: Any) -> TokenIds:
     """Make a function from a word to its token id, or to None if the word is not a single token.
 
     The token is the one that stands for the word within a text, after another word: for byte-level
     BPE the token with the leading space, for SentencePiece the one with the mark of a word's
     beginning, for WordPiece the one without a continuation mark.
-
-    Args:
-        tokenizer: a tokenizer of transformers, or one with the same ``encode`` and
-            ``unk_token_id``.
     """
     before = tokenizer.encode("a", add_special_tokens=False)
 
     def token_id(word: str) -> int | None:
         ids = tokenizer.encode(f"a {word}", add_special_tokens=False)
-        if ids[:-1] != before or ids[-1] == tokenizer.unk_token_id:
-            return None
-        last: int = ids[-1]
-        return last
+        is_single = ids[:-1] == before and ids[-1] != tokenizer.unk_token_id
+        return int(ids[-1]) if is_single else None
 
     return token_id
 
 
 def word_vectors(
-    embeddings: Embeddings,
-    sets: Mapping[str, WordSimilaritySet],
-    token_ids: Callable[[str], int | None],
-    keep: NDArray[np.bool_] | None = None,
+    embeddings: Embeddings, sets: Sets, token_ids: TokenIds, keep: Mask | None = None
 ) -> tuple[list[str], Array]:
     """The words of the sets that are single tokens (of those to keep), and their embeddings."""
     check(embeddings)
@@ -245,10 +229,7 @@ def word_vectors(
 
 
 def similarity_of(
-    words: Sequence[str],
-    vectors: Array,
-    sets: Mapping[str, WordSimilaritySet],
-    floor: float = 0.0,
+    words: Sequence[str], vectors: Array, sets: Sets, floor: float = 0.0
 ) -> WordSimilarityReport:
     """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
     largest = np.abs(vectors).max(axis=1, initial=0)

@@ -133,7 +133,7 @@ class Undertrainedness:
 def find_undertrained(
     analysis: Analysis, share: float = 0.02, progress: Progress | None = None
 ) -> Undertrainedness:
-    """Find the under-trained tokens of an analysis, or say why there is no row to compare."""
+    """Find the under-trained tokens of an analysis; UsageError if no row is finite and not zero."""
     on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
     with refused(f"{analysis.model}: "):
         result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
@@ -263,13 +263,9 @@ class Comparison:
         """The numbers, and the tokens that moved most, at most so many, as plain values."""
         changes, pairs = self.changes, self.changes.pairs
         frequency = changes.norm_frequency
-        before, after = (
-            {"model": a.model, "role": a.embeddings.role, "tensor": a.embeddings.tensor}
-            for a in (self.before, self.after)
-        )
         return {
-            "before": before,
-            "after": after,
+            "before": self.before.matrix,
+            "after": self.after.matrix,
             "matched_by": pairs.by,
             "matched": len(pairs.first),
             "new_rows": len(pairs.new),

@@ -29,12 +29,6 @@ class EmbeddingMeasures(TrainerCallback):
         self.trainer = trainer
         self.monitor = Monitor(every, counts, embeddings, limits)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure the initial embeddings."""
-        self._log(state, control, kwargs["model"])
-
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -45,12 +39,11 @@ class EmbeddingMeasures(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Measure if a measurement is due."""
-        self._log(state, control, kwargs["model"])
-
-    def _log(self, state: TrainerState, control: TrainerControl, model: Any) -> None:
         if self.monitor.is_due(state.global_step):
-            measures = self.monitor.measure(model, state.is_world_process_zero)
+            measures = self.monitor.measure(kwargs["model"], state.is_world_process_zero)
             if measures:
                 is_due = control.should_log
                 self.trainer.log(measures)
                 control.should_log = is_due  # log withdraws it, but the trainer is yet to log
+
+    on_train_begin = on_step_end

@@ -7,7 +7,6 @@ that resemble those that are known to be unused have hardly been trained either.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows
 from coupled_adam.embeddings.loading import EmbeddingMatrix
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
@@ -43,56 +42,45 @@ PASSES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Undertrained:
-    """Indicators of how little each row was trained: small values mean little training.
+    """Indicators of how little each row was trained: small values mean little training."""
 
-    Attributes:
-        indicators: [V] each, in the embeddings' units or from 0 to 2; those of
-            :data:`INDICATORS`, or only ``norm`` if no row is known to be unused. NaN for rows that
-            are not finite, which are left out of everything else.
-        order_by: the indicator that chooses the candidates.
-        candidates: the rows that were chosen, those with the lowest indicator first.
-        limit: the highest indicator that the unused rows themselves have, each compared with the
-            mean of the others. None with fewer than three, or if they resemble each other no more
-            than most rows resemble them, as in a model that was not trained.
-        alike: the rows up to this limit, the lowest first, however many: no indicator tells them
-            from unused rows. Candidates that are not among them may be rare tokens.
-        unused: [V] booleans; the rows that served as the reference.
-        dead: the rows that are zero or not finite.
-    """
-
+    # [V] each, in the embeddings' units or from 0 to 2; only the norm if no row is known to be
+    # unused. NaN for rows that are not finite, which are left out of everything else.
     indicators: dict[Indicator, Array]
-    order_by: Indicator
-    candidates: NDArray[np.int64]
+    order_by: Indicator  # the one that chooses the candidates
+    candidates: NDArray[np.int64]  # rows, those with the lowest indicator first
+    # The highest indicator of the unused rows themselves, each compared with the mean of the
+    # others. None with fewer than three, or if they resemble each other no more than most rows
+    # resemble them, as in a model that was not trained.
     limit: float | None
+    # The rows up to this limit, the lowest first: no indicator tells them from unused rows.
+    # Candidates that are not among them may be rare tokens.
     alike: NDArray[np.int64]
-    unused: NDArray[np.bool_]
-    dead: NDArray[np.int64]
+    unused: Mask  # [V], the rows that served as the reference
+    dead: NDArray[np.int64]  # the rows that are zero or not finite
 
 
 def undertrained(
     embeddings: Embeddings,
-    unused: NDArray[np.bool_] | None = None,
+    unused: Mask | None = None,
     *,
-    among: NDArray[np.bool_] | None = None,
+    among: Mask | None = None,
     share: float = 0.02,
     order_by: Indicator | None = None,
-    on_rows: Callable[[int], object] | None = None,
+    on_rows: OnRows = None,
 ) -> Undertrained:
-    """Find the rows that resemble those of unused tokens.
+    """Find the rows that resemble those of unused tokens; rows of the matrix [V, H] may be NaN.
 
     The indicators are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.2 and appendix A;
     the principal component is that of the centred embeddings, as in their code. Four passes over
     the rows in float64, in bounded memory.
 
     Args:
-        embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Rows may be NaN.
         unused: [V] booleans; rows that are known to be unused, see :class:`Vocabulary`.
-        among: [V] booleans; the rows that can be candidates, such as all reachable tokens. By
-            default, all.
+        among: [V] booleans; the rows that can be candidates, such as all reachable tokens.
         share: how many of these are candidates, between 0 and 1. The authors suggest 2 %.
         order_by: the indicator that chooses them. By default ``"distance"``, or ``"norm"``
             if no unused row is known; :data:`BY_ROLE` has better ones where the role is known.
-        on_rows: as for :func:`blocks`; called for at most :data:`PASSES` times V rows.
 
     Raises:
         ValueError: if no row is finite and different from zero, or an argument has the wrong shape
@@ -100,11 +88,8 @@ def undertrained(
     """
     geometry.check(embeddings)
     rows = len(embeddings)
-    unused = np.zeros(rows, np.bool_) if unused is None else np.asarray(unused)
-    among = np.ones(rows, np.bool_) if among is None else np.asarray(among)
-    for name, mask in (("unused", unused), ("among", among)):
-        if mask.shape != (rows,) or mask.dtype != np.bool_:
-            raise ValueError(f"{name} must hold a boolean for each of the {rows} embeddings")
+    unused = geometry.as_mask("unused", np.zeros(rows, bool) if unused is None else unused, rows)
+    among = geometry.as_mask("among", np.ones(rows, bool) if among is None else among, rows)
     if not 0 < share <= 1:
         raise ValueError(f"share={share} must be above 0 and at most 1")
     finite, norms = finite_rows(embeddings, on_rows)
@@ -155,10 +140,7 @@ def undertrained(
 
 
 def undertrained_tokens(
-    entry: EmbeddingMatrix,
-    vocabulary: Vocabulary,
-    share: float = 0.02,
-    on_rows: Callable[[int], object] | None = None,
+    entry: EmbeddingMatrix, vocabulary: Vocabulary, share: float = 0.02, on_rows: OnRows = None
 ) -> Undertrained:
     """As :func:`undertrained`, for a model's matrix: its reachable tokens, by its role."""
     return undertrained(
@@ -171,9 +153,7 @@ def undertrained_tokens(
     )
 
 
-def finite_rows(
-    embeddings: Embeddings, on_rows: Callable[[int], object] | None = None
-) -> tuple[NDArray[np.bool_], Array]:
+def finite_rows(embeddings: Embeddings, on_rows: OnRows = None) -> tuple[Mask, Array]:
     """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
     norms = np.empty(len(embeddings))
     for chunk in geometry.row_slices(*embeddings.shape):
@@ -186,10 +166,10 @@ def finite_rows(
     return finite, norms
 
 
-def alive_rows(embeddings: Embeddings) -> NDArray[np.bool_]:
+def alive_rows(embeddings: Embeddings) -> Mask:
     """Which rows are finite and different from zero, [V] booleans."""
     finite, norms = finite_rows(embeddings)
-    alive: NDArray[np.bool_] = finite & (norms > 0)
+    alive: Mask = finite & (norms > 0)
     return alive
 
 

@@ -51,9 +51,7 @@ class Verification:
         return len(self.controls) > 0 and bool((self.control_probabilities >= LOW).mean() >= ABLE)
 
     def verdicts(self) -> list[str]:
-        """``"under-trained"``, ``"trained"`` or ``"unclear"`` for each token in doubt, or ``"not
-        verified"`` for all.
-        """
+        """Of each token in doubt: "under-trained", "trained" or "unclear"; or "not verified"."""
         if not self.is_able:
             return ["not verified"] * len(self.rows)
         names = np.array(["under-trained", "unclear", "trained"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from coupled_adam.embeddings.geometry import Mask
 from coupled_adam.errors import UsageError, one_line
 
 if TYPE_CHECKING:
@@ -35,26 +36,20 @@ _CONTEXTS = ("", "a", "«", "\n", "1", "zq")
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of V rows.
+    """The tokens of V rows."""
 
-    Attributes:
-        texts: what each token stands for in a text; the tokenizer's own spelling of tokens that
-            cannot be decoded; empty for rows without a token.
-        categories: [V]. ``"ok"``: some text contains the token. ``"undecodable"``: it is not whole
-            UTF-8 text, such as the first half of a character. ``"unreachable"``: the tokenizer
-            splits the token's own text differently, so that it occurs in no text. ``"special"``: a
-            control token. ``"byte"``: a single byte, for characters without a token. ``"none"``:
-            the row belongs to no token.
-        unused: [V] booleans; tokens that were seen by no training, as far as can be known without
-            its text: rows without a token, bytes that UTF-8 never contains, and tokens that are
-            called unused or reserved.
-        surplus: the number of the tokenizer's tokens for which there is no row.
-    """
-
+    # What each token stands for in a text; the tokenizer's own spelling of tokens that cannot be
+    # decoded; empty for rows without a token.
     texts: Sequence[str]
+    # [V], one of CATEGORIES each. "ok": some text contains the token. "undecodable": it is not
+    # whole UTF-8 text, such as the first half of a character. "unreachable": the tokenizer splits
+    # the token's own text differently, so that it occurs in no text. "special": a control token.
+    # "byte": a single byte, for characters without a token. "none": the row belongs to no token.
     categories: NDArray[np.str_]
-    unused: NDArray[np.bool_]
-    surplus: int = 0
+    # [V], what was seen by no training, as far as can be known without its text: rows without a
+    # token, bytes that UTF-8 never contains, and tokens that are called unused or reserved.
+    unused: Mask
+    surplus: int = 0  # the number of the tokenizer's tokens for which there is no row
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -66,10 +61,7 @@ class Vocabulary:
 
     def row(self, token: str) -> int:
         """The row of a token as a user writes it: its text, with or without a space before it, the
-        tokenizer's own spelling, or its id behind #.
-
-        Raises:
-            UsageError: if there is no such token.
+        tokenizer's own spelling, or its id behind #. Raises UsageError if there is none.
         """
         shown = one_line(token, 50)
         if re.fullmatch(r"#\d+", token):
@@ -97,16 +89,11 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Vocabulary:
-    """Find out what the rows of an embedding matrix stand for.
+    """Find out what V rows of an embedding matrix stand for; there may be more or fewer tokens.
 
     A token is reachable if it is what the tokenizer makes of its own text; this and the categories
     are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.1. Here, a token also counts
     as reachable if that is so only behind another character.
-
-    Args:
-        tokenizer: a tokenizer of transformers; None for a model without one.
-        rows: V, the number of rows of the matrix. It may have more rows than there are tokens, or
-            fewer.
     """
     if tokenizer is None:
         return Vocabulary.of_ids(rows)

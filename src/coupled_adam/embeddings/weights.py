@@ -55,9 +55,15 @@ def open_file(path: Path) -> Weights:
     if path.suffix == ".safetensors":
         return _open_safetensors(path)
     if path.suffix == ".npy":
-        return _open_array(path)
+        array = read_array(path)
+        if array.dtype.kind != "f":
+            raise ValueError(f"{path}: floating-point numbers are needed, not {array.dtype}")
+        if array.ndim != 2:
+            raise ValueError(f"{path} has shape {list(array.shape)}: a matrix [V, H] is needed")
+        native = array.astype(array.dtype.newbyteorder("="), copy=False)
+        return Weights(str(path), {"": array.shape}, lambda _: torch.from_numpy(native))
     if path.suffix in _ARCHIVES or is_checkpoint(path):
-        return open_archive(path)
+        return _open_archive(path)
     raise ValueError(f"{path} must be a folder, or a file that ends in {', '.join(SUFFIXES)}")
 
 
@@ -83,10 +89,7 @@ def _open_safetensors(path: Path) -> Weights:
 
 
 def read_array(path: Path) -> NDArray[Any]:
-    """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file.
-
-    Raises ValueError if there is no such file, or it is damaged or contains anything but numbers.
-    """
+    """Memory-map the numbers in a ``.npy`` file; writing to the array does not change the file."""
     _check_file(path)
     with _readable(f"{path}: not a .npy file of numbers"):
         # This function never unpickles, and compares the size of the file with its header.
@@ -96,17 +99,7 @@ def read_array(path: Path) -> NDArray[Any]:
     return array
 
 
-def _open_array(path: Path) -> Weights:
-    array = read_array(path)
-    if array.dtype.kind != "f":
-        raise ValueError(f"{path}: floating-point numbers are needed, not {array.dtype}")
-    if array.ndim != 2:
-        raise ValueError(f"{path} has shape {list(array.shape)}: a matrix [V, H] is needed")
-    native = array.astype(array.dtype.newbyteorder("="), copy=False)
-    return Weights(str(path), {"": array.shape}, lambda _: torch.from_numpy(native))
-
-
-def open_archive(path: Path) -> Weights:
+def _open_archive(path: Path) -> Weights:
     """Open a file written by ``torch.save``; nested keys are joined with dots."""
     unsafe = f"{path} cannot be read without executing a pickle, which is not safe, or is damaged"
     with _readable(unsafe, ": save the weights as safetensors"):
@@ -161,9 +154,7 @@ def open_distributed(folder: Path) -> Weights:
 
 
 def check_distributed(folder: Path) -> None:
-    """Raise ValueError unless torch, which unpickles a distributed checkpoint, can load it safely:
-    its index, or an object in it other than a tensor, could execute code.
-    """
+    """Raise ValueError unless torch can unpickle all of a distributed checkpoint safely."""
     unsafe = "cannot be loaded without executing a pickle, which is not safe, or is damaged"
     with _readable(f"{folder} {unsafe}"):
         tensors, places = _index(folder)
@@ -340,9 +331,4 @@ def open_hub_file(name: str, filename: str, revision: str | None) -> Weights:
     return Weights(f"{name}/{filename}", shapes, read)
 
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

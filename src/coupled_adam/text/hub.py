@@ -47,19 +47,15 @@ def _answers(endpoint: str) -> bool:
 
 
 def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Download files of a model, with a bar on a terminal; return the folder in the hub's cache.
+    """Download a model's files with names of these patterns, with a bar; return their folder.
 
-    Args:
-        name: its id.
-        revision: a branch, tag or commit.
-        patterns: of the names of the files; those in subfolders are left out.
+    Files in subfolders are left out.
     """
     import huggingface_hub
     from tqdm.asyncio import tqdm_asyncio
 
+    # Shown even where the hub's own bars are hidden.
     class Bar(tqdm_asyncio):  # type: ignore[type-arg]
-        """Shown even where the hub's own bars are hidden."""
-
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": None, "leave": False})
 
@@ -85,24 +81,24 @@ def check_sizes(folder: Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    config: Any = None
-    tensors, longest = 0, 0
+    sections: list[Any] = []
+    shapes: list[list[int]] = []
+    unreadable = (OSError, ValueError, AttributeError, RecursionError, RuntimeError)
     # What cannot be read (a RuntimeError of safetensors) is said when the model is loaded.
-    with contextlib.suppress(OSError, ValueError, RecursionError, RuntimeError, SafetensorError):
+    with contextlib.suppress(*unreadable, SafetensorError):
         config = json.loads(read_text(folder / "config.json"))
+        sections = [config, config.get("text_config")]
         for path in filter(Path.is_file, folder.glob("*.safetensors")):
             with safe_open(path, framework="np") as file:
-                tensors += len(file.keys())
-                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-                longest = max([longest, *(size for shape in shapes for size in shape)])
-    sections = [config, config.get("text_config")] if tensors and isinstance(config, dict) else []
+                shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    longest = max((size for shape in shapes for size in shape), default=0)
     limits = {
-        **dict.fromkeys(_LAYERS, (tensors, f"there are weights of {tensors} tensors")),
+        **dict.fromkeys(_LAYERS, (len(shapes), f"there are weights of {len(shapes)} tensors")),
         **dict.fromkeys(_WIDTHS, (longest, f"no dimension of its weights is above {longest}")),
     }
-    for section in sections:
+    for section in filter(lambda section: shapes and isinstance(section, dict), sections):
         for name, (limit, reason) in limits.items():
-            size = section.get(name) if isinstance(section, dict) else None
+            size = section.get(name)
             if isinstance(size, int) and size > limit:
                 raise UsageError(
                     f"{folder / 'config.json'}: {name} is {size}, but {reason}: it is another "

@@ -1,7 +1,6 @@
 """The parameters whose updates are timed: an embedding matrix, alone or with other parameters."""
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from coupled_adam.bench.machine import memory
 from coupled_adam.errors import UsageError
 
 
@@ -89,10 +89,7 @@ def check_memory(cases: Iterable[Case], device: str) -> None:
     Raises:
         UsageError: a case does not fit.
     """
-    if device == "cuda":
-        available = torch.cuda.get_device_properties().total_memory
-    else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = memory(device)
     for case in cases:
         # One parameter, gradient, copy and temporary, and the states of two optimizers.
         needed = 8 * case.matrix_bytes

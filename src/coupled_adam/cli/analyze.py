@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
     Count,
-    DeviceOption,
-    JsonOption,
-    RevisionOption,
+    ModelOptions,
     TokenizerOption,
     WholeNumber,
     WordSimilarityOption,
     argument,
-    check_revision,
-    device,
     option,
 )
 from coupled_adam.cli.outputs import check_files, write_file
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, RevisionOption, JsonOption, DeviceOption):
+class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
     """The options of ``coupled-adam analyze``."""
 
     models: list[str] = argument(
@@ -92,7 +88,7 @@ def run(options: Options) -> None:
 
     _check(options)
     layout = options.layout or "pca"
-    target = device(options.device)
+    target = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
     source = analysis.Source(
@@ -210,7 +206,7 @@ def _check(options: Options) -> None:
     names = [name for name, value in counted.items() if value is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    check_revision(options, options.models)
+    options.check_revision(options.models)
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:

@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import (
-    Count,
-    DeviceOption,
-    JsonOption,
-    NotNegative,
-    RevisionOption,
-    WholeNumber,
-    argument,
-    device,
-    option,
-)
+from coupled_adam.cli.options import Count, ModelOptions, NotNegative, WholeNumber, argument, option
 from coupled_adam.cli.terminal import console
 from coupled_adam.errors import UsageError
 
@@ -32,7 +22,7 @@ _NARROWEST = 24  # characters of a column; with less, texts are printed one belo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RevisionOption, JsonOption, DeviceOption):
+class Options(ModelOptions):
     """The options of ``coupled-adam sample``."""
 
     models: list[str] = argument(
@@ -62,7 +52,7 @@ def run(options: Options) -> None:
         options.prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"--prompt {options.prompt!r} is not UTF-8") from None
-    target = device(options.device)
+    target = options.usable_device()
     texts = {}
     for name in (folder for place in options.models for folder in runs_to_sample(place)):
         source = str(Path(name) / MODEL) if is_run(Path(name)) else name

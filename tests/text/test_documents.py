@@ -23,13 +23,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.documents import (
-    _json_rows,
-    open_documents,
-    passages,
-    python_documentation,
-    separated,
-)
+from coupled_adam.text.documents import open_documents, python_documentation
+from coupled_adam.text.formats import _json_rows, passages, separated
 from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):

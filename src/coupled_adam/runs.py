@@ -55,6 +55,7 @@ def inner_runs(folder: Path) -> list[Path]:
     return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
 
 
+# What others have put there does not have exactly such a name.
 _CHECKPOINT = r"step-(\d{1,18})"  # as far as 64 bits count
 
 

@@ -99,6 +99,7 @@ def run(options: Options) -> None:
         text=options.text,
         tokens=options.tokens or [],
     )
+    # A model that cannot be asked is refused before the matrices are measured.
     folders = _verifiable(options.models, source) if options.verify else {}
     by_model = [
         analysis.analyze_model(
@@ -116,6 +117,7 @@ def run(options: Options) -> None:
     analyses = [entry for of_model in by_model for entry in of_model]
     undertrained: list[Undertrainedness] = []
     neighbours, comparisons = [], []
+    # The map colors tokens by how well they were trained, so it needs these answers, too.
     if options.undertrained or options.explore or options.parquet:
         for entry in analyses:
             with progress_bar(f"under-trained tokens, {entry.label}") as progress:
@@ -129,6 +131,7 @@ def run(options: Options) -> None:
     if options.compare:
         with progress_bar("what changed") as progress:
             comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
+    # Pages are made before anything is printed, so that an error leaves no half of a result.
     listed = undertrained if options.undertrained else []
     files: list[tuple[str, str, str | bytes]] = []
     if options.csv is not None:
@@ -190,6 +193,7 @@ def _verified(
     from coupled_adam.embeddings.tokens import verify_undertrained
     from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
 
+    # A model is loaded once, for both of its matrices.
     verified = []
     for name, matrices in groupby(undertrained, lambda named: named.analysis.model):
         model = load_model(folders[name], device)

@@ -97,6 +97,7 @@ def _time_training(
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
+    # These say what is timed where a recipe does not.
     optimizer_options = {
         "shapes": options.shapes,
         "dtype": options.dtype,

@@ -80,6 +80,7 @@ def run(options: Options) -> None:
                 f"--text, --out and --revision are for models; {folder} is a run, which has its "
                 "own text and output file"
             )
+        # The corpus is prepared only if there is no test loss yet.
         recipe = recipe_of_run(folder, options.variant)
         result = evaluate_run(
             folder,

@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 def _add_argument(
     parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
 ) -> None:
+    # The type of the field says how its text is read, and how many texts there are.
     settings = dict(field.metadata)
     is_positional = settings.pop("positional", False)
     # None stands for an option that is left out, and is nothing that can be typed.
@@ -84,6 +85,7 @@ def _add_argument(
         settings["type"] = kind.__metadata__[0]
     elif kind is bool:
         settings["action"] = "store_true"
+    # A default that is empty, as that of --prompt, allows an empty text.
     elif field.default != "":
         settings["type"] = _not_empty(kind)
     if is_positional:
@@ -297,6 +299,7 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         quiet_libraries()  # after their imports, which set the levels they like
         if self.skip_damaged and not self.resume:
             raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
+        # A logger that is missing would show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
@@ -357,6 +360,7 @@ class Selection:
 
 def _seeds(numbers: list[int]) -> list[int]:
     """The seeds that ``--seeds`` means: one number counts them, several name them."""
+    # As it was typed, since a count and a list look alike.
     typed = f"--seeds {' '.join(map(str, numbers))}"
     if len({*numbers}) < len(numbers):
         raise UsageError(f"{typed} names a seed twice: each is run once")

@@ -91,6 +91,7 @@ def check_sizes(folder: Path) -> None:
         for path in filter(Path.is_file, folder.glob("*.safetensors")):
             with safe_open(path, framework="np") as file:
                 shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    # Each layer has a tensor of its own, and each token and label a row.
     longest = max((size for shape in shapes for size in shape), default=0)
     limits = {
         **dict.fromkeys(_LAYERS, (len(shapes), f"there are weights of {len(shapes)} tensors")),

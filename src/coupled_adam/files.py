@@ -346,11 +346,7 @@ def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 @contextmanager
 def _locked(path: Path, is_needed: bool = True) -> Iterator[None]:
-    """Lock a file or folder itself, to show that this process is working on it.
-
-    Raises:
-        OSError: it cannot be opened, or not be locked although that is needed.
-    """
+    """Lock a file or folder itself, to show that this process is working on it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with contextlib.nullcontext() if is_needed else contextlib.suppress(OSError):

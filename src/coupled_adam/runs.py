@@ -84,11 +84,7 @@ def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
 
 
 def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Each complete line of a log, with its step and the name of its first metric.
-
-    Raises:
-        UsageError: a line is not JSON, or not of a log.
-    """
+    """Each complete line of a log, with its step and its first metric; UsageError if damaged."""
     if not path.exists():
         return
     for line in read_text(path, "replace").splitlines(keepends=True):

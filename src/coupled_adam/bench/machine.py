@@ -17,8 +17,7 @@ class Machine:
         device: the name of the GPU, or "cpu".
         instructions: the CPU instruction set that torch's kernels use, such as "AVX2".
         threads: the number of threads that torch's operations on the CPU use.
-        load: the mean number of running or waiting processes over the last minute; None if the
-            system does not report it.
+        load: the mean number of running or waiting processes over the last minute, if known.
         kernels: which of Coupled Adam's kernels can be used, see :func:`coupled_adam.kernels`.
     """
 
@@ -58,15 +57,11 @@ def memory(device: str) -> int:
 
 
 def describe_machine(device: str) -> Machine:
-    """Describe the machine in its current state. Call this before anything is timed.
-
-    Args:
-        device: "cpu", "cuda" or "mps".
-    """
+    """Describe the machine in its current state. Call this before anything is timed."""
     return Machine(
         device=torch.cuda.get_device_name() if device == "cuda" else device,
         instructions=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
-        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        load=round(os.getloadavg()[0], 2),
         kernels=kernels(),
     )

@@ -206,8 +206,7 @@ def _verified(
 
 def _check(options: Options) -> None:
     """Refuse what can be refused before a matrix is read, which may take minutes."""
-    counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
-    names = [name for name, value in counted.items() if value is not None]
+    names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
     options.check_revision(options.models)

@@ -93,21 +93,12 @@ def run(options: Options) -> None:
 def _time_training(
     options: Options, recipe_name: str, machine: Machine, conditions: Mapping[str, object]
 ) -> None:
-    """Time whole training steps of a recipe."""
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
     # These say what is timed where a recipe does not.
-    optimizer_options = {
-        "shapes": options.shapes,
-        "dtype": options.dtype,
-        "seconds": options.seconds,
-        "clip": options.clip,
-        "optimizers": options.optimizers,
-        "picture": options.picture,
-    }
-    for name, value in optimizer_options.items():
-        if value:
+    for name in ("shapes", "dtype", "seconds", "clip", "optimizers", "picture"):
+        if getattr(options, name):
             raise UsageError(f"--recipe times whole training steps; leave out --{name}")
     recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))
     if recipe.variant is not None:

@@ -255,11 +255,7 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
     )
 
     def overridden(self, recipe: Recipe) -> Recipe:
-        """The recipe with the values that the command line gives.
-
-        Raises:
-            UsageError: a value is not valid, or is given twice in different ways.
-        """
+        """The recipe with the values of the command line; UsageError if they are not valid."""
         from coupled_adam.lab.recipe import override, parse_overrides
 
         values = parse_overrides(self.overrides)
@@ -288,11 +284,7 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         return recipe
 
     def execution(self, recipe: Recipe) -> Execution:
-        """How the runs of a recipe are executed.
-
-        Raises:
-            UsageError: a device or a logger is not available here, or the model is too large.
-        """
+        """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
         from coupled_adam.lab.models import parameters
         from coupled_adam.lab.training.config import Execution
 
@@ -343,11 +335,7 @@ class Selection:
     )
 
     def selected(self, recipe: Recipe) -> Recipe:
-        """The recipe with these arms and seeds.
-
-        Raises:
-            UsageError: an arm is not known, or an arm or a seed is given twice.
-        """
+        """The recipe with these arms and seeds; UsageError if it cannot have them."""
         if self.seeds is not None:
             recipe = dataclasses.replace(recipe, seeds=_seeds(self.seeds))
         if self.arms is not None:

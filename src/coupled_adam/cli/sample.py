@@ -85,17 +85,14 @@ def side_by_side(prompt: str, texts: dict[str, str], width: int) -> RenderableTy
     # As text and not as markup, since a model may write brackets.
     cells = [Text.assemble((_plain(prompt), "bold"), _plain(text)) for text in texts.values()]
     names = [Text(Path(name).name or name, "bold") for name in texts]
-    table = Table(box=None, expand=True, padding=(0, 2, 1, 0), show_header=False)
+    rows = [names, cells]
     if width // len(cells) < _NARROWEST:
-        table.add_column(overflow="fold")
-        for name, cell in zip(names, cells):
-            table.add_row(name)
-            table.add_row(cell)
-        return table
-    for _ in cells:
+        rows = [[text] for pair in zip(names, cells) for text in pair]
+    table = Table(box=None, expand=True, padding=(0, 2, 1, 0), show_header=False)
+    for _ in rows[0]:
         table.add_column(ratio=1, overflow="fold")
-    table.add_row(*names)
-    table.add_row(*cells)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

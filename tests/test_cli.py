@@ -216,21 +216,25 @@ def test_errors(small_recipe, text_file, tmp_path, capsys, monkeypatch):
         assert snapshot(tmp_path) == before, name
 
 
-def test_out_of_memory_is_one_line(monkeypatch, capsys):
-    """Python's error, torch's for a CPU and torch's for a GPU; no other RuntimeError."""
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda _: torch.empty(2**50),
+        Mock(side_effect=MemoryError()),
+        Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory.\nTried")),
+    ],
+    ids=["a CPU", "Python", "a GPU"],
+)
+def test_out_of_memory_is_one_line(use, monkeypatch, capsys):
+    monkeypatch.setattr(cli.recipes, "run", use)
+    assert main(["recipes"]) == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("coupled-adam: error: out of memory: ")
+    assert stderr.count("\n") == 1
 
-    def use(_, error):
-        raise error
 
-    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: torch.empty(2**50))
-    for error in (None, MemoryError(), torch.OutOfMemoryError("CUDA out of memory.\nTried")):
-        if error is not None:
-            monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _, e=error: use(_, e))
-        assert main(["recipes"]) == 1
-        said = capsys.readouterr().err
-        assert said.startswith("coupled-adam: error: out of memory: ")
-        assert said.count("\n") == 1
-    monkeypatch.setattr("coupled_adam.cli.recipes.run", lambda _: use(_, RuntimeError("a bug")))
+def test_a_bug_is_a_traceback(monkeypatch):
+    monkeypatch.setattr(cli.recipes, "run", Mock(side_effect=RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["recipes"])
 
@@ -383,25 +387,23 @@ def test_resume_with_another_recipe(small_recipe, tmp_path, capsys, monkeypatch)
         assert "holds another comparison" in capsys.readouterr().err
 
 
-def test_a_terminal_without_unicode(tmp_path):
+@pytest.mark.parametrize(("encoding", "pipe"), [("ascii", ""), ("utf-8", "| head -1")])
+def test_a_terminal_without_unicode_or_one_that_is_closed(encoding, pipe, tmp_path):
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    command = [sys.executable, "-m", "coupled_adam.cli", "analyze", str(tmp_path / "m.npy")]
-    for environment, pipe in (({"PYTHONIOENCODING": "ascii"}, None), ({}, "head -1")):
-        result = subprocess.run(
-            ["bash", "-c", f"{' '.join(command)} | {pipe}"] if pipe else command,
-            env={**os.environ, **environment},
-            capture_output=True,
-        )
-        assert result.returncode == 0, result.stderr
-        assert result.stderr == b""
+    result = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m coupled_adam.cli analyze {tmp_path}/m.npy {pipe}"],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_a_comparison_is_no_model(tmp_path, capsys):
+@pytest.mark.parametrize("command", ["analyze", "evaluate"])
+def test_a_comparison_is_no_model(command, tmp_path, capsys):
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "config.yaml").write_text("")
-    for name in ("analyze", "evaluate"):
-        assert main([name, str(tmp_path / "runs")]) == 2
-        assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
+    assert main([command, str(tmp_path / "runs")]) == 2
+    assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def couple(engine: Any) -> None:
         ValueError: under ZeRO 3, with offloading, elastic checkpoints or ``max_grad_norm``, and if
             the pieces are not where DeepSpeed says. Nothing has been changed then.
     """
+    # DeepSpeed wraps the optimizer, except under ZeRO 0.
     outer = engine.optimizer
     inner = getattr(outer, "optimizer", outer)
     if not isinstance(inner, CoupledAdam):
@@ -56,6 +57,7 @@ def couple(engine: Any) -> None:
             f"max_grad_norm={inner.max_grad_norm} would clip each param group by itself, as "
             "DeepSpeed steps them one after the other: use its gradient_clipping"
         )
+    # All pieces are checked before any group is changed.
     flat_shards = [
         _shards(outer.bit16_groups[i], partitions[i], outer.real_dp_process_group[i])
         if group["coupled"]
@@ -77,6 +79,7 @@ def _shards(params: list[Any], partition: torch.Tensor, process_group: Any) -> l
             continue
         whole, piece = mapping.lp_fragment_address, mapping.hp_fragment_address
         shard = FlatShard(tuple(p.shape), whole.start, process_group, piece.start, piece.numel)
+        # Compared by content, since the offsets are private to DeepSpeed and may change.
         expected = p.detach().flatten()[whole.start : whole.start + piece.numel]
         if not torch.equal(shard.of(partition).to(p.dtype), expected):
             raise ValueError(

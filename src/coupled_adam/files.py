@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -78,11 +78,11 @@ def new_folder(
     Args:
         is_own: whether a file of the old folder, named by its path in it, is to be removed with
             it. All others are moved to the new folder.
-        replace: whether to replace a folder ``path``; otherwise it is an error if there is one with
-            anything in it, also if it has come meanwhile.
+        replace: whether to replace a folder ``path``; otherwise one with anything in it is an
+            error.
 
     Raises:
-        OSError: if the disk is full or the place is not writable; the old folder is kept.
+        OSError: the disk is full or the place is not writable; the old folder is kept.
     """
     with _made(path, Path.mkdir) as temporary:
         yield temporary
@@ -194,12 +194,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """The content of a file in UTF-8; ``errors`` as for :meth:`bytes.decode`.
-
-    Raises:
-        OSError, UsageError: as :func:`open_regular`.
-        UnicodeDecodeError: it is not UTF-8.
-    """
+    """The content of a file in UTF-8; ``errors`` as for :meth:`bytes.decode`."""
     with open_regular(path) as file:
         return file.read().decode(errors=errors)
 
@@ -234,9 +229,6 @@ def file_digest(
         start: the offset of the first byte.
         length: the number of bytes; None goes on to the end of the file.
         progress: called with the number of bytes of each piece that has been read.
-
-    Raises:
-        OSError: if it cannot be read.
     """
     digest = hashlib.sha256()
     with open_regular(path) as file:
@@ -249,24 +241,17 @@ def file_digest(
     return digest.hexdigest()
 
 
-@contextmanager
-def sole_writer(folder: Path) -> Iterator[None]:
-    """Lock a folder against other writing processes; the lock is released even on SIGKILL.
-
-    The file of the lock may be removed by the process that holds it.
-
-    Raises:
-        UsageError: if another process has locked it.
-        OSError: if the folder does not exist, is not writable or cannot be locked.
-    """
+def sole_writer(folder: Path) -> AbstractContextManager[None]:
+    """Lock a folder against other writing processes; errors are those of :func:`lock`."""
     refusal = f"{folder} is in use by another process: wait for it, or choose another --out"
-    with lock(folder / LOCK, refusal):
-        yield
+    return lock(folder / LOCK, refusal)
 
 
 @contextmanager
 def lock(path: Path, refusal: str, wait: float = 0, waits_for: str = "") -> Iterator[None]:
     """Hold the lock of a file; the system releases it when the process ends, however it does.
+
+    The file may be removed by the process that holds its lock.
 
     Args:
         refusal: the message if another process holds it.
@@ -354,11 +339,7 @@ def _made(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 @contextmanager
 def _locked(path: Path, is_needed: bool = True) -> Iterator[None]:
-    """Lock a file or folder itself, to show that this process is working on it.
-
-    Raises:
-        OSError: it cannot be opened, or not be locked although that is needed.
-    """
+    """Lock a file or folder itself, to show that this process is working on it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with contextlib.nullcontext() if is_needed else contextlib.suppress(OSError):

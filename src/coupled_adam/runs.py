@@ -55,6 +55,7 @@ def inner_runs(folder: Path) -> list[Path]:
     return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
 
 
+# What others have put there does not have exactly such a name.
 _CHECKPOINT = r"step-(\d{1,18})"  # as far as 64 bits count
 
 
@@ -83,11 +84,7 @@ def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
 
 
 def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Each complete line of a log, with its step and the name of its first metric.
-
-    Raises:
-        UsageError: a line is not JSON, or not of a log.
-    """
+    """Each complete line of a log, with its step and its first metric; UsageError if damaged."""
     if not path.exists():
         return
     for line in read_text(path, "replace").splitlines(keepends=True):

@@ -29,7 +29,7 @@ from coupled_adam.lab.data import corpus as corpus_module
 from coupled_adam.lab.data.corpus import content_hash, default_cache, prepare_corpus
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.text.documents import passages
+from coupled_adam.text.formats import passages
 from processes import Process
 
 SPLITS = ("train", "valid", "test")

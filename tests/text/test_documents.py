@@ -23,13 +23,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.documents import (
-    _json_rows,
-    open_documents,
-    passages,
-    python_documentation,
-    separated,
-)
+from coupled_adam.text.documents import open_documents, python_documentation
+from coupled_adam.text.formats import _json_rows, passages, separated
 from coupled_adam.text.source import Data
 
 if sys.version_info >= (3, 14):
@@ -335,21 +330,20 @@ def test_a_device_has_no_end():
         open_documents(Data(text="/dev/zero"))
 
 
-def test_names_are_of_files_here(tmp_path):
+@pytest.mark.parametrize("name", ["simplecache::memory", "a*[b]?.txt", "~", "file::x.txt"])
+def test_names_are_of_files_here(name, tmp_path):
     """Not of places that fsspec would look for elsewhere, nor patterns."""
-    for name in ("simplecache::memory", "a*[b]?.txt", "~", "file::x.txt"):
-        (tmp_path / name).write_text("some text")
-        assert read(Data(text=str(tmp_path / name))) == ["some text"]
+    (tmp_path / name).write_text("some text")
+    assert read(Data(text=str(tmp_path / name))) == ["some text"]
 
 
-def test_cut_archives_are_noticed(tmp_path):
+@pytest.mark.parametrize("ending", COMPRESSIONS)
+def test_cut_archives_are_noticed(ending, tmp_path):
     """Even where the part that is there is text: half a corpus is no corpus."""
-    text = os.urandom(200_000).hex().encode()
-    for ending, pack in COMPRESSIONS.items():
-        content = pack(text)
-        (tmp_path / f"a.txt{ending}").write_bytes(content[: len(content) // 2])
-        with pytest.raises(UsageError, match=r"a\.txt"):
-            read(Data(text=str(tmp_path / f"a.txt{ending}")))
+    content = COMPRESSIONS[ending](os.urandom(200_000).hex().encode())
+    (tmp_path / f"a.txt{ending}").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UsageError, match=r"a\.txt"):
+        read(Data(text=str(tmp_path / f"a.txt{ending}")))
 
 
 @pytest.fixture

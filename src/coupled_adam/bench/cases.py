@@ -1,14 +1,14 @@
 """The parameters whose updates are timed: an embedding matrix, alone or with other parameters."""
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from coupled_adam.bench.machine import memory
 from coupled_adam.errors import UsageError
 
 
@@ -51,11 +51,12 @@ class Case:
         options: Any = {"device": device, "dtype": getattr(torch, self.dtype)}
 
         # Drawn in place: a large matrix should not need its memory twice before it is timed.
+        def normal(rows: int, columns: int, std: float) -> Tensor:
+            return torch.empty(rows, columns, **options).normal_(std=std, generator=generator)
+
         def parameter(rows: int, columns: int) -> nn.Parameter:
-            values = torch.empty(rows, columns, **options).normal_(std=0.02, generator=generator)
-            grad = torch.empty(rows, columns, **options).normal_(std=1e-4, generator=generator)
-            p = nn.Parameter(values)
-            p.grad = grad
+            p = nn.Parameter(normal(rows, columns, 0.02))
+            p.grad = normal(rows, columns, 1e-4)
             return p
 
         return parameter(self.rows, self.columns), [parameter(64, 64) for _ in range(self.others)]
@@ -69,11 +70,7 @@ SHAPES = {
 
 
 def parse_case(shape: str, dtype: str, clip: bool) -> Case:
-    """Create a case from a shape written as "VxH".
-
-    Raises:
-        UsageError: the shape is not two positive integers separated by an x.
-    """
+    """Create a case from a shape as "VxH"; UsageError unless these are two positive integers."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
     if not match:
         raise UsageError(
@@ -84,15 +81,8 @@ def parse_case(shape: str, dtype: str, clip: bool) -> Case:
 
 
 def check_memory(cases: Iterable[Case], device: str) -> None:
-    """Check that every case fits into the memory of the machine or of the GPU.
-
-    Raises:
-        UsageError: a case does not fit.
-    """
-    if device == "cuda":
-        available = torch.cuda.get_device_properties().total_memory
-    else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Raise UsageError if a case does not fit into the memory of the machine or of the GPU."""
+    available = memory(device)
     for case in cases:
         # One parameter, gradient, copy and temporary, and the states of two optimizers.
         needed = 8 * case.matrix_bytes

@@ -17,8 +17,7 @@ class Machine:
         device: the name of the GPU, or "cpu".
         instructions: the CPU instruction set that torch's kernels use, such as "AVX2".
         threads: the number of threads that torch's operations on the CPU use.
-        load: the mean number of running or waiting processes over the last minute; None if the
-            system does not report it.
+        load: the mean number of running or waiting processes over the last minute, if known.
         kernels: which of Coupled Adam's kernels can be used, see :func:`coupled_adam.kernels`.
     """
 
@@ -50,16 +49,19 @@ class Machine:
         return {**dataclasses.asdict(self), "busy": self.busy}
 
 
-def describe_machine(device: str) -> Machine:
-    """Describe the machine in its current state. Call this before anything is timed.
+def memory(device: str) -> int:
+    """The bytes of memory of the machine or, for "cuda", of the GPU."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    Args:
-        device: "cpu", "cuda" or "mps".
-    """
+
+def describe_machine(device: str) -> Machine:
+    """Describe the machine in its current state. Call this before anything is timed."""
     return Machine(
         device=torch.cuda.get_device_name() if device == "cuda" else device,
         instructions=torch.backends.cpu.get_cpu_capability(),
         threads=torch.get_num_threads(),
-        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        load=round(os.getloadavg()[0], 2),
         kernels=kernels(),
     )

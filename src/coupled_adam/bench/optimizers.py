@@ -14,20 +14,14 @@ from coupled_adam.bench.cases import Case
 BASELINE = "AdamW fused"
 """The optimizer that every other one is compared with: torch's fastest AdamW."""
 
-Maker = Callable[[nn.Parameter, list[nn.Parameter], float | None], Optimizer]
-"""Creates an optimizer for an embedding matrix, other parameters, and a gradient norm to clip to.
-
-Only :class:`~coupled_adam.CoupledAdamW` clips gradients in its step. Other optimizers ignore the
-norm, and :func:`make_step` calls ``clip_grad_norm_`` before their step.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """An optimizer that can be timed.
 
     Attributes:
-        make: creates the optimizer.
+        make: creates the optimizer of an embedding matrix, other parameters, and a gradient norm to
+            clip to, which only :class:`~coupled_adam.CoupledAdamW` does in its step.
         matrices_moved: the least number of [V, H] matrices that a step has to read from memory or
             write to it; None if it is not known. AdamW reads p, g, m, v and writes p, m, v, which
             makes 7. Coupled Adam reads g and m and writes m while it sums the squares of g, then
@@ -35,7 +29,7 @@ class Candidate:
             and writes p, which makes 4. Vectors of length H and V are not counted.
     """
 
-    make: Maker
+    make: Callable[[nn.Parameter, list[nn.Parameter], float | None], Optimizer]
     matrices_moved: int | None = None
 
     def moved_bytes(self, case: Case) -> int | None:

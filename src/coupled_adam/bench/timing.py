@@ -61,6 +61,7 @@ def sample_in_turn(
     Returns:
         For each round the seconds of every sampler, in the order of ``samplers``.
     """
+    # The first two in both orders.
     orders = [list(range(len(samplers))) for _ in range(2)]
     orders[1][:2] = 1, 0
     rounds: list[tuple[float, ...]] = []

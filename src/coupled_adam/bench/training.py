@@ -74,10 +74,7 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
     Args:
         recipe: its model, batch size and optimizer options are used, but not its data.
         device: the device of the models.
-        steps: the number of timed steps of each optimizer, at least 2; two warmup steps precede.
-
-    Raises:
-        UsageError: ``steps`` is less than 2.
+        steps: the number of timed steps of each optimizer; UsageError is raised below 2.
     """
     if steps < 2:
         raise UsageError(f"--steps {steps}: quartiles need 2 steps at least")

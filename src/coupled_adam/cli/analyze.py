@@ -15,15 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
     Count,
-    DeviceOption,
-    JsonOption,
-    RevisionOption,
+    ModelOptions,
     TokenizerOption,
     WholeNumber,
     WordSimilarityOption,
     argument,
-    check_revision,
-    device,
     option,
 )
 from coupled_adam.cli.outputs import check_files, write_file
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, RevisionOption, JsonOption, DeviceOption):
+class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
     """The options of ``coupled-adam analyze``."""
 
     models: list[str] = argument(
@@ -92,7 +88,7 @@ def run(options: Options) -> None:
 
     _check(options)
     layout = options.layout or "pca"
-    target = device(options.device)
+    target = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
     source = analysis.Source(
@@ -103,6 +99,7 @@ def run(options: Options) -> None:
         text=options.text,
         tokens=options.tokens or [],
     )
+    # A model that cannot be asked is refused before the matrices are measured.
     folders = _verifiable(options.models, source) if options.verify else {}
     by_model = [
         analysis.analyze_model(
@@ -120,6 +117,7 @@ def run(options: Options) -> None:
     analyses = [entry for of_model in by_model for entry in of_model]
     undertrained: list[Undertrainedness] = []
     neighbours, comparisons = [], []
+    # The map colors tokens by how well they were trained, so it needs these answers, too.
     if options.undertrained or options.explore or options.parquet:
         for entry in analyses:
             with progress_bar(f"under-trained tokens, {entry.label}") as progress:
@@ -133,6 +131,7 @@ def run(options: Options) -> None:
     if options.compare:
         with progress_bar("what changed") as progress:
             comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
+    # Pages are made before anything is printed, so that an error leaves no half of a result.
     listed = undertrained if options.undertrained else []
     files: list[tuple[str, str, str | bytes]] = []
     if options.csv is not None:
@@ -194,6 +193,7 @@ def _verified(
     from coupled_adam.embeddings.tokens import verify_undertrained
     from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
 
+    # A model is loaded once, for both of its matrices.
     verified = []
     for name, matrices in groupby(undertrained, lambda named: named.analysis.model):
         model = load_model(folders[name], device)
@@ -206,11 +206,10 @@ def _verified(
 
 def _check(options: Options) -> None:
     """Refuse what can be refused before a matrix is read, which may take minutes."""
-    counted = {"counts": options.counts, "text": options.text, "tokens": options.tokens}
-    names = [name for name, value in counted.items() if value is not None]
+    names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    check_revision(options, options.models)
+    options.check_revision(options.models)
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:

@@ -12,15 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from coupled_adam.cli.options import (
-    Count,
-    DeviceOption,
-    JsonOption,
-    Positive,
-    RecipeValues,
-    device,
-    option,
-)
+from coupled_adam.cli.options import Count, Positive, RecipeValues, ResultOptions, option
 from coupled_adam.cli.outputs import check_files, write_file
 from coupled_adam.cli.terminal import print_table
 from coupled_adam.errors import UsageError
@@ -30,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RecipeValues, JsonOption, DeviceOption):
+class Options(RecipeValues, ResultOptions):
     """The options of ``coupled-adam bench``."""
 
     shapes: list[str] | None = option("embedding matrices: 50304x768 128256x2048", metavar="VxH")
@@ -61,7 +53,7 @@ def run(options: Options) -> None:
     kind = Path(options.picture or "any.png").suffix
     if kind not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--picture {options.picture}: end its name with .png, .svg or .pdf")
-    target = device(options.device)
+    target = options.usable_device()
     # Read before anything is timed: the code may be changed, and the machine busy, by the end.
     facts = environment()
     machine = describe_machine(target)
@@ -101,27 +93,19 @@ def run(options: Options) -> None:
 def _time_training(
     options: Options, recipe_name: str, machine: Machine, conditions: Mapping[str, object]
 ) -> None:
-    """Time whole training steps of a recipe."""
     from coupled_adam.bench.training import training_speed
     from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
 
-    optimizer_options = {
-        "shapes": options.shapes,
-        "dtype": options.dtype,
-        "seconds": options.seconds,
-        "clip": options.clip,
-        "optimizers": options.optimizers,
-        "picture": options.picture,
-    }
-    for name, value in optimizer_options.items():
-        if value:
+    # These say what is timed where a recipe does not.
+    for name in ("shapes", "dtype", "seconds", "clip", "optimizers", "picture"):
+        if getattr(options, name):
             raise UsageError(f"--recipe times whole training steps; leave out --{name}")
     recipe = override(load_recipe(recipe_name), parse_overrides(options.overrides))
     if recipe.variant is not None:
         raise UsageError(f"variant={recipe.variant} cannot be timed: set it to null")
     if not options.json:
         print("\n".join(machine.notes))
-    speed = training_speed(recipe, device=device(options.device), steps=options.steps or 20)
+    speed = training_speed(recipe, device=options.usable_device(), steps=options.steps or 20)
     if options.json:
         print(json.dumps({**conditions, **speed.to_dict()}, indent=1))
     else:

@@ -10,16 +10,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    RunOptions,
-    Selection,
-    cache_folder,
-    execution,
-    option,
-    overridden,
-    selected,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, Selection, option
 from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import console, print_path, print_table
 
@@ -42,12 +33,12 @@ def run(options: Options) -> None:
     out = Path(options.out or Path("runs") / (named.name if named else DEFAULT_RECIPE))
     check_folder("--out", out)
     stored = comparison.stored_recipe(out) if options.resume else None
-    recipe = overridden(named or stored or load_recipe(DEFAULT_RECIPE), options)
+    recipe = options.overridden(named or stored or load_recipe(DEFAULT_RECIPE))
     # A comparison that was extended has more arms and seeds than the recipe that is named.
     if named and stored:
         recipe = recipe.joined(stored)
-    recipe = selected(recipe, options)
-    how = execution(options, recipe)
+    recipe = options.selected(recipe)
+    how = options.execution(recipe)
     console().print(
         f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
         f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
@@ -63,7 +54,7 @@ def run(options: Options) -> None:
         recipe,
         out,
         execution=how,
-        cache=cache_folder(options),
+        cache=options.cache_folder(),
         resume=options.resume,
         on_start=on_start,
     )

@@ -15,13 +15,9 @@ from pathlib import Path
 from coupled_adam.cli.options import (
     CacheOption,
     Count,
-    DeviceOption,
-    JsonOption,
-    RevisionOption,
+    ModelOptions,
     WordSimilarityOption,
     argument,
-    cache_folder,
-    device,
     option,
 )
 from coupled_adam.cli.outputs import check_files, check_folder, write_file
@@ -30,7 +26,7 @@ from coupled_adam.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(WordSimilarityOption, RevisionOption, JsonOption, CacheOption, DeviceOption):
+class Options(WordSimilarityOption, ModelOptions, CacheOption):
     """The options of ``coupled-adam evaluate``."""
 
     model: str = argument("the folder of a run or of a model, or its id on the hub")
@@ -67,7 +63,7 @@ def run(options: Options) -> None:
     from coupled_adam.runs import EVALUATION, is_run
 
     check_files([options.text], out=options.out)
-    target = device(options.device)
+    target = options.usable_device()
     folder = Path(options.model)
     name = options.word_similarity
     sets = None if name is None else word_similarity_sets(name)
@@ -84,10 +80,11 @@ def run(options: Options) -> None:
                 f"--text, --out and --revision are for models; {folder} is a run, which has its "
                 "own text and output file"
             )
+        # The corpus is prepared only if there is no test loss yet.
         recipe = recipe_of_run(folder, options.variant)
         result = evaluate_run(
             folder,
-            lambda: prepare_corpus(recipe, cache_folder(options)),
+            lambda: prepare_corpus(recipe, options.cache_folder()),
             batches=options.batches,
             sets=sets,
             downstream=downstream,

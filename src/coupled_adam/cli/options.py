@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import inspect
 import math
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import (
@@ -71,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
 def _add_argument(
     parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
 ) -> None:
+    # The type of the field says how its text is read, and how many texts there are.
     settings = dict(field.metadata)
     is_positional = settings.pop("positional", False)
     # None stands for an option that is left out, and is nothing that can be typed.
@@ -85,6 +85,7 @@ def _add_argument(
         settings["type"] = kind.__metadata__[0]
     elif kind is bool:
         settings["action"] = "store_true"
+    # A default that is empty, as that of --prompt, allows an empty text.
     elif field.default != "":
         settings["type"] = _not_empty(kind)
     if is_positional:
@@ -144,19 +145,39 @@ class DeviceOption:
         "where to compute; auto takes cuda, mps or cpu, the first that is available", "auto"
     )
 
+    def usable_device(self) -> str:
+        """The device, or with ``"auto"`` the fastest one; UsageError if it is not available."""
+        import torch
+
+        usable = ["cuda"] if torch.cuda.is_available() else []
+        usable += ["mps"] if torch.backends.mps.is_available() else []
+        usable += ["cpu"]
+        if self.device == "auto":
+            return usable[0]
+        if self.device not in usable:
+            available = f"available: {', '.join(usable)}"
+            raise UsageError(f"--device {self.device} is not available here; {available}")
+        return self.device
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JsonOption:
+class ResultOptions(DeviceOption):
     """For commands with results."""
 
     json: bool = option("print all results as JSON, and nothing else", default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RevisionOption:
-    """For commands that take models on the hub."""
+class ModelOptions(ResultOptions):
+    """For commands that take models, also on the hub."""
 
     revision: str | None = option("the branch, tag or commit, for models on the hub")
+
+    def check_revision(self, models: Iterable[str]) -> None:
+        """Raise UsageError if ``--revision`` is given for a model that is not on the hub."""
+        local = [model for model in models if Path(model).exists()]
+        if self.revision is not None and local:
+            raise UsageError(f"--revision is for models on the hub, and {local[0]} is a path here")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +206,12 @@ class CacheOption:
     cache: Path | None = option(
         "the folder that keeps prepared corpora (default: in the user's cache)"
     )
+
+    def cache_folder(self) -> Path:
+        """The folder of prepared corpora."""
+        from coupled_adam.lab.data.corpus import default_cache
+
+        return self.cache or default_cache()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,6 +254,76 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         nargs="*",
     )
 
+    def overridden(self, recipe: Recipe) -> Recipe:
+        """The recipe with the values of the command line; UsageError if they are not valid."""
+        from coupled_adam.lab.recipe import override, parse_overrides
+
+        values = parse_overrides(self.overrides)
+        # Each of these options is a key of the recipe, and takes the place of others.
+        for option, value, keys in (
+            ("--steps", self.steps, ("training.steps", "training.tokens")),
+            ("--text", self.text, ("data.text", "data.hub", "data.tokens")),
+        ):
+            if value is None:
+                continue
+            for key in keys:
+                if (other := values.get(key)) is not None:
+                    raise UsageError(
+                        f"{option} {value} and {key}={other} exclude each other: give only one"
+                    )
+            content = str(Path(value).resolve()) if isinstance(value, str) else value
+            values |= {**dict.fromkeys(keys), keys[0]: content}
+        recipe = override(recipe, values)
+        # Files in the folder of runs may be another person's, and what they name is code.
+        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON, SWEEP)
+        if of_runs and recipe.variant is not None and "variant" not in values:
+            raise UsageError(
+                f"the recipe in OUT executes the code of {recipe.variant}: if you trust it, add "
+                f"variant={recipe.variant} to the command"
+            )
+        return recipe
+
+    def execution(self, recipe: Recipe) -> Execution:
+        """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
+        from coupled_adam.lab.models import parameters
+        from coupled_adam.lab.training.config import Execution
+
+        quiet_libraries()  # after their imports, which set the levels they like
+        if self.skip_damaged and not self.resume:
+            raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
+        # A logger that is missing would show only after the corpus has been prepared.
+        for name in self.logger:
+            if importlib.util.find_spec(name) is None:
+                raise UsageError(f"--logger {name} needs a package: pip install {name}")
+        device = self.usable_device()
+        number = parameters(recipe)  # an error, if transformers cannot build the architecture
+        if self.strategy != "fsdp2":  # which shares a model among machines
+            _check_memory(recipe, number, device)
+        return Execution(
+            device=device,
+            strategy=self.strategy,
+            micro_batch_size=self.micro_batch_size,
+            compile=self.compile,
+            log=tuple(self.logger),
+            skip_damaged=self.skip_damaged,
+        )
+
+
+def _check_memory(recipe: Recipe, parameters: int, device: str) -> None:
+    """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
+    from coupled_adam.bench.machine import memory
+
+    # The least that any training takes, so that nothing is refused that could have worked.
+    needed, available = 3 * 4 * parameters, memory(device)  # float32
+    if needed > available:
+        raise UsageError(
+            f"a model of {parameters / 1e9:,.1f} billion parameters (model.n_embd="
+            f"{recipe.model.n_embd}, model.n_layer={recipe.model.n_layer}, model.vocab_size="
+            f"{recipe.model.vocab_size}) needs at least {needed / 1e9:,.0f} GB for its training, "
+            f"and {device} has {available / 1e9:,.0f} GB: make it smaller, or share it with "
+            "--strategy fsdp2"
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -237,25 +334,21 @@ class Selection:
         "one number N: the seeds 1 to N; several numbers: these seeds", metavar="N"
     )
 
-
-def selected(recipe: Recipe, options: Selection) -> Recipe:
-    """The recipe with the arms and seeds that ``--arms`` and ``--seeds`` give.
-
-    Raises:
-        UsageError: an arm is not known, or an arm or a seed is given twice.
-    """
-    if options.seeds is not None:
-        recipe = dataclasses.replace(recipe, seeds=_seeds(options.seeds))
-    if options.arms is not None:
-        if len({*options.arms}) < len(options.arms):
-            raise UsageError(f"--arms {' '.join(options.arms)} names an arm twice")
-        arms = {arm: recipe.arms[known_arm(arm, recipe)] for arm in options.arms}
-        recipe = dataclasses.replace(recipe, arms=arms)
-    return recipe
+    def selected(self, recipe: Recipe) -> Recipe:
+        """The recipe with these arms and seeds; UsageError if it cannot have them."""
+        if self.seeds is not None:
+            recipe = dataclasses.replace(recipe, seeds=_seeds(self.seeds))
+        if self.arms is not None:
+            if len({*self.arms}) < len(self.arms):
+                raise UsageError(f"--arms {' '.join(self.arms)} names an arm twice")
+            arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms}
+            recipe = dataclasses.replace(recipe, arms=arms)
+        return recipe
 
 
 def _seeds(numbers: list[int]) -> list[int]:
     """The seeds that ``--seeds`` means: one number counts them, several name them."""
+    # As it was typed, since a count and a list look alike.
     typed = f"--seeds {' '.join(map(str, numbers))}"
     if len({*numbers}) < len(numbers):
         raise UsageError(f"{typed} names a seed twice: each is run once")
@@ -269,127 +362,9 @@ def _seeds(numbers: list[int]) -> list[int]:
     return list(range(1, numbers[0] + 1))
 
 
-def overridden(recipe: Recipe, options: RunOptions) -> Recipe:
-    """The recipe with the values that the command line gives.
-
-    Raises:
-        UsageError: a value is not valid, or is given twice in different ways.
-    """
-    from coupled_adam.lab.recipe import override, parse_overrides
-
-    values = parse_overrides(options.overrides)
-    # Each of these options is a key of the recipe, and takes the place of others.
-    for option, value, keys in (
-        ("--steps", options.steps, ("training.steps", "training.tokens")),
-        ("--text", options.text, ("data.text", "data.hub", "data.tokens")),
-    ):
-        if value is None:
-            continue
-        for key in keys:
-            if values.get(key) is not None:
-                raise UsageError(
-                    f"{option} {value} and {key}={values[key]} exclude each other: give only one"
-                )
-        content = str(Path(value).resolve()) if isinstance(value, str) else value
-        values |= {**dict.fromkeys(keys), keys[0]: content}
-    changed = override(recipe, values)
-    # Files in the folder of runs may be another person's, and what they name is code.
-    of_runs = options.recipe is None or Path(options.recipe).name in (CONFIG, COMPARISON, SWEEP)
-    if of_runs and changed.variant is not None and "variant" not in values:
-        raise UsageError(
-            f"the recipe in OUT executes the code of {changed.variant}: if you trust it, add "
-            f"variant={changed.variant} to the command"
-        )
-    return changed
-
-
-def known_arm(name: str, recipe: Recipe) -> str:
-    """The name of an arm, if the recipe has it.
-
-    Raises:
-        UsageError: it does not.
-    """
+def arm_name(name: str, recipe: Recipe) -> str:
+    """The name, which must be that of an arm of the recipe; otherwise UsageError is raised."""
     if name not in recipe.arms:
         hint = did_you_mean(name, recipe.arms, f"its arms are {', '.join(recipe.arms)}")
         raise UsageError(f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
     return name
-
-
-def execution(options: RunOptions, recipe: Recipe) -> Execution:
-    """How the runs of a recipe are executed.
-
-    Raises:
-        UsageError: a device or a logger is not available here, or the model is too large for it.
-    """
-    from coupled_adam.lab.models import parameters
-    from coupled_adam.lab.training.config import Execution
-
-    quiet_libraries()  # after their imports, which set the levels they like
-    if options.skip_damaged and not options.resume:
-        raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
-    for name in options.logger:
-        if importlib.util.find_spec(name) is None:
-            raise UsageError(f"--logger {name} needs a package: pip install {name}")
-    target = device(options.device)
-    number = parameters(recipe)  # an error, if transformers cannot build the architecture
-    if options.strategy != "fsdp2":  # which shares a model among machines
-        _check_memory(recipe, number, target)
-    return Execution(
-        device=target,
-        strategy=options.strategy,
-        micro_batch_size=options.micro_batch_size,
-        compile=options.compile,
-        log=tuple(options.logger),
-        skip_damaged=options.skip_damaged,
-    )
-
-
-def _check_memory(recipe: Recipe, parameters: int, target: str) -> None:
-    """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
-    import torch
-
-    # The least that any training takes, so that nothing is refused that could have worked.
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if target == "cuda":
-        available = torch.cuda.get_device_properties(0).total_memory
-    needed = 3 * 4 * parameters  # float32
-    if needed > available:
-        raise UsageError(
-            f"a model of {parameters / 1e9:,.1f} billion parameters (model.n_embd="
-            f"{recipe.model.n_embd}, model.n_layer={recipe.model.n_layer}, model.vocab_size="
-            f"{recipe.model.vocab_size}) needs at least {needed / 1e9:,.0f} GB for its training, "
-            f"and {target} has {available / 1e9:,.0f} GB: make it smaller, or share it with "
-            "--strategy fsdp2"
-        )
-
-
-def device(name: str) -> str:
-    """The device of that name, or with ``"auto"`` the fastest one that is available.
-
-    Raises:
-        UsageError: it is not available here.
-    """
-    import torch
-
-    usable = ["cuda"] if torch.cuda.is_available() else []
-    usable += ["mps"] if torch.backends.mps.is_available() else []
-    usable += ["cpu"]
-    if name == "auto":
-        return usable[0]
-    if name not in usable:
-        raise UsageError(f"--device {name} is not available here; available: {', '.join(usable)}")
-    return name
-
-
-def cache_folder(options: CacheOption) -> Path:
-    """The folder of prepared corpora: that of ``--cache``, or the default one."""
-    from coupled_adam.lab.data.corpus import default_cache
-
-    return options.cache or default_cache()
-
-
-def check_revision(options: RevisionOption, models: Iterable[str]) -> None:
-    """Raise UsageError if ``--revision`` is given for a model that is not on the hub."""
-    local = [model for model in models if Path(model).exists()]
-    if options.revision is not None and local:
-        raise UsageError(f"--revision is for models on the hub, and {local[0]} is a path here")

@@ -62,11 +62,7 @@ def _problem(name: str, path: Path, read: Collection[Path]) -> str:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Check, before any work is done for it, that a folder can be created or written to.
-
-    Raises:
-        UsageError: it cannot be; nothing has been changed.
-    """
+    """Raise UsageError if a folder cannot be created or written to; nothing is changed."""
     try:
         str(folder.absolute()).encode()
     except UnicodeEncodeError:  # as safetensors and tokenizers need it
@@ -81,11 +77,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def write_file(option: str, name: str, content: str | bytes) -> None:
-    """Write a file that an option names.
-
-    Raises:
-        TrainingError: it cannot be written, such as when the disk is full.
-    """
+    """Write a file that an option names; TrainingError if it cannot be, as on a full disk."""
     path = Path(name).resolve()  # a link stays one
     try:
         clear_leftovers(path.parent)

@@ -27,21 +27,13 @@ def run(options: Options) -> None:
     recipes = [load_recipe(name) for name in recipe_names()]
     # The small ones first, which are those to try.
     recipes.sort(key=lambda recipe: (recipe.model.n_layer * recipe.model.n_embd**2, recipe.tokens))
-    rows = [
-        [
-            recipe.name,
-            f"{recipe.model.architecture}, {recipe.model.n_layer} x {recipe.model.n_embd}",
-            f"{recipe.tokens / 1e6:,.0f}M",
-            str(
-                recipe.data.text
-                or recipe.data.hub
-                or recipe.data.tokens
-                or "Python's documentation"
-            ),
-            str(len(recipe.arms)),
-            str(len(recipe.seeds)),
-        ]
-        for recipe in recipes
-    ]
+    rows = []
+    for recipe in recipes:
+        model, data = recipe.model, recipe.data
+        size = f"{model.architecture}, {model.n_layer} x {model.n_embd}"
+        tokens = f"{recipe.tokens / 1e6:,.0f}M"
+        text = str(data.text or data.hub or data.tokens or "Python's documentation")
+        arms, seeds = len(recipe.arms), len(recipe.seeds)
+        rows.append([recipe.name, size, tokens, text, str(arms), str(seeds)])
     columns = ("recipe", "blocks x width", "tokens", "text", "arms", "seeds")
     print_table(Table(columns, rows, left=(0, 1, 3)))

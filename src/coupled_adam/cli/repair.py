@@ -16,14 +16,10 @@ from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
     Count,
-    DeviceOption,
-    JsonOption,
-    RevisionOption,
+    ModelOptions,
     TokenizerOption,
     WholeNumber,
     argument,
-    check_revision,
-    device,
     option,
 )
 from coupled_adam.cli.outputs import check_folder
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, RevisionOption, JsonOption, DeviceOption):
+class Options(TokenizerOption, ModelOptions):
     """The options of ``coupled-adam repair``."""
 
     model: str = argument(
@@ -74,10 +70,10 @@ def run(options: Options) -> None:
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
-    check_revision(options, [options.model])
+    options.check_revision([options.model])
     if options.batches is not None and options.text is None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
-    target = device(options.device)
+    target = options.usable_device()
     check_folder("--out", options.out)
     out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)

@@ -11,17 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import (
-    Count,
-    DeviceOption,
-    JsonOption,
-    NotNegative,
-    RevisionOption,
-    WholeNumber,
-    argument,
-    device,
-    option,
-)
+from coupled_adam.cli.options import Count, ModelOptions, NotNegative, WholeNumber, argument, option
 from coupled_adam.cli.terminal import console
 from coupled_adam.errors import UsageError
 
@@ -32,7 +22,7 @@ _NARROWEST = 24  # characters of a column; with less, texts are printed one belo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(RevisionOption, JsonOption, DeviceOption):
+class Options(ModelOptions):
     """The options of ``coupled-adam sample``."""
 
     models: list[str] = argument(
@@ -62,7 +52,7 @@ def run(options: Options) -> None:
         options.prompt.encode()
     except UnicodeEncodeError:
         raise UsageError(f"--prompt {options.prompt!r} is not UTF-8") from None
-    target = device(options.device)
+    target = options.usable_device()
     texts = {}
     for name in (folder for place in options.models for folder in runs_to_sample(place)):
         source = str(Path(name) / MODEL) if is_run(Path(name)) else name
@@ -95,17 +85,14 @@ def side_by_side(prompt: str, texts: dict[str, str], width: int) -> RenderableTy
     # As text and not as markup, since a model may write brackets.
     cells = [Text.assemble((_plain(prompt), "bold"), _plain(text)) for text in texts.values()]
     names = [Text(Path(name).name or name, "bold") for name in texts]
-    table = Table(box=None, expand=True, padding=(0, 2, 1, 0), show_header=False)
+    rows = [names, cells]
     if width // len(cells) < _NARROWEST:
-        table.add_column(overflow="fold")
-        for name, cell in zip(names, cells):
-            table.add_row(name)
-            table.add_row(cell)
-        return table
-    for _ in cells:
+        rows = [[text] for pair in zip(names, cells) for text in pair]
+    table = Table(box=None, expand=True, padding=(0, 2, 1, 0), show_header=False)
+    for _ in rows[0]:
         table.add_column(ratio=1, overflow="fold")
-    table.add_row(*names)
-    table.add_row(*cells)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

@@ -11,17 +11,7 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    Count,
-    RunOptions,
-    Selection,
-    cache_folder,
-    execution,
-    option,
-    overridden,
-    selected,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, Count, RunOptions, Selection, option
 from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import console, print_path, print_table
 from coupled_adam.errors import UsageError
@@ -66,8 +56,8 @@ def run(options: Options) -> None:
     if trials is not None and importlib.util.find_spec("optuna") is None:
         raise UsageError("--optuna needs a package: pip install optuna")
     recipe = named or (stored.grid.recipe if stored else load_recipe(DEFAULT_RECIPE))
-    recipe = overridden(recipe, dataclasses.replace(options, overrides=fixed))
-    recipe = selected(recipe, options)
+    recipe = dataclasses.replace(options, overrides=fixed).overridden(recipe)
+    recipe = options.selected(recipe)
     # All settings are checked before the first is trained, and before the folder is touched.
     plan = Sweep(make_grid(recipe, swept, ranges=trials is not None, stored_axes=axes), trials)
 
@@ -83,8 +73,8 @@ def run(options: Options) -> None:
     report = sweep(
         plan,
         out,
-        execution=execution(options, plan.grid.recipe),
-        cache=cache_folder(options),
+        execution=options.execution(plan.grid.recipe),
+        cache=options.cache_folder(),
         resume=options.resume,
         on_start=on_start,
         announce=lambda line: console().print(line, highlight=False, markup=False),

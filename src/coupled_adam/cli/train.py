@@ -9,16 +9,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from coupled_adam.cli.options import (
-    DEFAULT_RECIPE,
-    RunOptions,
-    WholeNumber,
-    cache_folder,
-    execution,
-    known_arm,
-    option,
-    overridden,
-)
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, WholeNumber, arm_name, option
 from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import print_path
 
@@ -44,14 +35,14 @@ def run(options: Options) -> None:
     if options.recipe is None and options.resume and options.out is not None:
         config = Path(options.out) / CONFIG
         named = str(config) if config.is_file() else named
-    recipe = overridden(load_recipe(named), options)
-    arm, seed = known_arm(options.arm, recipe), options.seed
+    recipe = options.overridden(load_recipe(named))
+    arm, seed = arm_name(options.arm, recipe), options.seed
     folder = Path(options.out or Path("runs") / recipe.name / run_name(arm, seed))
     check_folder("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
-        execution=execution(options, recipe),
-        cache=cache_folder(options),
+        execution=options.execution(recipe),
+        cache=options.cache_folder(),
         resume=options.resume,
     )
     print_path("the run:", folder)

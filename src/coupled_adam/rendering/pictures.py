@@ -22,8 +22,6 @@ class Picture:
     """A figure and its caption.
 
     Attributes:
-        figure: the matplotlib figure.
-        caption: the text below it.
         file: its file in a report, relative to the report's folder; empty if it is only embedded in
             a page.
     """

@@ -108,6 +108,7 @@ class Table:
         for columns in self._pieces(widths, width):
             yield from self._piece(columns, widths, title)
             title = ""
+        # Notes are wrapped, as long lines of small print are hard to read.
         widest = min(max(width, 40), _LONGEST_NOTE)
         for note in self.notes:
             yield from ([(line, "dim")] for line in textwrap.wrap(printable(note), widest))
@@ -156,6 +157,7 @@ class Table:
     def markdown(self) -> str:
         """The table in Markdown, with its notes below."""
         sides = ["---" if index in self.left else "---:" for index in range(len(self.columns))]
+        # Markdown has no titles between rows: a row whose first cell is in italics stands for one.
         lines = [[*map(_markdown_text, self.columns)], sides]
         for row in self.cells():
             if not isinstance(row, str):

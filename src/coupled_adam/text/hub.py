@@ -1,21 +1,15 @@
-"""The Hugging Face hub, what has been downloaded from it, and other folders of models."""
+"""The Hugging Face hub, and what has been downloaded from it."""
 
-import contextlib
 import functools
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import read_text
+from coupled_adam.errors import one_line
 
 _PATIENCE = 5.0  # seconds
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_WIDTHS = ("vocab_size", "num_labels")
-"""What configurations call numbers of which transformers makes a list or a matrix at once."""
 
 
 def is_hub_id(name: str) -> bool:
@@ -47,19 +41,15 @@ def _answers(endpoint: str) -> bool:
 
 
 def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Download files of a model, with a bar on a terminal; return the folder in the hub's cache.
+    """Download a model's files with names of these patterns, with a bar; return their folder.
 
-    Args:
-        name: its id.
-        revision: a branch, tag or commit.
-        patterns: of the names of the files; those in subfolders are left out.
+    Files in subfolders are left out.
     """
     import huggingface_hub
     from tqdm.asyncio import tqdm_asyncio
 
+    # Shown even where the hub's own bars are hidden.
     class Bar(tqdm_asyncio):  # type: ignore[type-arg]
-        """Shown even where the hub's own bars are hidden."""
-
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": None, "leave": False})
 
@@ -72,42 +62,6 @@ def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> 
         tqdm_class=Bar,
     )
     return Path(folder)
-
-
-def check_sizes(folder: Path) -> None:
-    """Compare the sizes in a model's ``config.json`` with its weights, if it has both.
-
-    Transformers builds what a configuration asks for before it misses the weights, and takes hours
-    for a million layers, and 100 GB for a billion labels.
-
-    Raises:
-        UsageError: a size is more than there can be weights for.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    config: Any = None
-    tensors, longest = 0, 0
-    # What cannot be read (a RuntimeError of safetensors) is said when the model is loaded.
-    with contextlib.suppress(OSError, ValueError, RecursionError, RuntimeError, SafetensorError):
-        config = json.loads(read_text(folder / "config.json"))
-        for path in filter(Path.is_file, folder.glob("*.safetensors")):
-            with safe_open(path, framework="np") as file:
-                tensors += len(file.keys())
-                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
-                longest = max([longest, *(size for shape in shapes for size in shape)])
-    sections = [config, config.get("text_config")] if tensors and isinstance(config, dict) else []
-    limits = {
-        **dict.fromkeys(_LAYERS, (tensors, f"there are weights of {tensors} tensors")),
-        **dict.fromkeys(_WIDTHS, (longest, f"no dimension of its weights is above {longest}")),
-    }
-    for section in sections:
-        for name, (limit, reason) in limits.items():
-            size = section.get(name) if isinstance(section, dict) else None
-            if isinstance(size, int) and size > limit:
-                raise UsageError(
-                    f"{folder / 'config.json'}: {name} is {size}, but {reason}: it is another "
-                    "model's, or damaged"
-                )
 
 
 def hub_error(error: BaseException) -> str:

@@ -121,6 +121,7 @@ def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
             reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
             raise UsageError(f"data.tokens={folder}: {reason}")
         splits[split] = [token_file(path, vocab_size, data) for path in paths]
+    # nanoGPT writes no test split.
     if not splits["test"]:
         half = sum(file.length for file in splits["valid"]) // 2
         splits["valid"], splits["test"] = _cut(splits["valid"], half)
@@ -163,6 +164,7 @@ def token_file(path: Path, vocab_size: int, data: Data | None = None) -> TokenFi
             f"{named} has the header {magic}, version {version}; of llm.c's files those with "
             f"{' or '.join(f'{m}, version {v}' for m, v in _LLM_C)} hold tokens"
         )
+    # Ids of another type, or a copy that was cut off, rarely fill the file exactly.
     length, remainder = divmod(size - offset, np.dtype(dtype).itemsize)
     if remainder or length < 0 or (offset and length != promised):
         promise = f", where its header says {promised} tokens" if offset else ""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.text.hub import check_sizes, hub_error, reach_hub
+from coupled_adam.text.hub import hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,19 +22,13 @@ _BATCH = 1_000_000  # characters per call of the tokenizer, which has its own th
 def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or the hub, without running its code.
 
-    Args:
-        name: the folder, or the id on the hub.
-        revision: a branch, tag or commit on the hub.
-
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
     from transformers import AutoTokenizer  # takes seconds
 
     is_here = Path(name).exists()
-    if is_here:
-        check_sizes(Path(name))  # since transformers reads the model's configuration, too
-    else:
+    if not is_here:
         reach_hub()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -69,12 +63,8 @@ def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDA
 
     Each document is preceded by the tokenizer's BOS token, or by its EOS token if it has no other.
 
-    Args:
-        text: a file or folder, as for ``data.text`` in a recipe.
-        tokenizer: a tokenizer of transformers.
-
     Raises:
-        UsageError: if the text cannot be read or is empty.
+        UsageError: if the text, as for ``data.text`` in a recipe, cannot be read or is empty.
     """
     from tqdm import tqdm
 

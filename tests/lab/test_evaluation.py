@@ -228,19 +228,31 @@ def broken_models(folder, gpt2, gpt2_options):
 @pytest.mark.parametrize(
     ("oddity", "message"),
     [
+        ({"n_layer": 10**6}, "n_layer is 1000000, but there are weights of 28 tensors"),
         ({"pad_token_id": 10**30}, "OverflowError"),
         ({"n_head": -1}, "RuntimeError: invalid shape"),
         ({"n_positions": "abc"}, "n_positions"),
         ({"text_config": "abc"}, "AttributeError"),
+        ({"text_config": {"num_hidden_layers": 10**30}}, "num_hidden_layers is 1000"),
+        ({"num_labels": 10**30}, "num_labels is 1000.*no dimension of its weights is above 448"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000, but no dimension"),
     ],
 )
 def test_odd_configurations(oddity, message, gpt2):
-    """Are named when the model is loaded, or when it is first used."""
+    """Are named, before a million layers are built, or when the model is first used."""
     path = gpt2 / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | oddity))
     with pytest.raises(UsageError, match=message) as error:
         load_model(gpt2, "cpu")
     assert str(error.value).startswith(str(gpt2))
+
+
+def test_a_tokenizer_beside_an_odd_configuration(gpt2):
+    """The labels are made when the tokenizer is loaded, before any model is."""
+    path = gpt2 / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_labels": 10**30}))
+    with pytest.raises(UsageError, match="num_labels is 1000"):
+        load_tokenizer(gpt2)
 
 
 def test_a_model_without_positions(gpt2, text_file):

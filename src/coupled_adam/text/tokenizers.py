@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.text.hub import hub_error, reach_hub
+from coupled_adam.text.hub import check_sizes, hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,7 +28,9 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     from transformers import AutoTokenizer  # takes seconds
 
     is_here = Path(name).exists()
-    if not is_here:
+    if is_here:
+        check_sizes(Path(name))  # since transformers reads the model's configuration, too
+    else:
         reach_hub()
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

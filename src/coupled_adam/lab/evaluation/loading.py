@@ -12,7 +12,7 @@ from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.training.variant import Variant, load_variant
 from coupled_adam.runs import CONFIG, MODEL, SWEEP, inner_runs
-from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
+from coupled_adam.text.hub import check_sizes, hub_error, is_hub_id, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
@@ -67,7 +67,9 @@ def load_model(
     """
     check_model(source)
     is_here = Path(source).exists()
-    if not is_here:
+    if is_here:
+        check_sizes(Path(source))
+    else:
         reach_hub()
     model: PreTrainedModel
     try:

@@ -21,7 +21,7 @@ from scipy import stats
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, count_parameters
-from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.recipe import override
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.experiments import baseline_of
@@ -64,11 +64,6 @@ def make_run(folder, recipe, arm, seed, loss, **more):
     }
     (run / "evaluation.json").write_text(json.dumps(result))
     return run
-
-
-@pytest.fixture
-def recipe(small_recipe):
-    return load_recipe(str(small_recipe))
 
 
 @pytest.fixture

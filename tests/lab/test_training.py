@@ -37,11 +37,6 @@ from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
 
 
-@pytest.fixture
-def recipe(small_recipe):
-    return load_recipe(str(small_recipe))
-
-
 def test_batches_cover_each_epoch_once(recipe):
     """Every block once in an epoch, in another order in the next; targets follow their inputs."""
     tokens = np.arange(16 * 8 + 1, dtype=np.uint16)  # 8 blocks, 2 batches of 4 in an epoch

@@ -47,6 +47,12 @@ def train(model, optimizer, steps, part=0, parts=1, backward=torch.Tensor.backwa
     return norms
 
 
+def assert_same_parameters(model, other):
+    """Of any models, bit for bit."""
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
 def full(tensor):
     """A tensor that may be in parts on several ranks, whole."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -365,26 +365,35 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeyp
     assert "--resume" not in err
 
 
-def test_resume_with_another_recipe(small_recipe, tmp_path, capsys, monkeypatch):
-    """It is an error, and the same one continues with the arms and seeds that there are."""
-    out, asked = tmp_path / "out", []
+@pytest.fixture
+def begun(small_recipe, tmp_path):
+    """A comparison of two seeds that was begun in ``out``."""
+    recipe = override(load_recipe(str(small_recipe)), {"seeds": [1, 2], "training.steps": 7})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "comparison.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    return recipe
+
+
+def test_resume_with_the_same_recipe(begun, small_recipe, tmp_path, monkeypatch):
+    """It continues with the arms and seeds that there are."""
+    asked = []
 
     def compare(recipe, out, **_):
         asked.append(recipe)
 
     monkeypatch.setattr("coupled_adam.lab.comparison.compare", compare)
-    out.mkdir()
-    begun = override(load_recipe(str(small_recipe)), {"seeds": [1, 2], "training.steps": 7})
-    (out / "comparison.yaml").write_text(yaml.safe_dump(begun.to_dict()))
-    assert main(["compare", "--resume", "--out", str(out)]) == 0
-    again = ["compare", "--resume", "--out", str(out), "--recipe", str(small_recipe)]
-    assert main([*again, "--steps", "7"]) == 0
+    resume = ["compare", "--resume", "--out", str(tmp_path / "out")]
+    assert main(resume) == 0
+    assert main([*resume, "--recipe", str(small_recipe), "--steps", "7"]) == 0
     assert asked == [begun, begun]
-    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("recipe", ["small.yaml", "tiny"])
+@pytest.mark.usefixtures("begun")
+def test_resume_with_another_recipe(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for recipe in (again, [*again[:-1], "tiny"]):
-        assert main(recipe) == 2
-        assert "holds another comparison" in capsys.readouterr().err
+    assert main(["compare", "--resume", "--out", str(tmp_path / "out"), "--recipe", recipe]) == 2
+    assert "holds another comparison" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("encoding", "pipe"), [("ascii", ""), ("utf-8", "| head -1")])
@@ -442,10 +451,13 @@ def test_no_command(arguments):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_help_and_version():
+def test_version():
     from coupled_adam import __version__
 
     assert run("--version").stdout.strip() == f"coupled-adam {__version__}"
+
+
+def test_help():
     result = run("compare", "--help")
     assert result.returncode == 0
     for option in ("--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"):
@@ -508,9 +520,15 @@ def test_recipes(capsys):
         "Skylion007/openwebtext",
     ):
         assert words in listed
+
+
+def test_a_recipe_is_printed(capsys):
     assert main(["recipes", "350M-10B"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed == {**load_recipe("350M-10B").to_dict(), "variant": None}
+
+
+def test_a_misspelt_recipe(capsys):
     assert main(["recipes", "350M-10b"]) == 2
     assert "did you mean 350M-10B?" in capsys.readouterr().err
 

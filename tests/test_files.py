@@ -207,20 +207,30 @@ def test_an_error_of_the_disk_is_one(tmp_path, monkeypatch):
     assert (tmp_path / "new").is_dir()
 
 
-def test_locks(tmp_path, monkeypatch):
+def test_a_folder_has_one_writer(tmp_path):
     with files.sole_writer(tmp_path):
         with pytest.raises(UsageError, match="is in use by another process"):
             files.sole_writer(tmp_path).__enter__()
         (tmp_path / ".lock").unlink()  # by its holder, with the folder
+
+
+def test_a_lock_is_no_symbolic_link(tmp_path):
     (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic links"):
         files.sole_writer(tmp_path).__enter__()
-    (tmp_path / ".lock").unlink()
-    for number, raised in ((errno.EACCES, PermissionError), (errno.EIO, OSError)):
-        error = OSError(number, os.strerror(number))
-        monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=error))
-        with pytest.raises(raised, match=r"\.lock"):
-            files.sole_writer(tmp_path).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"), [(errno.EACCES, PermissionError), (errno.EIO, OSError)]
+)
+def test_a_lock_that_cannot_be_had(number, raised, tmp_path, monkeypatch):
+    error = OSError(number, os.strerror(number))
+    monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=error))
+    with pytest.raises(raised, match=r"\.lock"):
+        files.sole_writer(tmp_path).__enter__()
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
     error = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=error))
     with (

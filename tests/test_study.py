@@ -486,17 +486,25 @@ def test_masked_tokens_are_the_ones_predicted(base):
     assert torch.equal(masked_lm.losses(model, blocks), losses)
 
 
-def test_a_fit_of_noisy_moments():
-    """Noise of every size, as from rare events, leaves proportionality as it is."""
-    random = np.random.default_rng(0)
+def probabilities(random):
+    """Of 4,096 tokens, of which 50 never occur."""
     probability = random.pareto(1.0, 4096)
     probability[:50] = 0.0
-    probability /= probability.sum()
-    for exponent in (0.5, 1.0):
-        moment = 3e-3 * probability**exponent * random.gamma(0.1, 10.0, 4096)
-        assert second_moment_fit(probability, moment)["exponent"] == pytest.approx(
-            exponent, abs=0.05
-        )
+    return probability / probability.sum()
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0])
+def test_a_fit_of_noisy_moments(exponent):
+    """Noise of every size, as from rare events, leaves proportionality as it is."""
+    random = np.random.default_rng(0)
+    probability = probabilities(random)
+    moment = 3e-3 * probability**exponent * random.gamma(0.1, 10.0, 4096)
+    fitted = second_moment_fit(probability, moment)["exponent"]
+    assert fitted == pytest.approx(exponent, abs=0.05)
+
+
+def test_a_fit_of_exact_moments():
+    probability = probabilities(np.random.default_rng(0))
     exact = second_moment_fit(probability, 3e-3 * probability)
     assert exact == pytest.approx({"A": 3e-3, "r_squared": 1.0, "exponent": 1.0})
 
@@ -525,21 +533,24 @@ def test_results_are_of_the_questions_as_they_are(question):
     assert complete == (question not in UNFINISHED)
 
 
-def test_rows_that_other_questions_have_are_of_the_same_runs():
+def training_of(line):
+    return recipe_of(QUESTIONS[line.question][line.name]).to_dict()["training"]
+
+
+@pytest.mark.parametrize("lr", RATES)
+def test_alternatives_that_other_questions_have_are_of_the_same_runs(lr):
     """What a table borrows is trained as its other rows are."""
+    lines = [line for name in tables.ALTERNATIVES if (line := tables.alternative(lr, name))]
+    assert len(lines) > 5
+    assert all(training_of(line) == training_of(lines[0]) for line in lines)
+    assert training_of(lines[0])["lr"] == lr
 
-    def training(line):
-        return recipe_of(QUESTIONS[line.question][line.name]).to_dict()["training"]
 
-    for lr in RATES:
-        lines = [line for name in tables.ALTERNATIVES if (line := tables.alternative(lr, name))]
-        assert len(lines) > 5
-        assert all(training(line) == training(lines[0]) for line in lines)
-        assert training(lines[0])["lr"] == lr
-    for question in ("scaled", "scaled_longer"):
-        lines = [line for arm in rows.LABELS for line in tables.exponents(question, arm).values()]
-        assert all(training(line) == training(lines[0]) for line in lines)
-        assert len({*lines}) == len(lines)
+@pytest.mark.parametrize("question", ["scaled", "scaled_longer"])
+def test_exponents_that_other_questions_have_are_of_the_same_runs(question):
+    lines = [line for arm in rows.LABELS for line in tables.exponents(question, arm).values()]
+    assert all(training_of(line) == training_of(lines[0]) for line in lines)
+    assert len({*lines}) == len(lines)
 
 
 @pytest.mark.parametrize("draw", figures.FIGURES, ids=lambda draw: draw.__name__)

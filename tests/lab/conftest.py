@@ -67,5 +67,10 @@ def gpt2_options():
 
 
 @pytest.fixture
+def recipe(small_recipe):
+    return load_recipe(str(small_recipe))
+
+
+@pytest.fixture
 def lab(tmp_path, small_recipe, text_file):
     return Laboratory(tmp_path, small_recipe, text_file)

@@ -69,10 +69,10 @@ def test_splits_are_of_the_document_alone(texts, share):
             assert held_out_split(text, min(2 * share, 0.49)) == "valid"
 
 
-def test_shares_of_the_splits():
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_shares_of_the_splits(split):
     splits = [held_out_split(f"document {i}", 0.1) for i in range(20_000)]
-    for split in ("valid", "test"):
-        assert abs(splits.count(split) / 20_000 - 0.1) < 0.01  # more than four deviations
+    assert abs(splits.count(split) / 20_000 - 0.1) < 0.01  # more than four deviations
 
 
 def test_token_files(recipe, text_file, tmp_path):
@@ -577,40 +577,62 @@ def test_a_slow_tokenizer(recipe, text_file, tmp_path):
     assert bytes((ids[1 : np.flatnonzero(ids[1:] == 1)[:1].sum() or 300] - 3).tolist()).isascii()
 
 
-def test_unusable_tokenizers(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    (tmp_path / "empty").mkdir()
-    panics = word_tokenizer(tmp_path / "panics", eos_token="<end>") / "tokenizer.json"
-    normalizer = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
-    parts = {
-        "normalizer": normalizer,
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": True,
-        },
+def panicking_tokenizer(folder):
+    word_tokenizer(folder, eos_token="<end>")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": ""}, "content": "x"}
+    content["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
     }
-    panics.write_text(json.dumps(json.loads(panics.read_text()) | parts))
-    # It knows "a", but nothing stands for what it does not know.
-    unknowing = word_tokenizer(tmp_path / "unknowing", eos_token="<end>") / "tokenizer.json"
-    content = json.loads(unknowing.read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def unknowing_tokenizer(folder):
+    """It knows "a", but nothing stands for what it does not know."""
+    word_tokenizer(folder, eos_token="<end>")
+    content = json.loads((folder / "tokenizer.json").read_text())
     content["model"]["vocab"]["a"] = content["model"]["vocab"].pop(content["model"]["unk_token"])
-    unknowing.write_text(json.dumps(content))
-    for folder, message in (
-        (panics.parent, "has no tokenizer that can be read .PanicException"),
-        (unknowing.parent, r"has no tokenizer that can be read .*Missing \[UNK\] token"),
-        (word_tokenizer(tmp_path / "no-end"), "has neither eos_token nor bos_token"),
-        (tmp_path / "broken", "has no tokenizer that can be read"),
-        (tmp_path / "empty", "has no tokenizer that can be read"),
-        ("nobody/nothing", "give a tokenizer's folder or its id"),
-    ):
-        with pytest.raises(UsageError, match=message) as caught:
-            corpus_tokenizer(str(folder), 300)
-        assert "\n" not in str(caught.value)
-        assert str(folder) in str(caught.value)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def broken_tokenizer(folder):
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (panicking_tokenizer, "has no tokenizer that can be read .PanicException"),
+        (unknowing_tokenizer, r"has no tokenizer that can be read .*Missing \[UNK\] token"),
+        (word_tokenizer, "has neither eos_token nor bos_token"),
+        (broken_tokenizer, "has no tokenizer that can be read"),
+        (Path.mkdir, "has no tokenizer that can be read"),
+    ],
+    ids=["panics", "unknowing", "no end", "broken", "empty"],
+)
+def test_unusable_tokenizers(make, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    folder = tmp_path / "tokenizer"
+    make(folder)
+    with pytest.raises(UsageError, match=message) as caught:
+        corpus_tokenizer(str(folder), 300)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_tokenizer_that_is_not_on_the_hub(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="give a tokenizer's folder or its id") as caught:
+        corpus_tokenizer("nobody/nothing", 300)
+    assert "\n" not in str(caught.value)
+    assert "nobody/nothing" in str(caught.value)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path):
     folder = word_tokenizer(tmp_path / "words", eos_token="<end>")
     corpus_tokenizer(str(folder), 103)
     with pytest.raises(UsageError, match=r"has 103 tokens: set model\.vocab_size=102 to as many"):

@@ -174,7 +174,16 @@ def test_a_tag_is_its_tasks_and_a_group_is_one(model, tasks):
     assert group.evaluate(loaded, tokenizer, 4) == result
 
 
-def test_what_cannot_be_evaluated(tasks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("names", "folder", "message"),
+    [
+        (["choose", "perplexity"], "tasks", "perplexity measures perplexity, and no accuracy"),
+        (["no_data"], "tasks", "FileNotFoundError"),
+        (["choose"], "missing", "missing is not a folder"),
+    ],
+    ids=["no accuracy", "no data", "no folder"],
+)
+def test_what_cannot_be_evaluated(names, folder, message, tasks, tmp_path):
     options = {
         "output_type": "loglikelihood",
         "metric_list": [
@@ -184,13 +193,11 @@ def test_what_cannot_be_evaluated(tasks, tmp_path, monkeypatch):
     write_task(tasks, "perplexity", QUESTIONS, **options)
     write_task(tasks, "no_data", QUESTIONS)
     (tasks / "no_data.jsonl").unlink()
-    for names, folder, message in (
-        (["choose", "perplexity"], tasks, "perplexity measures perplexity, and no accuracy"),
-        (["no_data"], tasks, "FileNotFoundError"),
-        (["choose"], tmp_path / "missing", "missing is not a folder"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            Downstream(names, folder)
+    with pytest.raises(UsageError, match=message):
+        Downstream(names, tmp_path / folder)
+
+
+def test_without_the_harness(tasks, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UsageError, match=r"pip install '.+\[lm-eval\]'"):
         Downstream(["choose"], tasks)

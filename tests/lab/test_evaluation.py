@@ -115,8 +115,11 @@ def test_what_has_been_evaluated_is_kept(run):
     assert (some["test_tokens"], some["test_batches"]) == (tokens, 2)
     assert some["word_similarity"] == with_words["word_similarity"]
     assert evaluate_run(folder, corpus) == with_words
-    # A damaged file is not overwritten: it may hold hours of work.
-    for damaged in (
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
         '{"test_loss": 1e999}',
         '{"test_loss": 3',
         '{"parameters": "x"}',
@@ -124,11 +127,15 @@ def test_what_has_been_evaluated_is_kept(run):
         '{"word_similarity": []}',
         '{"word_similarity": {"sets": {}}}',
         '{"lm_eval": {"accuracy": 0.5, "tasks": {"x": 0.5}}}',
-    ):
-        (folder / "evaluation.json").write_text(damaged)
-        with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
-            evaluate_run(folder, corpus)
-        assert (folder / "evaluation.json").read_text() == damaged
+    ],
+)
+def test_a_damaged_evaluation_is_not_overwritten(damaged, run):
+    """It may hold hours of work."""
+    folder, corpus = run
+    (folder / "evaluation.json").write_text(damaged)
+    with pytest.raises(UsageError, match=r"evaluation\.json is not an evaluation: remove it"):
+        evaluate_run(folder, corpus)
+    assert (folder / "evaluation.json").read_text() == damaged
 
 
 def test_the_test_batches_of_the_recipe(run):
@@ -274,19 +281,31 @@ def test_what_is_no_model(gpt2, gpt2_options, tmp_path):
         assert str(model) in str(error.value)
 
 
-def test_what_does_not_fit_the_model(gpt2, gpt2_options, text_file, tmp_path):
+def test_a_text_that_is_shorter_than_a_block(gpt2, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("Too short.")
     with pytest.raises(
         UsageError, match=r"short\.txt is too short: it has \d+ tokens, and a block"
     ):
         evaluate_model(gpt2, text=short)
-    small = tmp_path / "small"
-    GPT2LMHeadModel(GPT2Config(**gpt2_options | {"vocab_size": 100})).save_pretrained(small)
-    # GPT-2's tokenizer class makes itself without any file, and knows no word then.
-    for asked in ({"text": text_file}, {"sets": SETS}):
-        with pytest.raises(UsageError, match="small has no tokenizer"):
-            evaluate_model(small, **asked)
+
+
+@pytest.fixture
+def small(gpt2_options, tmp_path):
+    """A model of 100 tokens in a folder, without a tokenizer."""
+    folder = tmp_path / "small"
+    GPT2LMHeadModel(GPT2Config(**gpt2_options | {"vocab_size": 100})).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("asked", ["text", "sets"])
+def test_a_model_without_a_tokenizer(asked, small, text_file):
+    """GPT-2's tokenizer class makes itself without any file, and knows no word then."""
+    with pytest.raises(UsageError, match="small has no tokenizer"):
+        evaluate_model(small, **{asked: {"text": text_file, "sets": SETS}[asked]})
+
+
+def test_a_tokenizer_that_does_not_fit_its_model(gpt2, small, text_file):
     AutoTokenizer.from_pretrained(gpt2).save_pretrained(small)
     with pytest.raises(
         UsageError,

@@ -537,17 +537,21 @@ def test_files_extend(tmp_path):
         load_recipe(str(path))
 
 
-def test_aliases_are_followed_as_far_as_they_are_sane():
-    """Anchors spare repetition; nine lines of them could stand for 10^9 items."""
+def test_aliases_are_followed():
+    """Anchors spare repetition."""
     values = parse_overrides(["arms={a: &a {optimizer: sgd, lr_factor: 2}, b: {<<: *a}}"])
     recipe = override(load_recipe("tiny"), values)
     assert recipe.arms["b"] == {"optimizer": "sgd", "lr_factor": 2}
-    for item, first in (("[{}]", "[x]"), ("{{<<: [{}]}}", "{k: v}")):
-        bomb = f"a0: &a0 {first}\n" + "".join(
-            f"a{i}: &a{i} {item.format(', '.join([f'*a{i - 1}'] * 10))}\n" for i in range(1, 10)
-        )
-        with pytest.raises(UsageError, match="its aliases stand for more than"):
-            parse_recipe(bomb, "bomb")
+
+
+@pytest.mark.parametrize(("item", "first"), [("[{}]", "[x]"), ("{{<<: [{}]}}", "{k: v}")])
+def test_aliases_that_stand_for_too_much_are_refused(item, first):
+    """Nine lines of them could stand for 10^9 items."""
+    bomb = f"a0: &a0 {first}\n" + "".join(
+        f"a{i}: &a{i} {item.format(', '.join([f'*a{i - 1}'] * 10))}\n" for i in range(1, 10)
+    )
+    with pytest.raises(UsageError, match="its aliases stand for more than"):
+        parse_recipe(bomb, "bomb")
 
 
 @pytest.mark.parametrize(
@@ -573,25 +577,39 @@ def test_messages_hold_no_control_characters():
     assert str(error.value).isprintable()
 
 
-def test_recipes_from_plain_values():
+@pytest.mark.parametrize("seeds", [[1], [2, 3]], ids=str)
+def test_recipes_from_plain_values(seeds):
     recipe = load_recipe("tiny")
-    values = recipe.to_dict()
-    for seeds in ([1], [2, 3]):
-        expected = dataclasses.replace(recipe, seeds=seeds)
-        assert recipe_from({**values, "seeds": seeds}, "here") == expected
+    expected = dataclasses.replace(recipe, seeds=seeds)
+    assert recipe_from({**recipe.to_dict(), "seeds": seeds}, "here") == expected
+
+
+def test_numbers_that_are_text_in_plain_values():
+    values = load_recipe("tiny").to_dict()
     text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
     assert recipe_from(text, "here").training.lr == 0.25
-    for wrong, message in (
-        ({**values, "seeds": [-1]}, r"here.*seeds=\[-1\]"),
-        ({**values, "seeds": [1, 1]}, "here.*seeds"),
-        ({**values, "seeds": ["one"]}, "here.*seeds"),
-        ({**values, "seeds": 1.5}, "here.*seeds"),
-        ({**values, "name": 1}, "here.*name=1 must be text"),
-        ({**values, 1: 2}, "here must consist of keys and values"),
-        ([values], "here must consist of keys and values"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            recipe_from(wrong, "here")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seeds": [-1]}, r"here.*seeds=\[-1\]"),
+        ({"seeds": [1, 1]}, "here.*seeds"),
+        ({"seeds": ["one"]}, "here.*seeds"),
+        ({"seeds": 1.5}, "here.*seeds"),
+        ({"name": 1}, "here.*name=1 must be text"),
+        ({1: 2}, "here must consist of keys and values"),
+    ],
+    ids=str,
+)
+def test_plain_values_that_are_wrong(wrong, message):
+    with pytest.raises(UsageError, match=message):
+        recipe_from({**load_recipe("tiny").to_dict(), **wrong}, "here")
+
+
+def test_plain_values_in_a_list():
+    with pytest.raises(UsageError, match="here must consist of keys and values"):
+        recipe_from([load_recipe("tiny").to_dict()], "here")
 
 
 @pytest.mark.parametrize("name", ["tiny", "124M-20B-sgd"])

@@ -21,7 +21,7 @@ from scipy import stats
 from coupled_adam.embeddings import analyze
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, count_parameters
-from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.recipe import override
 from coupled_adam.lab.reporting import report as reporting
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.experiments import baseline_of
@@ -64,11 +64,6 @@ def make_run(folder, recipe, arm, seed, loss, **more):
     }
     (run / "evaluation.json").write_text(json.dumps(result))
     return run
-
-
-@pytest.fixture
-def recipe(small_recipe):
-    return load_recipe(str(small_recipe))
 
 
 @pytest.fixture
@@ -373,22 +368,33 @@ def test_on_the_disk_before_it_has_its_name(comparison, disk):
     assert disk.check(comparison) == 2
 
 
-def test_a_report_replaces_only_a_report(comparison):
+@pytest.mark.parametrize(
+    "out",
+    [
+        ".",
+        "..",
+        "small-adamw-seed-1",
+        "small-adamw-seed-1/model",
+        "small-adamw-seed-1/config.yaml",
+    ],
+)
+def test_a_report_replaces_only_a_report(out, comparison):
     """Not the runs, not what holds them, not a file: all of it would be lost."""
     before = {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()}
-    run = comparison / "small-adamw-seed-1"
-    for out in (comparison, comparison.parent, run, run / "model", run / "config.yaml"):
-        with pytest.raises(UsageError, match="holds something other than a report"):
-            report([comparison], out)
+    place = comparison.parent if out == ".." else comparison / out
+    with pytest.raises(UsageError, match="holds something other than a report"):
+        report([comparison], place)
     assert {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("place", ["notes.txt", "figures/notes.txt"])
+def test_a_report_with_a_file_of_somebody_is_not_replaced(place, comparison):
     made = comparison / "report"
     report([comparison], made)
-    for place in ("notes.txt", "figures/notes.txt"):
-        (made / place).write_text("mine")
-        with pytest.raises(UsageError, match="holds something other than a report"):
-            report([comparison], made)
-        assert (made / place).read_text() == "mine"
-        (made / place).unlink()
+    (made / place).write_text("mine")
+    with pytest.raises(UsageError, match="holds something other than a report"):
+        report([comparison], made)
+    assert (made / place).read_text() == "mine"
 
 
 def test_a_page_of_others_is_kept(comparison, tmp_path):
@@ -494,15 +500,14 @@ def test_a_run_counts_once(comparison, recipe):
     assert reason == f"the same arm and seed as {comparison / 'small-adamw-seed-1'}"
 
 
-def test_a_damaged_run_is_named(comparison):
-    run = comparison / "small-adamw-seed-1"
-    whole = (run / "metrics.jsonl").read_text()
-    for file in ("metrics.jsonl", "evaluation.json", "config.yaml"):
-        whole = (run / file).read_text()
-        (run / file).write_text(whole[: len(whole) // 2].rstrip("\n") + "{")
-        with pytest.raises(UsageError, match=r"small-adamw-seed-1 is damaged .*: move it away"):
-            report([comparison], comparison / "report")
-        (run / file).write_text(whole)
+@pytest.mark.parametrize("file", ["metrics.jsonl", "evaluation.json", "config.yaml"])
+def test_a_damaged_run_is_named(file, comparison):
+    path = comparison / "small-adamw-seed-1" / file
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2].rstrip("\n") + "{")
+    with pytest.raises(UsageError, match=r"small-adamw-seed-1 is damaged .*: move it away"):
+        report([comparison], comparison / "report")
+    path.write_text(whole)
     report([comparison], comparison / "report")
 
 

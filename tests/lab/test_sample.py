@@ -76,16 +76,21 @@ def test_command(run, gpt2, tmp_path, capsys):
     assert main(["sample", str(comparison), str(gpt2), *options]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown.splitlines()[0] for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))
+
+
+def test_a_sweep_has_too_many_runs(run, tmp_path, capsys):
     sweep = tmp_path / "sweep"
-    sweep.mkdir()
+    (sweep / "lr=1").mkdir(parents=True)
     (sweep / "sweep.yaml").touch()
-    comparison.rename(sweep / "lr=1")
-    for source, message in (
-        (sweep, f"is a sweep: name one of its runs, such as {sweep}/lr=1/adamw-seed-1"),
-        (tmp_path / "x", "x is neither a run (config.yaml) nor a model"),
-    ):
-        assert main(["sample", str(source)]) == 2
-        assert message in capsys.readouterr().err
+    run[0].rename(sweep / "lr=1" / "adamw-seed-1")
+    assert main(["sample", str(sweep)]) == 2
+    message = f"is a sweep: name one of its runs, such as {sweep}/lr=1/adamw-seed-1"
+    assert message in capsys.readouterr().err
+
+
+def test_neither_a_run_nor_a_model(tmp_path, capsys):
+    assert main(["sample", str(tmp_path / "x")]) == 2
+    assert "x is neither a run (config.yaml) nor a model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("width", "lines"), [(80, 2), (40, 4)])

@@ -279,7 +279,7 @@ def test_only_the_chosen_are_tested(recipe, losses, tmp_path):
     assert (tmp_path / "out" / "sweep.html").exists()
 
 
-def test_a_sweep_may_grow_but_not_change(recipe, losses, tmp_path):
+def test_a_sweep_may_grow(recipe, losses, tmp_path):
     out = tmp_path / "out"
     go(recipe, out, "training.lr=1e-3,1e-2")
     with pytest.raises(UsageError, match="exists: continue it with --resume"):
@@ -288,50 +288,76 @@ def test_a_sweep_may_grow_but_not_change(recipe, losses, tmp_path):
     rates = [one.setting.values["lr"] for one in report.tried if one.arm == "adamw"]
     assert rates == [1e-4, 1e-3, 1e-2]
     assert all(list(one.validation) == [1, 2, 3] for one in report.tried)
-    other = override(recipe, {"model.n_layer": 2})
-    warmup = r"training.warmup=4.0 there, \[1.0, 2.0\] here"
-    for changed, arguments, message in (
-        (other, ["training.lr=1e-3,1e-2"], r"\(model.n_layer=1 there, 2 here\)"),
-        (recipe, ["training.warmup=1,2"], warmup),
-        (recipe, ["training.lr=1,2", "training.warmup=1,2"], warmup),
-    ):
-        with pytest.raises(UsageError, match=message):
-            go(changed, out, *arguments, resume=True)
+
+
+WARMUP = r"training.warmup=4.0 there, \[1.0, 2.0\] here"
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments", "message"),
+    [
+        ({"model.n_layer": 2}, ["training.lr=1e-3,1e-2"], r"\(model.n_layer=1 there, 2 here\)"),
+        ({}, ["training.warmup=1,2"], WARMUP),
+        ({}, ["training.lr=1,2", "training.warmup=1,2"], WARMUP),
+    ],
+    ids=["recipe", "another key", "one more key"],
+)
+def test_a_sweep_may_not_change(values, arguments, message, recipe, losses, tmp_path):
+    out = tmp_path / "out"
+    go(recipe, out, "training.lr=1e-3,1e-2")
+    with pytest.raises(UsageError, match=message):
+        go(override(recipe, values), out, *arguments, resume=True)
+
+
+def test_where_there_is_no_sweep_to_resume(recipe, losses, tmp_path):
     with pytest.raises(UsageError, match="holds no sweep to resume"):
         go(recipe, tmp_path, "training.lr=1e-3,1e-2", resume=True)
 
 
-def test_resume_takes_the_recipe_and_the_values(
-    small_recipe, text_file, losses, tmp_path, capsys, monkeypatch
-):
-    """``--resume`` alone continues; what is given besides extends the sweep, or is refused."""
+@pytest.fixture
+def swept(small_recipe, text_file, losses, tmp_path, monkeypatch):
+    """A finished sweep of four settings, and the command that resumes it."""
     monkeypatch.setattr(SweepReport, "page", lambda report: "")
     out = tmp_path / "out"
     common = ["sweep", "--out", str(out), "--logger"]
     given = ["--recipe", str(small_recipe), "--text", str(text_file), "--arms", "adamw"]
-    swept = ["training.lr=1e-3,1e-2", "arms.*.lr_factor=1,4", "--steps", "10"]
-    assert cli.main([*common, *given, *swept]) == 0
+    values = ["training.lr=1e-3,1e-2", "arms.*.lr_factor=1,4", "--steps", "10"]
+    assert cli.main([*common, *given, *values]) == 0
+    return out, [*common, "--resume"]
+
+
+def test_resume_takes_the_recipe_and_the_values(swept, capsys):
+    """``--resume`` alone continues; what is given besides extends the sweep."""
+    out, resume = swept
     whole = (out / "sweep.csv").read_text()
     (out / "sweep.csv").unlink()
     for more in ([], ["training.lr=1e-2"], ["--steps", "10", "arms.*.lr_factor=4"]):
-        assert cli.main([*common, "--resume", *more]) == 0
+        assert cli.main([*resume, *more]) == 0
         assert (out / "sweep.csv").read_text() == whole
     assert "4 settings of adamw; seeds 1" in capsys.readouterr().out
-    assert cli.main([*common, "--resume", "training.lr=1", "--seeds", "2", "3"]) == 0
+    assert cli.main([*resume, "training.lr=1", "--seeds", "2", "3"]) == 0
     assert "6 settings of adamw; seeds 1, 2, 3" in capsys.readouterr().out
     table = list(csv.DictReader(io.StringIO((out / "sweep.csv").read_text())))
     assert {(line["lr"], line["lr_factor"]) for line in table} == {
         (lr, factor) for lr in ("0.001", "0.01", "1") for factor in ("1", "4")
     }
-    for more, message in (
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
         (["--steps", "20"], "training.steps=10 there, 20 here"),
         (["training.warmup=2"], "training.warmup=4.0 there, 2.0 here"),
         (["training.warmup=1,2"], "training.warmup=4.0 there, [1.0, 2.0] here"),
         (["--recipe", "tiny"], "model.n_layer=1 there, 2 here"),
         (["--arms", "coupled_adam"], "recipe 'small' has no arm 'coupled_adam'"),
-    ):
-        assert cli.main([*common, "--resume", *more]) == 2, more
-        assert message in capsys.readouterr().err
+    ],
+    ids=str,
+)
+def test_resume_refuses_what_would_change_the_sweep(more, message, swept, capsys):
+    _, resume = swept
+    assert cli.main([*resume, *more]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_bad_text_leaves_nothing(recipe, tmp_path):

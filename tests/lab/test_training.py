@@ -37,11 +37,6 @@ from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
 
 
-@pytest.fixture
-def recipe(small_recipe):
-    return load_recipe(str(small_recipe))
-
-
 def test_batches_cover_each_epoch_once(recipe):
     """Every block once in an epoch, in another order in the next; targets follow their inputs."""
     tokens = np.arange(16 * 8 + 1, dtype=np.uint16)  # 8 blocks, 2 batches of 4 in an epoch
@@ -453,8 +448,9 @@ def first_loss(metrics):
     return next(line["train_loss"] for line in metrics if "train_loss" in line)
 
 
-def test_a_variant_is_named_in_the_recipe(lab, small_recipe, tmp_path, monkeypatch):
-    """It is trained and evaluated with its own loss, and only if the user names it."""
+@pytest.fixture
+def variants(tmp_path, monkeypatch):
+    """A module with a variant, in a folder; it leaves a file there when it is imported."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules" / "doubled.py").write_text(
         "from pathlib import Path\n"
@@ -464,8 +460,14 @@ def test_a_variant_is_named_in_the_recipe(lab, small_recipe, tmp_path, monkeypat
         "LOSS = Variant(sequence_losses=lambda *a: 2 * sequence_losses(*a))\n"
         "NONE = 3\n"
     )
-    imported = tmp_path / "modules" / "imported"
     monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.delitem(sys.modules, "doubled", raising=False)
+    return tmp_path / "modules"
+
+
+def test_a_variant_is_named_in_the_recipe(lab, variants, small_recipe, tmp_path, monkeypatch):
+    """It is trained and evaluated with its own loss, and only if the user names it."""
+    imported = variants / "imported"
     own = tmp_path / "own.yaml"
     own.write_text(f"extends: {small_recipe}\nvariant: doubled:LOSS\n")
     arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
@@ -496,10 +498,17 @@ def test_a_variant_is_named_in_the_recipe(lab, small_recipe, tmp_path, monkeypat
     again = ["evaluate", str(tmp_path / "run"), "--batches", "1", "--variant", "doubled:LOSS"]
     assert cli.main(again) == 0
     assert imported.exists()
-    for name, said in (("doubled:NONE", "is a int"), ("doubled:X", "X"), ("no_such:X", "no_such")):
-        stderr = lab.run("new", *arguments, f"variant={name}", code=2)
-        assert f"variant={name}" in stderr
-        assert said in stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("doubled:NONE", "is a int"), ("doubled:X", "X"), ("no_such:X", "no_such")]
+)
+@pytest.mark.usefixtures("variants")
+def test_what_is_no_variant(name, said, lab):
+    arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
+    stderr = lab.run("new", *arguments, f"variant={name}", code=2)
+    assert f"variant={name}" in stderr
+    assert said in stderr
 
 
 def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):

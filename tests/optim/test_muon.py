@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import decoders
 from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups
+from decoders import assert_same_parameters
 from processes import run_cases, run_on_ranks
 
 V, H = 12, 8
@@ -42,11 +43,6 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-
-
-def assert_equal(one, other):
-    for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q), name
 
 
 RATES = {"adam_lr": 3e-3, "groups": {"lr": 0.2, "head_lr": 4e-3}}
@@ -80,7 +76,7 @@ def test_it_is_two_optimizers():
             o.step()
             o.zero_grad()
             schedule.step()
-    assert_equal(model, other)
+    assert_same_parameters(model, other)
     assert [g["lr"] for g in optimizer.param_groups] == [lr / 8 for lr in (0.02, 0.2, 4e-3, 3e-3)]
     assert [g["param_names"] for g in optimizer.param_groups] == [
         ["block.0.weight", "block.2.weight"],
@@ -120,7 +116,7 @@ def test_saved_in_the_middle(through, tmp_path):
         copied = (lambda pair: pickle.loads(pickle.dumps(pair))) if through == "pickle" else None
         cut, optimizer = (copied or copy.deepcopy)((cut, optimizer))
     train(cut, optimizer, range(3, 6))
-    assert_equal(whole, cut)
+    assert_same_parameters(whole, cut)
 
 
 def test_loading_in_bfloat16_keeps_the_second_moment():
@@ -174,7 +170,7 @@ def test_grad_scaler():
         scaler.step(optimizer)
         scaler.update()
     train(other, plain, (0, 2))
-    assert_equal(model, other)
+    assert_same_parameters(model, other)
 
 
 def test_a_group_added_later():

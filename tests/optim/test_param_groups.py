@@ -248,14 +248,23 @@ def test_a_factor_in_groups_by_hand():
     optimizer.param_groups[0]["lr"] = 7.0  # as a schedule does
     optimizer.add_param_group(groups[1])
     assert [group["lr"] for group in optimizer.param_groups] == [7.0, pytest.approx(0.3)]
-    for message, wrong in (
-        ("both lr=1 and lr_factor=2", {"lr": 1, "lr_factor": 2}),
-        ("Invalid lr_factor: 0 ", {"lr_factor": 0}),
-        ("Invalid lr_factor: inf ", {"lr_factor": float("inf")}),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], **wrong})
-        assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lr": 1, "lr_factor": 2}, "both lr=1 and lr_factor=2"),
+        ({"lr_factor": 0}, "Invalid lr_factor: 0 "),
+        ({"lr_factor": float("inf")}, "Invalid lr_factor: inf "),
+    ],
+    ids=str,
+)
+def test_a_group_with_a_wrong_factor_is_not_added(wrong, message):
+    coupled = {"params": [nn.Parameter(torch.zeros(V, H))], "coupled": True}
+    optimizer = CoupledAdamW([coupled], lr=0.1)
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], **wrong})
+    assert len(optimizer.param_groups) == 1
 
 
 IGNORANT = {
@@ -464,17 +473,19 @@ def rates(groups):
     return {name: group.get("lr") for group in groups for name in group["param_names"]}
 
 
-def test_a_rate_for_an_untied_head():
+@pytest.mark.parametrize("choice", [{"lr": 0.3}, {"lr_factor": 300}], ids=str)
+def test_a_rate_for_an_untied_head(choice):
     """In the place of the rate or the factor of the other coupled matrices."""
-    for choice in ({"lr": 0.3}, {"lr_factor": 300}):
-        model = gpt2(tie_word_embeddings=False)
-        groups = param_groups(model, head_lr=0.004, betas=(0.0, 0.99), **choice)
-        optimizer = CoupledAdamW(groups, lr=1e-3)
-        assert [group["lr"] for group in optimizer.param_groups] == [
-            pytest.approx(lr) for lr in (0.3, 0.004, 1e-3, 1e-3)
-        ]
-        assert [group["betas"][0] for group in optimizer.param_groups] == [0, 0, 0.9, 0.9]
-    # Coupled or not.
+    model = gpt2(tie_word_embeddings=False)
+    groups = param_groups(model, head_lr=0.004, betas=(0.0, 0.99), **choice)
+    optimizer = CoupledAdamW(groups, lr=1e-3)
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        pytest.approx(lr) for lr in (0.3, 0.004, 1e-3, 1e-3)
+    ]
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0, 0, 0.9, 0.9]
+
+
+def test_a_rate_for_a_head_that_is_not_coupled():
     groups = param_groups(gpt2(tie_word_embeddings=False), head_lr=7.0, couple="input", lr=0.3)
     assert {n: lr for n, lr in rates(groups).items() if lr} == {
         "transformer.wte.weight": 0.3,
@@ -492,19 +503,19 @@ def test_a_rate_for_an_untied_head():
     ],
     ids=["HandWritten", "Transposed", "llama", "Bert"],
 )
-def test_which_matrices_are_heads(build, heads):
+@pytest.mark.parametrize(
+    "options", [{}, {"couple": "input"}, None], ids=["found", "input", "named outright"]
+)
+def test_which_matrices_are_heads(options, build, heads):
     """Found, and named outright; whichever of them are coupled."""
     model = build()
     vocab_size = 100 if isinstance(model, Bert) else V
-    found = embedding_parameters(model, vocab_size=vocab_size)
-    names = {name: found[name].shape[0] < found[name].shape[1] for name in found}
-    for choice in (
-        {},
-        {"couple": "input"},
-        {"embeddings": {n: int(by) for n, by in names.items()}},
-    ):
-        groups = param_groups(model, head_lr=7.0, vocab_size=vocab_size, **choice)
-        assert {name for name, lr in rates(groups).items() if lr} == heads
+    if options is None:
+        matrices = embedding_parameters(model, vocab_size=vocab_size)
+        dims = {name: int(p.shape[0] < p.shape[1]) for name, p in matrices.items()}
+        options = {"embeddings": dims}
+    groups = param_groups(model, head_lr=7.0, vocab_size=vocab_size, **options)
+    assert {name for name, lr in rates(groups).items() if lr} == heads
 
 
 @pytest.mark.parametrize("choice", [{}, {"embeddings": "transformer.wte.weight"}])

@@ -380,25 +380,40 @@ def test_checkpoint_that_contradicts_the_flag_warns():
     assert again.state[p]["exp_avg_sq"].shape == (H,)
 
 
-@pytest.mark.parametrize(("name", "mine"), [("row_exponent", 0.5), ("zero_sum", True)])
-def test_checkpoint_that_makes_it_another_optimizer_warns(name, mine):
-    """In either direction; without the option in the checkpoint, the constructed value stays."""
+@pytest.mark.parametrize(
+    ("name", "constructed", "saved"),
+    [
+        ("row_exponent", 0.5, 0.0),
+        ("row_exponent", 0.0, 0.5),
+        ("zero_sum", True, False),
+        ("zero_sum", False, True),
+    ],
+)
+def test_checkpoint_that_makes_it_another_optimizer_warns(name, constructed, saved):
     p = matrix()
-    plain, other = CoupledAdamW([p], coupled=True), CoupledAdamW([p], coupled=True, **{name: mine})
-    for optimizer in (plain, other):
-        take_steps(optimizer, [0])
-    saved = plain.state_dict()
-    for optimizer, checkpoint in ((other, saved), (plain, other.state_dict())):
-        value = checkpoint["param_groups"][0][name]
-        before = optimizer.param_groups[0][name]
-        with pytest.warns(UserWarning, match=f"with {name}={before}, but the checkpoint .*{value}"):
-            optimizer.load_state_dict(checkpoint)
-        assert optimizer.param_groups[0][name] == value
-    del saved["param_groups"][0][name]
-    again = CoupledAdamW([p], coupled=True, **{name: mine})
-    again.load_state_dict(saved)
-    assert again.param_groups[0][name] == mine
-    take_steps(again, [1])
+    optimizer, other = (
+        CoupledAdamW([p], coupled=True, **{name: value}) for value in (constructed, saved)
+    )
+    for each in (optimizer, other):
+        take_steps(each, [0])
+    with pytest.warns(
+        UserWarning, match=f"with {name}={constructed}, but the checkpoint .*{saved}"
+    ):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0][name] == saved
+
+
+@pytest.mark.parametrize(("name", "constructed"), [("row_exponent", 0.5), ("zero_sum", True)])
+def test_without_the_option_in_a_checkpoint_the_constructed_value_stays(name, constructed):
+    p = matrix()
+    other = CoupledAdamW([p], coupled=True)
+    take_steps(other, [0])
+    checkpoint = other.state_dict()
+    del checkpoint["param_groups"][0][name]
+    optimizer = CoupledAdamW([p], coupled=True, **{name: constructed})
+    optimizer.load_state_dict(checkpoint)
+    assert optimizer.param_groups[0][name] == constructed
+    take_steps(optimizer, [1])
 
 
 def test_users_hooks_see_what_torch_shows_them():

@@ -373,32 +373,36 @@ def test_an_error_within_a_getter_is_not_hidden():
     [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm],
     ids=["weight_norm", "spectral_norm", "old weight_norm"],
 )
-@pytest.mark.filterwarnings("ignore:.*nn.utils.weight_norm. is deprecated")
-def test_parametrized_tables_and_heads(parametrize):
-    """What takes a weight's place is coupled, magnitudes [V, 1] too, and does not decay."""
-    for build, modules in (
+@pytest.mark.parametrize(
+    ("build", "modules"),
+    [
         (lambda: HandWritten(tied=False), ("tok", "head")),
         (llama, ("model.embed_tokens", "lm_head")),
-    ):
-        model = build()
-        for name in modules:
-            parametrize(model.get_submodule(name))
-        expected = {
-            name
-            for name, p in model.named_parameters()
-            if name.startswith(modules) and p.dim() == 2 and len(p) == V
-        }
-        assert len(expected) == (2 if parametrize is parametrizations.spectral_norm else 4)
-        groups = param_groups(model)
-        assert set(groups[0]["param_names"]) == expected
-        assert groups[0]["weight_decay"] == 0
-        optimizer = CoupledAdamW(groups)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        module = model.get_submodule(modules[1])
-        named = list(embedding_parameters(model, embeddings=module))
-        assert named == [n for n in groups[0]["param_names"] if n.startswith(modules[1])]
+    ],
+    ids=["HandWritten", "llama"],
+)
+@pytest.mark.filterwarnings("ignore:.*nn.utils.weight_norm. is deprecated")
+def test_parametrized_tables_and_heads(build, modules, parametrize):
+    """What takes a weight's place is coupled, magnitudes [V, 1] too, and does not decay."""
+    model = build()
+    for name in modules:
+        parametrize(model.get_submodule(name))
+    expected = {
+        name
+        for name, p in model.named_parameters()
+        if name.startswith(modules) and p.dim() == 2 and len(p) == V
+    }
+    assert len(expected) == (2 if parametrize is parametrizations.spectral_norm else 4)
+    groups = param_groups(model)
+    assert set(groups[0]["param_names"]) == expected
+    assert groups[0]["weight_decay"] == 0
+    optimizer = CoupledAdamW(groups)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    module = model.get_submodule(modules[1])
+    named = list(embedding_parameters(model, embeddings=module))
+    assert named == [n for n in groups[0]["param_names"] if n.startswith(modules[1])]
 
 
 def test_hand_written_tables():
@@ -502,23 +506,39 @@ def test_one_hot_tokens():
     assert set(embedding_parameters(model, vocab_size=V, couple="input")) == {"0.weight"}
 
 
-def test_tensor_parallel_parameters_of_megatron_are_refused():
-    """The average over this rank's rows would be another one."""
+@pytest.fixture
+def megatron():
+    """A model whose head has some of its rows on this rank, as Megatron marks it."""
     model = llama()
-    head = model.lm_head.weight
-    head.tensor_model_parallel, head.partition_dim = True, 0
+    model.lm_head.weight.tensor_model_parallel = True
+    model.lm_head.weight.partition_dim = 0
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"embeddings": "lm_head.weight"}], ids=str)
+def test_tensor_parallel_parameters_of_megatron_are_refused(megatron, options):
+    """The average over this rank's rows would be another one."""
     message = r"cannot couple 'lm_head.weight' \[40, 16\].*parallelize_module.*=False"
-    for options in ({}, {"embeddings": "lm_head.weight"}):
-        with pytest.raises(ValueError, match=message):
-            param_groups(model, **options)
+    with pytest.raises(ValueError, match=message):
+        param_groups(megatron, **options)
+
+
+def test_the_optimizer_refuses_tensor_parallel_parameters_of_megatron(megatron):
     with pytest.raises(ValueError, match=r"cannot couple parameter 0 \[40, 16\].*=False"):
-        CoupledAdamW([head], coupled=True)
-    assert len(param_groups(model, couple="input")[0]["params"]) == 1
+        CoupledAdamW([megatron.lm_head.weight], coupled=True)
+
+
+def test_tensor_parallel_parameters_of_megatron_need_not_be_coupled(megatron):
+    assert len(param_groups(megatron, couple="input")[0]["params"]) == 1
+
+
+def test_parameters_of_megatron_with_all_rows_are_coupled(megatron):
+    head = megatron.lm_head.weight
     head.partition_dim = 1  # all rows are here, of some columns
-    assert len(embedding_parameters(model)) == 2
+    assert len(embedding_parameters(megatron)) == 2
     CoupledAdamW([head], coupled=True)
     head.tensor_model_parallel, head.partition_dim = False, 0
-    assert len(embedding_parameters(model)) == 2
+    assert len(embedding_parameters(megatron)) == 2
 
 
 @pytest.mark.parametrize(
@@ -610,34 +630,61 @@ def test_couple_of_an_untied_model(couple, names):
     assert decay["model.embed_tokens.weight"] == decay["lm_head.weight"] == 0.0
 
 
+def functionally_tied():
+    model = nn.ModuleDict({"tok": Table()})
+    model.config = {"vocab_size": V}
+    return model
+
+
 @pytest.mark.parametrize("couple", ["input", "output"])
-def test_couple_of_a_tied_model_is_refused(couple):
+@pytest.mark.parametrize(
+    "build",
+    [gpt2, lambda: HandWritten(tied=True), t5, functionally_tied],
+    ids=["gpt2", "HandWritten", "t5", "functionally tied"],
+)
+def test_couple_of_a_tied_model_is_refused(build, couple):
     """It would do the same as both, and reports would say something else."""
-    functionally_tied = nn.ModuleDict({"tok": Table()})
-    functionally_tied.config = {"vocab_size": V}
-    for model in (gpt2(), HandWritten(tied=True), t5(), functionally_tied):
-        with pytest.raises(
-            ValueError, match=rf"couple='{couple}', but '.*' \[40, 16\] is input and"
-        ):
-            param_groups(model, couple=couple)
+    with pytest.raises(ValueError, match=rf"couple='{couple}', but '.*' \[40, 16\] is input and"):
+        param_groups(build(), couple=couple)
 
 
-def test_embeddings_named_outright():
+@pytest.mark.parametrize(
+    "entry_of",
+    [
+        lambda model: model.lm_head,
+        lambda model: model.lm_head.weight,
+        lambda _: "lm_head.weight",
+        lambda _: "lm_*",
+        lambda _: ["*head*"],
+    ],
+    ids=["module", "parameter", "name", "pattern", "list"],
+)
+def test_embeddings_named_outright(entry_of):
     model = llama()
-    head = {"lm_head.weight"}
-    for entry in (model.lm_head, model.lm_head.weight, "lm_head.weight", "lm_*", ["*head*"]):
-        assert set(embedding_parameters(model, embeddings=entry)) == head
+    assert set(embedding_parameters(model, embeddings=entry_of(model))) == {"lm_head.weight"}
+
+
+def test_several_embeddings_named_outright():
+    model = llama()
     both = [model.model.embed_tokens, "lm_head.weight"]
     assert len(embedding_parameters(model, embeddings=both)) == 2
-    # A tied matrix has two names; either one means it.
+
+
+def test_a_tied_matrix_has_two_names():
+    """Either one means it."""
     assert set(embedding_parameters(gpt2(), embeddings="lm_head.weight")) == {
         "transformer.wte.weight"
     }
-    # A head's bias is not meant by the head.
+
+
+def test_the_bias_of_a_head_is_not_meant_by_the_head():
     tied = HandWritten(tied=True)
     assert set(embedding_parameters(tied, embeddings=tied.head)) == {"tok.weight"}
-    # An empty list couples nothing, which the optimizer warns about.
-    assert embedding_parameters(model, embeddings=[]) == {}
+
+
+def test_an_empty_list_of_embeddings_couples_nothing():
+    """Which the optimizer warns about."""
+    assert embedding_parameters(llama(), embeddings=[]) == {}
 
 
 def test_a_hand_written_matrix_named_outright_needs_its_dimension():

@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW, param_groups
+from decoders import assert_same_parameters
 
 PAIRS = [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]
 pairs = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
@@ -47,11 +48,6 @@ def train(model, optimizer, steps, start=0):
         optimizer.zero_grad()
         loss_of(model, step).backward()
         optimizer.step()
-
-
-def assert_same_parameters(model, other):
-    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q), name
 
 
 @pairs

@@ -362,6 +362,7 @@ TABLES: dict[str, Callable[[], Table]] = {
             "betas",
             "batch_16k",
             "batch_64k",
+            "batch_64k_steps",
             "betas_longer",
             "betas_untied",
             "betas_rotary",

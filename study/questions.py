@@ -443,6 +443,15 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         _elsewhere((2,), (2,)), **_size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), **_steps(9768)
     ),
     "betas_V=16384": _betas(_elsewhere((2,), (2,)), **{"model.vocab_size": 16384}, **_steps(9768)),
+    "betas_eps": {
+        f"eps={eps:g} {name}": entry
+        for eps in (1e-10, 1e-6)
+        for name, entry in _betas(
+            (("adamw", (0.0, 0.999), 5), ("a=0.75", (0.0, 0.99), 4)),
+            **{"training.eps": eps},
+            **_steps(2400),
+        ).items()
+    },
     "betas_untied": _betas(_elsewhere((2, 4, 6), (2, 4)), **{"model.tied": False}, **_steps(2400)),
     "betas_rotary": _betas(
         _elsewhere((2, 4, 6), (2, 4)),

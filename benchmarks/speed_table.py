@@ -1,20 +1,24 @@
 """Create the tables and the picture of docs/speed.md from committed results of the command bench.
 
-    coupled-adam bench --json > benchmarks/results/bench/amd-epyc.json
-    coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip.json
+    coupled-adam bench --json > benchmarks/results/bench/amd-epyc-1.json
+    coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip-1.json
     python benchmarks/speed_table.py
 
 There is a table for each processor, which combines all files with the same processor, instruction
-set, number of threads and version of torch. Ratios are computed from the samples. The text between
-the two markers in the page is replaced.
+set, number of threads and version of torch. Ratios are computed from the samples, of all files that
+have an optimizer in a case: a shared machine's memory is not equally fast at all times. What single
+files have is in a table of its own. The text between the two markers in the page is replaced.
 """
 
 import argparse
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from coupled_adam.bench.cases import Case
 from coupled_adam.bench.results import Timed, bench_picture
 from coupled_adam.files import write_atomically
 
@@ -22,6 +26,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bench"
 PAGE = ROOT / "docs" / "speed.md"
 PICTURE = ROOT / "docs" / "images" / "bench.png"
+SHOWN_BY_RUN = Case(50304, 768)
+"""Its ratios are also shown for each run, beside the time of the baseline."""
 BEGIN = "<!-- made by benchmarks/speed_table.py: begin -->"
 END = "<!-- made by benchmarks/speed_table.py: end -->"
 
@@ -48,7 +54,7 @@ def heading(record: Mapping[str, Any]) -> str:
 
 
 def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
-    results = [result for record in files.values() for result in timed(record)]
+    results = pooled(result for record in files.values() for result in timed(record))
     links = ",\n".join(f"[{name}](../benchmarks/results/bench/{name})" for name in files)
     notes = [f"All samples: {links}."]
     for name, record in files.items():
@@ -60,13 +66,46 @@ def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
                 f"The machine was busy when {name} was measured: its load average was "
                 f"{machine['load']:.1f}, with {machine['threads']} threads used."
             )
-    return "\n".join([f"### {title}", "", *table(results), "", *notes])
+    return "\n".join([f"### {title}", "", *table(results), "", *notes, *single_runs(files)])
+
+
+def pooled(results: Iterable[Timed]) -> list[Timed]:
+    """Put together what several files have of the same optimizer in the same case."""
+    together: dict[tuple[Case, str], Timed] = {}
+    for result in results:
+        key = result.case, result.optimizer
+        samples = [*together[key].samples, *result.samples] if key in together else result.samples
+        together[key] = dataclasses.replace(result, samples=samples)
+    return [*together.values()]
+
+
+def single_runs(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The ratios of each file in one case, by the time of the baseline."""
+    runs: list[tuple[float, str, dict[str, str]]] = []
+    for name, record in files.items():
+        of_case = [result for result in timed(record) if result.case == SHOWN_BY_RUN]
+        if of_case:
+            seconds = statistics.median(result.baseline_seconds for result in of_case)
+            nanoseconds = seconds / (SHOWN_BY_RUN.rows * SHOWN_BY_RUN.columns) * 1e9
+            ratios = {result.optimizer: f"{result.ratio.median:.2f}" for result in of_case}
+            runs.append((nanoseconds, name, ratios))
+    if len(runs) < 2:
+        return []
+    optimizers = list(dict.fromkeys(name for *_, ratios in runs for name in ratios))
+    header = ["run", "fused AdamW, ns per element", *optimizers]
+    return [
+        f"\n{SHOWN_BY_RUN.label} in each run:\n",
+        "| " + " | ".join(header) + " |",
+        "| --- |" + " ---: |" * (len(header) - 1),
+        *(
+            " | ".join([f"| {name}", f"{ns:.2f}", *(ratios.get(o, "") for o in optimizers)]) + " |"
+            for ns, name, ratios in sorted(runs)
+        ),
+    ]
 
 
 def table(results: Sequence[Timed]) -> list[str]:
     cells = {(result.case, result.optimizer): cell(result) for result in results}
-    if len(cells) < len(results):
-        raise SystemExit("speed_table.py: two files have the same optimizer in the same case")
     cases = list(dict.fromkeys(result.case for result in results))
     optimizers = list(dict.fromkeys(result.optimizer for result in results))
     return [
@@ -107,4 +146,4 @@ if __name__ == "__main__":
     records = committed()
     write_atomically(PAGE, page_with(tables(records), PAGE.read_text()))
     measured = [result for name in sorted(records) for result in timed(records[name])]
-    bench_picture(measured).savefig(PICTURE, dpi=100)
+    bench_picture(pooled(measured)).savefig(PICTURE, dpi=100)

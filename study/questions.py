@@ -147,7 +147,8 @@ FINALISTS: tuple[Setting, ...] = (
     ("adamw", (0.9, 0.999), 1),
     ("adamw", (0.0, 0.99), 1),
     ("adamw", (0.0, 0.999), 1),
-    ("a=0.75", (0.0, 0.99), 2),
+    ("adamw", (0.0, 0.999), 2),
+    *(("a=0.75", (0.0, 0.99), n) for n in (1, 2, 3)),
 )
 """After 20M tokens: AdamW as usual, with torch's beta2 and without momentum, and LEAN."""
 

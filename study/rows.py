@@ -232,7 +232,7 @@ def between(question: str, name: str, setting: str = "") -> Line:
     label = ", ".join([label, *betas, f"n = {n}"])
     if not setting:
         return Line(label, question, name)
-    shown = setting.replace("lr=", "rate ").replace("warmup=", "warmup ")
+    shown = setting.replace("lr=", "rate ").replace("=", " ")
     return Line(f"{shown}: {label}", question, f"{setting} {name}")
 
 

@@ -304,6 +304,18 @@ def _betas(question: str) -> Table:
     return table([rows], (*losses, *geometry, "men", "men_centered"))
 
 
+def _eps() -> Table:
+    """For each of two optimizers the usual eps, followed by others."""
+    groups = []
+    for name in dict.fromkeys(full.partition(" ")[2] for full in QUESTIONS["betas_eps"]):
+        usual = between("betas", name)
+        others = [between("betas_eps", name, f"eps={eps:g}") for eps in (1e-10, 1e-6)]
+        label = f"eps 1e-08: {usual.label}"
+        rows = [dataclasses.replace(usual, label=label), *filter(runs, others)]
+        groups.append(rows)
+    return table(groups, ("test_documents", "valid_documents", *FEW))
+
+
 TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
 """The trainings whose gradients question 15 gives to all rules."""
 
@@ -367,9 +379,12 @@ TABLES: dict[str, Callable[[], Table]] = {
             "betas_untied",
             "betas_rotary",
             "betas_H=32",
+            "betas_H=128",
+            "betas_V=16384",
             "peers",
         )
     },
+    "betas_eps": _eps,
     **{
         f"movement_{measure}_{training}": partial(_movement, measure, training)
         for measure, training in (("in_batch", "lean"), ("cosine", "adamw"), ("cosine", "lean"))

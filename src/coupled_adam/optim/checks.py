@@ -103,7 +103,7 @@ def check_parameter(group: Group, index: int) -> None:
 
 def _check_matrix(group: Group, index: int) -> None:
     p = group["params"][index]
-    if (shards := flat.shards_of(group).get(p)) is not None:
+    if group.get("flat_shards") and (shards := flat.shards_of(group).get(p)) is not None:
         _check_pieces(group, index, shards)
         return
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)

@@ -270,13 +270,11 @@ class CoupledAdam(torch.optim.Adam):
             )
             return has_complex
         check_options(group, read_tensors=False)
-        shards = flat.shards_of(group)
         for index, p in enumerate(group["params"]):
             # Checked even without a gradient: if a wrapper has flattened a matrix, ranks that hold
             # none of its elements must raise as well, or they would wait for the others forever.
             check_parameter(group, index)
-            is_flat = p in shards and p.requires_grad
-            if p.grad is None and not is_flat:
+            if p.grad is None and (p.dim() == 2 or not p.requires_grad):
                 continue
             state = self.state[p]
             fit_state(group, index, state)
@@ -374,11 +372,10 @@ class CoupledAdam(torch.optim.Adam):
             if not group["coupled"]:
                 plain.append((group, tensors, has_complex))
                 continue
-            shards = flat.shards_of(group)
             for p, grad in zip(*tensors[:2]):
                 matrix = _matrix(group, p, grad, self.state[p], len(coupled))
-                if p in shards:
-                    coupled += flat.matrices(matrix, shards[p])
+                if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
+                    coupled += flat.matrices(matrix, flat.shards_of(group)[p])
                 else:
                     matrix.kernel = kernels.choose(matrix)
                     coupled.append(matrix)

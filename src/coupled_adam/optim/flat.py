@@ -59,7 +59,7 @@ class FlatShard:
 def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     """The pieces in each flat parameter of a param group; whole parameters are left out."""
     flat_shards = group.get("flat_shards")
-    if not flat_shards:  # nearly always, and every step asks several times
+    if not flat_shards:
         return {}
     return {
         p: [shards] if isinstance(shards, FlatShard) else list(shards)

@@ -37,11 +37,6 @@ class Noise(NamedTuple):
         return mix((step.long() if isinstance(step, Tensor) else int(step)) ^ self.salt)
 
 
-def rounds_stochastically(group: dict[str, Any], p: Tensor) -> bool:
-    """Whether a parameter of a coupled group is rounded stochastically."""
-    return bool(group["stochastic_rounding"]) and p.dtype == torch.bfloat16
-
-
 def mix(number: int | Tensor) -> int | Tensor:
     """A 32-bit hash, the finalizer of MurmurHash3, of numbers or int64 tensors below 2^32."""
     number = number ^ (number >> 16)
@@ -60,7 +55,7 @@ def noise_of(group: dict[str, Any], p: Tensor, step: float | Tensor, index: int)
         step: the number of the step, or a 0-dim tensor.
         index: the matrix's number among the optimizer's.
     """
-    if not rounds_stochastically(group, p):
+    if not group["stochastic_rounding"] or p.dtype != torch.bfloat16:
         return None
     row, column = global_offset(p) if group["vocab_dim"] == 0 else reversed(global_offset(p))
     # Spread over the upper bits, as steps are small numbers: no two pairs of both are the same.

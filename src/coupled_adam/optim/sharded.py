@@ -53,8 +53,6 @@ def global_offset(matrix: Tensor) -> tuple[int, int]:
 
 def same_layout(x: Tensor, other: Tensor) -> bool:
     """Whether both are plain, or both DTensors with the same mesh and placements."""
-    if type(x) in PLAIN and type(other) in PLAIN:  # nearly always, and every step asks
-        return True
     if not is_dtensor(x) or not is_dtensor(other):
         return is_dtensor(x) == is_dtensor(other)
     same: bool = x.device_mesh == other.device_mesh  # type: ignore[attr-defined]

@@ -49,9 +49,9 @@ def entry_shape(group: Group, p: Tensor, dim: int | None) -> torch.Size:
     """The shape of an entry for ``p``, or for all matrices of which ``p`` holds pieces."""
     if dim is None:
         return p.shape
-    if (shards := flat.shards_of(group).get(p)) is not None:
-        return torch.Size([sum(shard.shape[1 - dim] for shard in shards)])
-    return torch.Size([p.shape[1 - dim]])
+    if p.dim() == 1:
+        return torch.Size([sum(shard.shape[1 - dim] for shard in flat.shards_of(group)[p])])
+    return p.shape[1 - dim : 2 - dim]
 
 
 def moment_dtype(p: Tensor) -> torch.dtype:
@@ -88,7 +88,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             continue
         if dim is None:
             state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        elif p in flat.shards_of(group):
+        elif p.dim() == 1:  # pieces of matrices
             shape = entry_shape(group, p, dim)
             state[name] = torch.zeros(shape, dtype=moment_dtype(p), device=p.device)
         else:
@@ -125,6 +125,8 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
             f"must be {list(shape)}. If 'coupled' was set after the first step, "
             "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
+    if type(p) in sharded.PLAIN and type(value) in sharded.PLAIN:  # nearly always
+        return
     if not (
         sharded.same_layout(p, value) if dim is None else sharded.moment_is_placed(value, p, dim)
     ):
@@ -141,9 +143,9 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
-    if grad is None or grad.is_meta or type(grad) is not Tensor or ROW_MOMENT in entries(group):
+    if grad is None or grad.is_meta or type(grad) is not Tensor or p.dim() == 1:
         return
-    if p in flat.shards_of(group):
+    if ROW_MOMENT in entries(group):
         return
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a captured step must not wait for the device

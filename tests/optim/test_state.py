@@ -242,6 +242,31 @@ def test_options_that_change_between_steps():
 
 
 @pytest.mark.parametrize(
+    ("saved", "constructed", "left"),
+    [
+        ({"row_exponent": 0.5, "zero_sum": True}, {}, {"exp_avg", "exp_avg_sq"}),
+        ({"amsgrad": True}, {}, {"exp_avg", "exp_avg_sq"}),
+        ({"amsgrad": True}, {"zero_sum": True}, {"exp_avg", "exp_avg_sq", "exp_avg_sq_row"}),
+        ({}, {"betas": (0.0, 0.99)}, {"exp_avg_sq"}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:betas.0. is 0")
+def test_options_that_are_taken_out_of_a_checkpoint(saved, constructed, left):
+    """As in docs/switching.md: the optimizer's own hold, and what they do not need is dropped."""
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True, **saved)
+    take_steps(optimizer, range(2))
+    checkpoint = through_disk(optimizer.state_dict())
+    switched = CoupledAdamW([p], coupled=True, **constructed)
+    for name in {*saved, *constructed}:
+        checkpoint["param_groups"][0][name] = switched.param_groups[0][name]
+    switched.load_state_dict(checkpoint)
+    assert switched.state[p].keys() == {"step", *left}
+    take_steps(switched, [2])
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [("second_moment_scale", -1.0), ("row_exponent", 3.0), ("betas", (0.9, 1.5)), ("lr", -1.0)],
 )
@@ -458,7 +483,8 @@ WRONG_STATES = {
 def test_state_of_the_wrong_shape_is_refused(wrong):
     p = matrix()
     group = {"params": [p], "param_names": ["wte.weight"]}
-    optimizer = CoupledAdamW([group], coupled=True, row_exponent=0.5)
+    has_maximum = "max_exp_avg_sq" in wrong
+    optimizer = CoupledAdamW([group], coupled=True, zero_sum=True, amsgrad=has_maximum)
     take_steps(optimizer, [0])
     before = copy.deepcopy(optimizer.state_dict()["state"])
     checkpoint = optimizer.state_dict()

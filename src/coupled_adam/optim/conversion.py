@@ -11,6 +11,7 @@ from coupled_adam.optim.checks import Group, check_group, describe, layout_of
 from coupled_adam.optim.matrix import OPTIONS
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
+    MOMENTS,
     ROW_MOMENT,
     SECOND_MOMENTS,
     entries,
@@ -120,9 +121,8 @@ def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
                 f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
             )
         averages = _averages(group, index, state)
-    state = {**state, **averages}
-    if group["coupled"] and not has_momentum(group):
-        state.pop("exp_avg", None)
+    unneeded = MOMENTS - entries(group).keys() if group["coupled"] else set()
+    state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
     _check_shapes(group, index, state)
     return state, averages
 

@@ -17,6 +17,9 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 ROW_MOMENT = "exp_avg_sq_row"
 """The entry of shape [V] that ``row_exponent`` and ``zero_sum`` add."""
 
+MOMENTS = {"exp_avg", *SECOND_MOMENTS, ROW_MOMENT}
+"""All entries that a group's options may need."""
+
 HOW_TO_LOAD = (
     "To load a state into a model that is sharded in another way, use "
     "torch.distributed.checkpoint, or its set_optimizer_state_dict(..., "
@@ -81,7 +84,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     if is_new:
         _warn_of_rows_without_gradient(group, index)
         state["step"] = _zero_step(group, p)
-    for name in {"exp_avg", *SECOND_MOMENTS, ROW_MOMENT} - dims.keys():
+    for name in MOMENTS - dims.keys():
         state.pop(name, None)
     for name, dim in dims.items():
         if name in state:

@@ -180,6 +180,7 @@ CASES = {
             ("rows", [Shard(0)], None),
             ("columns", [Shard(1)], None),
             ("rows and columns", [Shard(0), Shard(1)], TWO_BY_REST),
+            ("columns, all on each rank", [Replicate(), Replicate(), Shard(1)], (*TWO_BY_REST, 1)),
         )
         for which, options in (
             ("zero-sum", {"zero_sum": True}),

@@ -125,8 +125,8 @@ class Matrix:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether this rank has all columns of its rows."""
-        return self.param.shape[-1] == self.hidden_size and self.param.dim() == 2
+        """Whether the sums over a row's columns need nothing of other ranks or segments."""
+        return self.shard is None and not self.column_ranks
 
 
 @dataclass(eq=False)

@@ -223,7 +223,6 @@ def _has_rows(matrix: Matrix) -> bool:
     grad, exp_avg = matrix.grad, matrix.exp_avg
     return (
         matrix.exp_avg_sq_row is not None
-        and matrix.shard is None
         and matrix.has_whole_rows
         and grad.shape[1] <= _WIDEST
         and grad.stride(1) == 1

@@ -90,8 +90,9 @@ class GradNorm(TrainerCallback):
         if getattr(optimizer, "max_grad_norm", None) is None:
             raise ValueError(
                 f"GradNorm has nothing to log: the trainer's {type(optimizer).__name__} has no "
-                "max_grad_norm. Construct a CoupledAdamW with it, and set "
-                "TrainingArguments(max_grad_norm=0) so that the trainer does not clip as well"
+                "max_grad_norm. Give it to CoupledAdamW, or to the factory as {'args': args, "
+                "'max_grad_norm': 1.0}, and set TrainingArguments(max_grad_norm=0) so that the "
+                "trainer does not clip as well"
             )
 
     def on_step_end(

@@ -106,7 +106,7 @@ def check_columns(header, line, seeds, columns):
         check(line[header.index(name)], [value(run) for run in seeds.values()])
 
 
-OF_BETAS = sorted(set(re.findall(r"<!-- table: ((?:betas|batch)[\w=]*) -->", PAGE)))
+OF_BETAS = sorted(set(re.findall(r"<!-- table: ((?:betas|batch)[\w=]*) -->", PAGE)) - {"betas_eps"})
 
 
 @pytest.mark.parametrize("question", OF_BETAS)
@@ -123,6 +123,36 @@ def test_betas(question):
     if question == "betas":  # where no other optimizer is ahead, as the page says
         assert losses[0] == min(losses)
     assert losses[1:] == sorted(losses[1:])
+
+
+def test_another_eps():
+    """Each cell, and that no loss on the test documents is far from the first seed's at 1e-8."""
+    header, _, *lines = rows("betas_eps")
+    changes = []
+    for line in lines:
+        eps, label = line[0].removeprefix("eps ").split(": ")
+        seeds = usual = betas(label)
+        if eps != "1e-08":
+            name = label.replace("AdamW", "adamw").replace(" = ", "=").replace(",", "")
+            seeds = runs("betas_eps", f"eps={eps} {name}")
+            losses = [run[1]["documents"]["test"]["loss"] for run in (seeds, usual)]
+            changes.append(abs(losses[0] - losses[1]))
+        assert int(line[-1]) == len(seeds)
+        check_columns(header, line, seeds, {k: v for k, v in COLUMNS.items() if k in header})
+    assert len(lines) == 6
+    assert len(changes) == 4
+    (most,) = re.search(r"change by (0\.\d{3}) at most", PAGE).groups()
+    assert float(most) == pytest.approx(max(changes), abs=5.1e-4)
+
+
+def test_other_rates_after_20_million_tokens():
+    text = PAGE.split("Other rates change little")[1].split("n = 1, 2 and 3")[0]
+    settings = [("adamw 0 0.999", 1), ("adamw 0 0.999", 2)]
+    settings += [("a=0.75 0 0.99", n) for n in (1, 2, 3)]
+    first = [runs("betas_longer", f"{name} n={n}")[1] for name, n in settings]
+    shown = [float(number) for number in re.findall(r"4\.\d{3}", text)]
+    expected = [run["documents"]["test"]["loss"] for run in first]
+    assert shown == pytest.approx(expected, abs=5.1e-4)
 
 
 def test_peers():
@@ -249,8 +279,10 @@ def test_other_models():
     """How far a = 0.75 is below or above AdamW at 0, 0.999, each at its best rate, with seed 1."""
     text = PAGE.split("now one is ahead and now the other")[1].split("That is")[0]
     shown = re.findall(r"(0\.0\d\d)\s(below|above)", text)
-    assert len(shown) == 3
-    for question, (value, side) in zip(("betas_untied", "betas_rotary", "betas_H=32"), shown):
+    sizes = ("betas_H=32", "betas_H=128", "betas_V=16384")
+    for question, (value, side) in zip(
+        ("betas_untied", "betas_rotary", *sizes), shown, strict=True
+    ):
         difference = 0.0
         for arm, sign in (("a=0.75", 1), ("adamw 0 0.999", -1)):
             measured = [

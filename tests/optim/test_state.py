@@ -249,7 +249,7 @@ def test_options_that_change_between_steps():
         ({"amsgrad": True}, {"zero_sum": True}, {"exp_avg", "exp_avg_sq", "exp_avg_sq_row"}),
         ({}, {"betas": (0.0, 0.99)}, {"exp_avg_sq"}),
     ],
-    ids=str,
+    ids=["row_exponent", "amsgrad", "amsgrad for zero_sum", "momentum"],
 )
 @pytest.mark.filterwarnings("ignore:betas.0. is 0")
 def test_options_that_are_taken_out_of_a_checkpoint(saved, constructed, left):

@@ -21,6 +21,7 @@ from typing import Any
 from coupled_adam.bench.cases import Case
 from coupled_adam.bench.results import Timed, bench_picture
 from coupled_adam.files import write_atomically
+from coupled_adam.rendering.tables import Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "bench"
@@ -66,7 +67,7 @@ def section(title: str, files: Mapping[str, Mapping[str, Any]]) -> str:
                 f"The machine was busy when {name} was measured: its load average was "
                 f"{machine['load']:.1f}, with {machine['threads']} threads used."
             )
-    return "\n".join([f"### {title}", "", *table(results), "", *notes, *single_runs(files)])
+    return "\n".join([f"### {title}", "", table(results), "", *notes, *single_runs(files)])
 
 
 def pooled(results: Iterable[Timed]) -> list[Timed]:
@@ -92,30 +93,20 @@ def single_runs(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if len(runs) < 2:
         return []
     optimizers = list(dict.fromkeys(name for *_, ratios in runs for name in ratios))
-    header = ["run", "fused AdamW, ns per element", *optimizers]
-    return [
-        f"\n{SHOWN_BY_RUN.label} in each run:\n",
-        "| " + " | ".join(header) + " |",
-        "| --- |" + " ---: |" * (len(header) - 1),
-        *(
-            " | ".join([f"| {name}", f"{ns:.2f}", *(ratios.get(o, "") for o in optimizers)]) + " |"
-            for ns, name, ratios in sorted(runs)
-        ),
+    rows = [
+        [name, f"{nanoseconds:.2f}", *(ratios.get(optimizer, "") for optimizer in optimizers)]
+        for nanoseconds, name, ratios in sorted(runs)
     ]
+    by_run = Table(["run", "fused AdamW, ns per element", *optimizers], rows)
+    return [f"\n{SHOWN_BY_RUN.label} in each run:\n", by_run.markdown().rstrip()]
 
 
-def table(results: Sequence[Timed]) -> list[str]:
+def table(results: Sequence[Timed]) -> str:
     cells = {(result.case, result.optimizer): cell(result) for result in results}
     cases = list(dict.fromkeys(result.case for result in results))
     optimizers = list(dict.fromkeys(result.optimizer for result in results))
-    return [
-        "| " + " | ".join(["V × H", *optimizers]) + " |",
-        "| " + " | ".join(["---:"] * (len(optimizers) + 1)) + " |",
-        *(
-            "| " + " | ".join([case.label, *(cells.get((case, o), "") for o in optimizers)]) + " |"
-            for case in cases
-        ),
-    ]
+    rows = [[case.label, *(cells.get((case, o), "") for o in optimizers)] for case in cases]
+    return Table(["V × H", *optimizers], rows, left=()).markdown().rstrip()
 
 
 def cell(result: Timed) -> str:

@@ -306,14 +306,13 @@ def _betas(question: str) -> Table:
 
 def _eps() -> Table:
     """For each of two optimizers the usual eps, followed by others."""
-    groups = []
-    for name in dict.fromkeys(full.partition(" ")[2] for full in QUESTIONS["betas_eps"]):
+    groups: dict[str, list[Line]] = {}
+    for full in QUESTIONS["betas_eps"]:
+        setting, _, name = full.partition(" ")
         usual = between("betas", name)
-        others = [between("betas_eps", name, f"eps={eps:g}") for eps in (1e-10, 1e-6)]
-        label = f"eps 1e-08: {usual.label}"
-        rows = [dataclasses.replace(usual, label=label), *filter(runs, others)]
-        groups.append(rows)
-    return table(groups, ("test_documents", "valid_documents", *FEW))
+        usual = dataclasses.replace(usual, label=f"eps 1e-08: {usual.label}")
+        groups.setdefault(name, [usual]).append(between("betas_eps", name, setting))
+    return table([*groups.values()], ("test_documents", "valid_documents", *FEW))
 
 
 TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}

@@ -146,9 +146,9 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
-    if grad is None or grad.is_meta or type(grad) is not Tensor or p.dim() == 1:
+    if grad is None or grad.is_meta or type(grad) is not Tensor:
         return
-    if ROW_MOMENT in entries(group):
+    if p.dim() == 1 or ROW_MOMENT in entries(group):
         return
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a captured step must not wait for the device

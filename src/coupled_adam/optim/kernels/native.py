@@ -125,7 +125,7 @@ def measure(matrix: Matrix, as_is: bool) -> Sums:
 
 def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
     """Leave r to ``apply`` if ``measure`` has weighed the rows and no rank has others."""
-    if sums.weights is None or matrix.row_ranks or matrix.shard is not None:
+    if sums.weights is None or matrix.row_ranks:
         reference.weigh_rows(matrix, sums, scalars)
 
 

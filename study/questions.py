@@ -187,6 +187,44 @@ def _batch(sequences: int, steps: int) -> dict[str, Any]:
     }
 
 
+RULES: dict[str, tuple[float, float]] = {
+    "plain exact": (0.0, 0.99),
+    "plain delayed": (0.0, 0.99),
+    "plain delayed free": (0.0, 0.99),
+    "weighted exact": (0.0, 0.99),
+    "weighted delayed": (0.0, 0.99),
+    "weighted delayed free": (0.0, 0.99),
+    "adam zero sum": (0.0, 0.999),
+    "ember free": (0.0, 0.999),
+    "ember zero sum": (0.0, 0.999),
+    "adafactor free": (0.0, 0.999),
+    "balanced free": (0.95, 0.999),
+}
+"""The rules of :mod:`study.table_rules`, with the betas of each in its paper; LEAN has four."""
+
+
+def _rules(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
+    """Embeddings updated by a rule at 2^(n/2) times the core's rate, by the rule's name."""
+    return {
+        f"{rule} n={n}": Entry(
+            {
+                **ADAMW,
+                "beta1": RULES[rule][0],
+                "beta2": RULES[rule][1],
+                "lr_factor": 2 ** (n / 2),
+            },
+            overrides,
+            "table_rules:" + rule.replace(" ", "_").upper(),
+        )
+        for rule, ns in factors.items()
+        for n in ns
+    }
+
+
+LEANS = ("plain exact", "plain delayed", "weighted exact", "weighted delayed")
+"""The four versions of LEAN, of which the best one became ``coupled_adam.LEAN``."""
+
+
 def _peers(**overrides: Any) -> dict[str, Entry]:
     """Each rule at the rates of a pilot, and AdamW with the mean removed."""
     # A frequent token's row of a matrix or column of unit norm is larger than with Adam, and all
@@ -459,6 +497,41 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         **{"model.architecture": "stablelm", "model.intermediate_size": 192},
         **_steps(2400),
     ),
+    "one_pass": _rules(dict.fromkeys(LEANS, (3, 4, 5)), **_steps(2400)),
+    "one_pass_longer": _rules(dict.fromkeys(LEANS, (0, 1, 2)), **_steps(9768)),
+    "one_pass_16k": _rules(dict.fromkeys(LEANS, (6, 7, 8)), **_batch(256, 300)),
+    "one_pass_64k": {
+        **_rules(dict.fromkeys(LEANS, (5, 7, 9)), **_batch(1024, 75)),
+        **_betas(_at_rates((("adamw", (0.0, 0.999)),), (5, 7)), **_batch(1024, 75)),
+    },
+    "zero_sum": _rules(
+        {
+            "adam zero sum": (4, 5, 6),
+            "plain delayed free": (3, 4, 5),
+            "weighted delayed free": (3, 4, 5),
+            "ember free": (4, 5, 6),
+            "ember zero sum": (4, 5, 6),
+        },
+        **_steps(2400),
+    ),
+    "zero_sum_untied": {
+        **_rules(
+            {
+                "adam zero sum": (3, 4, 5),
+                "plain delayed": (3, 4, 5),
+                "plain delayed free": (3, 4, 5),
+                "weighted delayed": (3, 4, 5),
+                "weighted delayed free": (3, 4, 5),
+                "ember free": (3, 4, 5),
+                "ember zero sum": (3, 4, 5),
+            },
+            **{"model.tied": False},
+            **_steps(2400),
+        )
+    },
+    "table_rules": _rules(
+        {"adafactor free": (3, 5, 7), "balanced free": (3, 5, 7)}, **_steps(2400)
+    ),
     "warmup": _warmup(),
     "switching": {
         name: Entry(ADAMW, variant=_variant("switching", name))
@@ -472,7 +545,11 @@ ON_A_GPU = ("10M",)
 
 UNFINISHED = (
     "10M",
-    *(name for name in QUESTIONS if name.startswith(("batch_", "betas", "peers"))),
+    *(
+        name
+        for name in QUESTIONS
+        if name.startswith(("batch_", "betas", "one_pass", "peers", "table_", "zero_"))
+    ),
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",

@@ -54,7 +54,7 @@ class ParamGroups(list[Group]):
         super().__init__(groups)
         self.frozen = frozen
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """A row for each parameter, and the total."""
         rows = [("parameter", "shape", "group", "state saved")]
         total = 0

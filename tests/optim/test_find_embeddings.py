@@ -2,16 +2,24 @@
 
 import collections
 import contextlib
+import re
 import types
 import warnings
 
 import hand_written_models
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import which_tables
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
 from token_models import (
@@ -640,6 +648,29 @@ def test_an_empty_list_of_embeddings_couples_nothing():
 def test_a_hand_written_matrix_named_outright_needs_its_dimension():
     with pytest.raises(ValueError, match=r"which dimension of 'W_U' \[16, 40\].*\{'W_U': 0\}"):
         embedding_parameters(Transposed(), tables="W_U")
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, lambda: HandWritten(tied=False)])
+@pytest.mark.parametrize("wrapper", ["compile", "DDP", "FSDP2", "checkpointed"])
+def test_wrapped_models(build, wrapper):
+    """The same matrices, without a word, whatever wraps the model."""
+    expected = {*embedding_parameters(build())}
+    model = build()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        if wrapper == "compile":
+            model = torch.compile(model)
+        elif wrapper == "DDP":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif wrapper == "FSDP2":
+            model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        else:
+            apply_activation_checkpointing(model)
+        found = {*embedding_parameters(model)}
+    finally:
+        dist.destroy_process_group()
+    wrappers = r"_orig_mod\.|^module\.|_checkpoint_wrapped_module\."
+    assert {re.sub(wrappers, "", name) for name in found} == expected
 
 
 def test_frozen_parameters_are_left_out():

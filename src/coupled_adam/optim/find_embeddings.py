@@ -65,30 +65,29 @@ class ModelMatrix:
         return f"{self.name!r} {list(self.parameter.shape)}"
 
     @property
+    def kinds(self) -> set[str]:
+        """The kinds of its holders: "table", "linear", "layer" (of torch) or "hand-written"."""
+        return {_kind(module) for module in self.holders}
+
+    @property
     def is_table(self) -> bool:
         """Whether an ``nn.Embedding`` holds it."""
-        return any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in self.holders)
+        return "table" in self.kinds
 
     @property
     def is_linear(self) -> bool:
         """Whether an ``nn.Linear`` holds it."""
-        return any(isinstance(m, nn.Linear) for m in self.holders)
+        return "linear" in self.kinds
 
     @property
     def is_hand_written(self) -> bool:
         """Whether no layer of torch holds it."""
-        no_layers = (nn.Module.__module__, nn.ModuleDict.__module__)
-        origins = [type(m).__module__ for m in self.holders]
-        return all(o in no_layers or not o.startswith("torch.nn.") for o in origins) and not (
-            self.is_table or self.is_linear
-        )
+        return self.kinds == {"hand-written"}
 
     @property
     def is_tied(self) -> bool:
         """Whether a table shares it with a module of another kind, as with a head."""
-        return self.is_table and not all(
-            isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in self.holders
-        )
+        return self.is_table and len(self.kinds) > 1
 
     @property
     def is_head(self) -> bool:
@@ -109,13 +108,26 @@ class ModelMatrix:
 
         Magnitudes [V, 1], as ``weight_norm`` has them, embed nothing.
         """
-        own = [type(m).__name__ for m in self.holders if not type(m).__module__.startswith("torch")]
-        near = [*own, *_without_wrappers(self.name).split(".")[-3:]]
-        return 1 not in self.parameter.shape and not any(
-            _NO_TOKENS.fullmatch(word.lower().removesuffix("s")) or _NO_TOKENS.fullmatch(word)
-            for name in near
-            for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", name)
-        )
+        classes = [type(m).__name__ for m in self.holders if _kind(m) != "layer"]
+        names = [*classes, *_without_wrappers(self.name).split(".")[-3:]]
+        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", " ".join(names))
+        return 1 not in self.parameter.shape and not any(map(_is_of_no_tokens, words))
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "table"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    origin = type(module).__module__
+    no_layers = (nn.Module.__module__, nn.ModuleDict.__module__)
+    of_torch = origin.startswith("torch.nn.") and origin not in no_layers
+    return "layer" if of_torch else "hand-written"
+
+
+def _is_of_no_tokens(word: str) -> bool:
+    word = word.lower()
+    return any(_NO_TOKENS.fullmatch(form) for form in (word, word.removesuffix("s")))
 
 
 def embedding_parameters(

@@ -206,7 +206,7 @@ def find_embeddings(
             f"couple={couple!r} cannot be combined with tables=, which already names the matrices "
             "to couple: leave one of the two out"
         )
-    given = _given_sizes(vocab_size)
+    given = given_sizes(vocab_size)
     matrices = _matrices_of(model)
     if tables is not None:
         coupled = _named_outright(model, matrices, tables, given or _configured_sizes(model))
@@ -284,7 +284,12 @@ def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
                     m.in_block = True
 
 
-def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+def given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+    """The sizes in ``vocab_size``; none for None.
+
+    Raises:
+        ValueError: if one is no positive integer.
+    """
     if vocab_size is None:
         return set()
     try:
@@ -577,7 +582,7 @@ def matrices_of_size(
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
     _mark_blocks(matrices)
     vocab_dims: dict[Tensor, int] = {}
-    for n in sorted(_given_sizes(vocab_size)):
+    for n in sorted(given_sizes(vocab_size)):
         fitting = [m for m in matrices if n in m.parameter.shape]
         if not fitting:
             largest = sorted(matrices, key=lambda m: -max(m.parameter.shape))

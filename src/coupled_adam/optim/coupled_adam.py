@@ -18,8 +18,8 @@ from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple
 from coupled_adam.optim.state import fit_state
 from coupled_adam.optim.update import Pending, update
 
-UncoupledGroup = tuple[dict[str, Any], tuple[list[Tensor], ...], bool]
-"""A param group, its tensors in the order of torch's ``adam``, and whether any is complex."""
+Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+"""The tensors of a param group, in the order of torch's ``adam``."""
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -301,15 +301,15 @@ class CoupledAdam(torch.optim.Adam):
                 _unscale(p, unscale)
         return loss
 
-    def _collect(self) -> tuple[list[CoupledMatrix], list[UncoupledGroup]]:
-        """Return the coupled matrices, and the uncoupled groups.
+    def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:
+        """Return the coupled matrices; and the other groups, and whether a tensor is complex.
 
         All errors of coupled groups are raised here, before anything is changed.
         """
         coupled: list[CoupledMatrix] = []
-        uncoupled: list[UncoupledGroup] = []
+        uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
         for group in self.param_groups:
-            tensors: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
+            tensors: Tensors = ([], [], [], [], [], [])
             without_state = {p for p in group["params"] if not self.state.get(p)}
             has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
@@ -328,11 +328,11 @@ class CoupledAdam(torch.optim.Adam):
     def __getstate__(self) -> dict[str, Any]:
         """The state that pickle and copy use: torch's, complete."""
         self._pending.finish()
-        return super().__getstate__()  # type: ignore[no-any-return]
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._pending = Pending()
 
     def state_dict(self) -> dict[str, Any]:
@@ -530,7 +530,7 @@ def _matrix(
 
 def _step_uncoupled(
     group: dict[str, Any],
-    tensors: tuple[list[Tensor], ...],
+    tensors: Tensors,
     has_complex: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,

@@ -55,7 +55,8 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     if matrix.is_lean:
         return lean(matrix, None if sums is None else sums.weights, scalars)
     assert sums is not None
-    return apply_coupled(matrix, sums, scalars)
+    apply_coupled(matrix, sums, scalars)
+    return None
 
 
 def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:

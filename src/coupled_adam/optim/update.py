@@ -114,12 +114,14 @@ def _lean_pass(stepping: Stepping, pending: Pending) -> None:
 
 def _add_up(matrices: Sequence[CoupledMatrix], all_sums: Sequence[Sums]) -> None:
     """Add up the sums of all ranks: over rows those of columns, over columns those of rows."""
-    vectors = [
-        (sums.columns, matrix.row_ranks) if sums.rows is None else (sums.rows, matrix.column_ranks)
-        for matrix, sums in zip(matrices, all_sums)
-    ]
+    vectors = []
+    for matrix, sums in zip(matrices, all_sums):
+        if sums.columns is not None:
+            vectors.append((sums.columns, matrix.row_ranks))
+        elif sums.rows is not None:
+            vectors.append((sums.rows, matrix.column_ranks))
     for sums, total in zip(all_sums, Reduction(vectors).result()):
-        if sums.rows is None:
+        if sums.columns is not None:
             sums.columns = total
         else:
             sums.rows = total

@@ -69,6 +69,9 @@ def _supported_by_triton(matrix: CoupledMatrix) -> bool:
     if not (param.is_cuda or param.is_xpu):
         return False
     tensors = [*matrix.matrices, *matrix.vectors]
+    # LEAN needs whole rows in one program.
+    if matrix.is_lean and param.shape[1] > _WIDEST:
+        return False
     return (
         param.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and all(is_plain_memory(x) and x.device == param.device for x in tensors)
@@ -76,6 +79,7 @@ def _supported_by_triton(matrix: CoupledMatrix) -> bool:
     )
 
 
+_WIDEST = 8192  # features that a program of the Triton kernel can hold
 _works: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 

@@ -26,13 +26,8 @@ def check_group(group: Group) -> None:
             check_not_tensor_parallel(p, group["vocab_dim"], describe(group, index))
 
 
-def check_options(group: Group, read_tensors: bool = True) -> None:
-    """Raise ValueError for options out of range.
-
-    Args:
-        group: the param group.
-        read_tensors: whether to wait for the values of tensors on a device.
-    """
+def check_options(group: Group) -> None:
+    """Raise ValueError for options out of range."""
     for name in ("coupled", "zero_sum", "stochastic_rounding"):
         if not isinstance(group[name], bool):
             raise ValueError(f"Invalid {name}: {group[name]!r} (True or False)")
@@ -57,20 +52,20 @@ def check_options(group: Group, read_tensors: bool = True) -> None:
             "stochastic_rounding=True is not differentiable: construct the optimizer with "
             "differentiable=False"
         )
-    if group["amsgrad"] and group["row_exponent"] != 0:
+    if group["amsgrad"] and (group["row_exponent"] != 0 or group["zero_sum"]):
         raise ValueError(
-            f"row_exponent={group['row_exponent']} is not defined with amsgrad=True, whose running "
-            "maximum is taken of the shared moment only: set one of them to its default"
+            "amsgrad=True is not defined with row_exponent or zero_sum: construct with "
+            "amsgrad=False, or leave these two out"
         )
     # torch checks these only for the constructor's arguments, not for those of a group.
     if not group["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {group['eps']}")
     if not group["weight_decay"] >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
-    if (read_tensors or not isinstance(group["lr"], Tensor)) and not group["lr"] >= 0.0:
+    if not group["lr"] >= 0.0:
         raise ValueError(f"Invalid learning rate: {group['lr']}")
     for index, beta in enumerate(group["betas"]):
-        if (read_tensors or not isinstance(beta, Tensor)) and not 0.0 <= beta < 1.0:
+        if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 

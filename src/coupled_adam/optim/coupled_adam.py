@@ -11,7 +11,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim.checks import check_group, check_options, check_parameter
+from coupled_adam.optim.checks import check_group, check_parameter
 from coupled_adam.optim.conversion import from_adam, without_shards
 from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
 from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
@@ -254,7 +254,6 @@ class CoupledAdam(torch.optim.Adam):
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
             return has_complex
-        check_options(group)
         for index, p in enumerate(group["params"]):
             if p.grad is None:
                 continue

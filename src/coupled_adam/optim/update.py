@@ -105,8 +105,10 @@ def _lean_pass(stepping: Stepping, pending: Pending) -> None:
             squares = reference.scaled(sums.rows, scalars.factor)
             sums.weights = reference.update_rows(matrix, squares, scalars)
         total = matrix.kernel.apply(matrix, sums, scalars)
-        if total is not None:
+        if total is not None and matrix.row_ranks:
             waiting.append((matrix, total))
+        elif total is not None:
+            reference.finish(matrix, total)
     if waiting:
         reduction = Reduction([(total, matrix.row_ranks) for matrix, total in waiting])
         pending.add([matrix for matrix, _ in waiting], reduction)

@@ -85,7 +85,7 @@ class CoupledAdamOracle:
             updates[i] = rates * weights[i] * self.m[i] / (1 - self.beta1**self.t)
             self.embeddings[i] -= updates[i] - (self.d if self.zero_sum and weights[i] else 0)
         self.average(g, weights)
-        self.largest_update = np.abs(updates).max()
+        self.largest_update = max(np.abs(updates).max(), np.abs(self.d).max())
         if weights.any():
             self.d = updates.sum(axis=0) / np.count_nonzero(weights)
 

@@ -21,7 +21,7 @@ DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.flo
 ROWS = (1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 127, 129, 509, 1000)
 COLUMNS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 100, 128, 255, 1031)
 LAYOUTS = ("contiguous", "contiguous", "transposed", "columns of more", "every other row")
-BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.9, 0.0), (0.05, 0.75))
+BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.9, 0.3), (0.05, 0.75))
 
 
 def tolerance(dtype):
@@ -202,8 +202,8 @@ def assert_as_oracle(c, group, p, state, oracle, is_stepped):
     for name, tensor in {**state, "param": p}.items():
         values = {**expected, "param": oracle.embeddings}[name]
         scale, dtype = np.abs(values).max(), p.dtype if has_penalty else tensor.dtype
-        if name == "mean_update" and is_stepped:
-            # The sum, in which much cancels, of what is stored as the moment.
+        if name in ("mean_update", "param"):
+            # Sums, in which much may cancel, of what is stored as the moment.
             scale, dtype = max(scale, oracle.largest_update), p.dtype
         most = tolerance(dtype) * scale
         error = np.abs(in_rows(tensor, group) - values).max()

@@ -309,7 +309,9 @@ class CoupledAdam(torch.optim.Adam):
         uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
         for group in self.param_groups:
             tensors: Tensors = ([], [], [], [], [], [])
-            without_state = {p for p in group["params"] if not self.state.get(p)}
+            without_state = {
+                p for p in group["params"] if group["coupled"] and not self.state.get(p)
+            }
             has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
                 uncoupled.append((group, tensors, has_complex))

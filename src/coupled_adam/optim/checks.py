@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
+from coupled_adam.optim.find_embeddings import check_not_tensor_parallel
 
 Group = dict[str, Any]
 

@@ -21,8 +21,9 @@ from coupled_adam.optim.param_groups import (
     arriving,
     couple_by_size,
     param_groups,
+    warn_of_lost_options,
 )
-from coupled_adam.optim.state import fit_state
+from coupled_adam.optim.state import fit_state, is_lean
 from coupled_adam.optim.update import Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -233,6 +234,8 @@ class CoupledAdam(torch.optim.Adam):
                     apply_lr_factor(group, self.defaults["lr"])
                 super().add_param_group(group)
                 check_group(self.param_groups[-1])
+                if is_lean(self.param_groups[-1]) and not isinstance(group["betas"][0], Tensor):
+                    group["initial_beta1"] = group["betas"][0]
         except Exception:
             del self.param_groups[before:]
             raise
@@ -316,6 +319,7 @@ class CoupledAdam(torch.optim.Adam):
         unscale = None if grad_scale is None else 1 / grad_scale
 
         self._pending.finish()
+        warn_of_lost_options(self.param_groups)
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:

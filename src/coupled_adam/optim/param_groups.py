@@ -311,7 +311,35 @@ def apply_lr_factor(group: Group, lr: float | Tensor) -> None:
             f"a param group has both lr={group['lr']} and lr_factor={group['lr_factor']}: leave "
             "one of the two out"
         )
-    group["lr"] = group.pop("lr_factor") * lr
+    group["initial_lr_factor"] = group.pop("lr_factor")
+    group["lr"] = group["initial_lr_factor"] * lr
+
+
+def warn_of_lost_options(groups: list[Group]) -> None:
+    """Warn once if a scheduler or a loop has undone what a coupled group was built with.
+
+    Those that set one learning rate for all groups remove a group's factor, and those that cycle
+    momentum give one to groups that were built without.
+    """
+    for group in groups:
+        factor, lr = group.get("initial_lr_factor", 1.0), group["lr"]
+        if factor != 1 and not isinstance(lr, Tensor) and lr != 0:
+            others = [other["lr"] for other in groups if not other["coupled"]]
+            if any(not isinstance(other, Tensor) and other == lr for other in others):
+                del group["initial_lr_factor"]
+                warn(
+                    f"the coupled group was built with {factor:g} times the learning rate of the "
+                    f"others, but now has theirs, {lr:g}. A loop should set group['lr'] = "
+                    f"group['initial_lr'] * factor, and OneCycleLR takes a list: "
+                    "max_lr=[max_lr * group['lr'] / lr for group in optimizer.param_groups]"
+                )
+        beta1 = group["betas"][0]
+        if group.get("initial_beta1") == 0 and not isinstance(beta1, Tensor) and beta1 != 0:
+            del group["initial_beta1"]
+            warn(
+                f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
+                "which brings back a matrix of state: pass cycle_momentum=False to the scheduler"
+            )
 
 
 def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) -> list[Group]:

@@ -166,7 +166,7 @@ class CoupledAdam(torch.optim.Adam):
             if isinstance(params, torch.nn.Module):
                 groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
                 vocab_size = None
-        self._pending = Pending()
+        self._pending, self._warned = Pending(), set[str]()
         if isinstance(groups, ParamGroups):
             self._frozen = groups.frozen
         self._coupling_defaults = {
@@ -319,7 +319,7 @@ class CoupledAdam(torch.optim.Adam):
         unscale = None if grad_scale is None else 1 / grad_scale
 
         self._pending.finish()
-        warn_of_lost_options(self.param_groups)
+        warn_of_lost_options(self.param_groups, self._warned)
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
@@ -364,7 +364,7 @@ class CoupledAdam(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pending = Pending()
+        self._pending, self._warned = Pending(), set[str]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch.

@@ -315,31 +315,36 @@ def apply_lr_factor(group: Group, lr: float | Tensor) -> None:
     group["lr"] = group["initial_lr_factor"] * lr
 
 
-def warn_of_lost_options(groups: list[Group]) -> None:
-    """Warn once if a scheduler or a loop has undone what a coupled group was built with.
+def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
+    """Warn if a scheduler or a loop has undone what a coupled group was built with.
 
     Those that set one learning rate for all groups remove a group's factor, and those that cycle
     momentum give one to groups that were built without.
+
+    Args:
+        groups: an optimizer's param groups.
+        warned: what the optimizer has warned of, which is not said again.
     """
     for group in groups:
-        factor, lr = group.get("initial_lr_factor", 1.0), group["lr"]
-        if factor != 1 and not isinstance(lr, Tensor) and lr != 0:
+        factor, lr, beta1 = group.get("initial_lr_factor", 1), group["lr"], group["betas"][0]
+        if factor != 1 and "lr" not in warned and not isinstance(lr, Tensor) and lr != 0:
             others = [other["lr"] for other in groups if not other["coupled"]]
             if any(not isinstance(other, Tensor) and other == lr for other in others):
-                del group["initial_lr_factor"]
+                warned.add("lr")
                 warn(
                     f"the coupled group was built with {factor:g} times the learning rate of the "
-                    f"others, but now has theirs, {lr:g}. A loop should set group['lr'] = "
-                    f"group['initial_lr'] * factor, and OneCycleLR takes a list: "
-                    "max_lr=[max_lr * group['lr'] / lr for group in optimizer.param_groups]"
+                    f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
+                    "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
+                    "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
                 )
-        beta1 = group["betas"][0]
-        if group.get("initial_beta1") == 0 and not isinstance(beta1, Tensor) and beta1 != 0:
-            del group["initial_beta1"]
-            warn(
-                f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
-                "which brings back a matrix of state: pass cycle_momentum=False to the scheduler"
-            )
+        if group.get("initial_beta1") == 0 and "betas" not in warned:
+            if not isinstance(beta1, Tensor) and beta1 != 0:
+                warned.add("betas")
+                warn(
+                    f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
+                    "which brings back a matrix of state: pass cycle_momentum=False to the "
+                    "scheduler"
+                )
 
 
 def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) -> list[Group]:

@@ -337,14 +337,13 @@ def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
                     "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
                     "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
                 )
-        if group.get("initial_beta1") == 0 and "betas" not in warned:
-            if not isinstance(beta1, Tensor) and beta1 != 0:
-                warned.add("betas")
-                warn(
-                    f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
-                    "which brings back a matrix of state: pass cycle_momentum=False to the "
-                    "scheduler"
-                )
+        begins = group.get("initial_beta1") == 0 and not isinstance(beta1, Tensor) and beta1 != 0
+        if begins and "betas" not in warned:
+            warned.add("betas")
+            warn(
+                f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
+                "which brings back a matrix of state: pass cycle_momentum=False to the scheduler"
+            )
 
 
 def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) -> list[Group]:

@@ -30,7 +30,6 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from safetensors.torch import save, save_file
 
 import coupled_adam
@@ -39,27 +38,17 @@ from coupled_adam.embeddings.analysis import Source, analyze_model
 from coupled_adam.embeddings.analysis_tables import analyses_csv, analyses_json
 from coupled_adam.embeddings.similarity import _FORMATS
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.evaluate import evaluate_run
-from coupled_adam.lab.recipe import (
-    load_recipe,
-    override,
-    parse_overrides,
-    parse_recipe,
-    recipe_names,
-)
-from coupled_adam.lab.reporting.reading import read_runs
-from coupled_adam.lab.reporting.report import report
-from coupled_adam.text.documents import open_documents
-from coupled_adam.text.source import Data
-from coupled_adam.text.token_files import Tokens, find_token_files
-from lab.test_reporting import make_run
+from coupled_adam.lab.data.source import open_source
+from coupled_adam.lab.recipe import load_recipe, parse_recipe, recipe_names
+from coupled_adam.lab.sections import Data
+from coupled_adam.text.documents import documents
+from coupled_adam.text.token_files import Tokens
 
 EXAMPLES = 0.5 * settings.default.max_examples
 EXAMPLES = float(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", EXAMPLES))
 HEADROOM = 2**31  # bytes of memory that a reader may take, besides what the process has
 SECONDS = 60  # for one input
 SECRET = "secret-of-another"  # a folder that no reader is given
-SMALL = load_recipe("tiny")
 
 pytestmark = pytest.mark.fuzz
 
@@ -247,40 +236,6 @@ def test_recipes(text):
         check_recipe(parse_recipe(text, "the source"))
 
 
-@fuzz(RECIPES | st.binary(), share=0.5)
-def test_recipe_files(folder, content):
-    path = folder / "recipe.yaml"
-    data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
-    path.write_bytes(b"extends: tiny\n" + data)
-    with reading(path, UsageError):
-        check_recipe(load_recipe(str(path)))
-
-
-def keys(value, prefix=""):
-    for key, inner in value.items():
-        yield prefix + key
-        if isinstance(inner, dict):
-            yield from keys(inner, f"{prefix}{key}.")
-
-
-KEYS = st.sampled_from(list(keys(SMALL.to_dict()))) | st.text(max_size=5)
-
-
-@fuzz(
-    st.lists(
-        st.tuples(
-            st.lists(KEYS, min_size=1, max_size=2).map(".".join),
-            ODD.map(lambda v: yaml.safe_dump(v).removesuffix("...\n")) | st.text(max_size=20),
-        ).map("=".join)
-        | st.text(max_size=10),
-        max_size=3,
-    )
-)
-def test_overrides(arguments):
-    with reading("", UsageError):
-        check_recipe(override(SMALL, parse_overrides(arguments)))
-
-
 def token_bytes(header, tail):
     return np.array(header, "<i8").astype("<i4").tobytes() + tail
 
@@ -299,7 +254,7 @@ TOKEN_FILES = st.binary(max_size=64) | st.builds(
 @fuzz(
     TOKEN_FILES,
     TOKEN_FILES,
-    st.sampled_from([None, "uint16", "uint32"]),
+    st.sampled_from([None, "uint16", "uint32", "int64"]),
     st.none() | st.integers(1, 50),
 )
 def test_token_files(folder, train, valid, dtype, limit):
@@ -309,7 +264,7 @@ def test_token_files(folder, train, valid, dtype, limit):
     (place / "val.bin").write_bytes(valid)
     with reading(place, UsageError):
         data = Data(tokens=str(place), token_dtype=dtype, max_tokens=limit)
-        for split, files in find_token_files(data, 300).items():
+        for split, files in open_source(data, 300).files.items():
             tokens = Tokens(files, place)
             assert len(tokens[:]) == len(tokens) <= len(train if split == "train" else valid) // 2
 
@@ -495,88 +450,6 @@ def test_model_folders(folder, config, index, whole):
         )
 
 
-@pytest.fixture(scope="module")
-def runs(folder):
-    """A comparison of seconds, and the content of its files."""
-    small = override(SMALL, {"model.vocab_size": 300, "model.n_embd": 8, "model.n_layer": 1})
-    for arm, loss in (("adamw", 3.0), ("coupled_adam", 2.5)):
-        make_run(folder / "runs", small, arm, 1, loss)
-    paths = [path for path in (folder / "runs").rglob("*") if path.is_file()]
-    return {path: path.read_bytes() for path in sorted(paths)}
-
-
-@st.composite
-def damaged(draw, files):
-    """A file of the first run, and what it is to hold."""
-    run = next(iter(files)).parent
-    names = ("config.yaml", "evaluation.json", "metrics.jsonl", "environment.json")
-    name = draw(st.sampled_from(names) | st.sampled_from(sorted(map(str, files))))
-    path = run / name
-    whole = files[path]
-    content = mutated(whole)
-    if path.suffix in (".json", ".yaml"):
-        content |= changed(yaml.safe_load(whole)).map(as_json)
-    elif path.suffix == ".jsonl":
-        lines = [json.loads(line) for line in whole.splitlines()]
-        content |= changed(lines).map(
-            lambda v: b"\n".join(map(as_json, v if isinstance(v, list) else [v]))
-        )
-    elif path.suffix == ".npy":
-        numbers = st.lists(st.floats() | st.integers(-5, 2**62), min_size=1, max_size=4)
-        content |= numbers.map(lambda v: npy(np.resize(np.array(v), 300)))
-    return path, draw(content)
-
-
-@contextlib.contextmanager
-def holding(files, path, content):
-    path.write_bytes(content)
-    try:
-        yield
-    finally:
-        path.write_bytes(files[path])
-
-
-@fuzz(st.data(), share=0.2)
-def test_run_folders(folder, runs, data):
-    path, content = data.draw(damaged(runs))
-    with holding(runs, path, content), reading(folder / "runs", UsageError):
-        finished, left_out = read_runs([folder / "runs"])
-        assert len(finished) + len(left_out) in (1, 2)
-        for run in finished:
-            assert run.parameters >= 0
-            assert run.label
-            for array in (run.embeddings(), run.probabilities(), *run.second_moments().values()):
-                assert np.isfinite(array).all()
-
-
-@pytest.mark.pixels
-@fuzz(st.data(), share=0.005)
-def test_reports(folder, runs, data):
-    """Of all that can be read: the whole report can be made."""
-    path, content = data.draw(damaged(runs))
-    out = folder / "report"
-    with holding(runs, path, content), reading(folder / "runs", UsageError):
-        table = report([folder / "runs"], out)
-        Console(file=io.StringIO()).print(table)
-        page = (out / "index.html").read_text()
-        assert "<script" not in page
-        json.loads((out / "results.json").read_text())
-    assert {p.name for p in folder.parent.iterdir()} == {"read", SECRET}
-
-
-@fuzz(st.data(), share=0.1)
-def test_evaluations(folder, runs, data):
-    path = next(path for path in runs if path.name == "evaluation.json")
-    whole = {**json.loads(runs[path]), "test_batches": None}
-    content = data.draw(mixed(whole))
-
-    def corpus():
-        raise UsageError(f"{path}: the test loss is gone")
-
-    with holding(runs, path, content), reading(path.parent, UsageError):
-        assert "test_loss" in evaluate_run(path.parent, corpus)
-
-
 ROWS = "".join(json.dumps({"text": f"row {i}", "id": i}) + "\n" for i in range(5)).encode()
 
 
@@ -593,9 +466,9 @@ def test_documents(folder, case):
     path = folder / name
     path.write_bytes(content)
     with reading(path, UsageError):
-        documents = list(open_documents(Data(text=str(path))).readers["train"]())
-        assert documents
-        assert all(document.strip() for document in documents)
+        found = [*documents(path)]
+        assert found
+        assert all(document.strip() for document in found)
 
 
 def test_nothing_in_the_source_executes_data():

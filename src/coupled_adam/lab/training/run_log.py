@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.measures import logged
-from coupled_adam.files import make_folder
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
@@ -105,7 +104,7 @@ class RunLog(pl.Callback):
         correction = 1 - betas[1] ** trainer.global_step
         values = moment.double().mean(1).cpu().numpy() / correction
         path = self.run.folder / SECOND_MOMENTS / f"{step_name(trainer.global_step)}.npy"
-        make_folder(path.parent)
+        path.parent.mkdir(exist_ok=True)
         save_array(path, values)
 
 

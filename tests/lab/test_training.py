@@ -255,10 +255,19 @@ def test_processes_and_accumulation_may_change_on_resume(lab):
     close(whole, lab.weights("cut"), 1e-10)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(lab):
-    stderr = lab.run("run", "--arm", "adamw", "training.lr=1e30", code=1)
+@pytest.mark.parametrize(
+    ("arm", "lr", "problem"),
+    [
+        ("adamw", "1e30", "is nan"),  # the loss, or the norm of the gradient
+        ("adamw", "1e39", "the update is too large"),  # beyond float32
+        ("coupled_adam", "3e37", "the output embeddings are not finite"),
+    ],
+)
+def test_what_is_not_finite_stops_the_run(lab, arm, lr, problem):
+    arguments = ["--arm", arm, f"training.lr={lr}", "training.evaluate_every=1"]
+    stderr = lab.run("run", *arguments, "training.warmup=1", code=1)
     (line,) = [line for line in stderr.splitlines() if line.startswith("coupled-adam: error:")]
-    assert " at step " in line
+    assert f"{problem} at step " in line or f"{problem} (" in line
     assert "the last checkpoint is kept" in line
     assert not (lab.folder / "run" / "model").exists()
 

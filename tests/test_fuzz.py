@@ -30,7 +30,6 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from safetensors.torch import save, save_file
 
 import coupled_adam
@@ -39,7 +38,6 @@ from coupled_adam.embeddings.analysis import Source, analyze_model
 from coupled_adam.embeddings.analysis_tables import analyses_csv, analyses_json
 from coupled_adam.embeddings.similarity import _FORMATS
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import (
     load_recipe,
     override,
@@ -47,12 +45,9 @@ from coupled_adam.lab.recipe import (
     parse_recipe,
     recipe_names,
 )
-from coupled_adam.lab.reporting.reading import read_runs
-from coupled_adam.lab.reporting.report import report
 from coupled_adam.text.documents import open_documents
 from coupled_adam.text.source import Data
 from coupled_adam.text.token_files import Tokens, find_token_files
-from lab.test_reporting import make_run
 
 EXAMPLES = 0.5 * settings.default.max_examples
 EXAMPLES = float(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", EXAMPLES))
@@ -493,88 +488,6 @@ def test_model_folders(folder, config, index, whole):
         assert not any(
             line.startswith(("=", "+", "@")) for line in analyses_csv(analyses).split(",")
         )
-
-
-@pytest.fixture(scope="module")
-def runs(folder):
-    """A comparison of seconds, and the content of its files."""
-    small = override(SMALL, {"model.vocab_size": 300, "model.n_embd": 8, "model.n_layer": 1})
-    for arm, loss in (("adamw", 3.0), ("coupled_adam", 2.5)):
-        make_run(folder / "runs", small, arm, 1, loss)
-    paths = [path for path in (folder / "runs").rglob("*") if path.is_file()]
-    return {path: path.read_bytes() for path in sorted(paths)}
-
-
-@st.composite
-def damaged(draw, files):
-    """A file of the first run, and what it is to hold."""
-    run = next(iter(files)).parent
-    names = ("config.yaml", "evaluation.json", "metrics.jsonl", "environment.json")
-    name = draw(st.sampled_from(names) | st.sampled_from(sorted(map(str, files))))
-    path = run / name
-    whole = files[path]
-    content = mutated(whole)
-    if path.suffix in (".json", ".yaml"):
-        content |= changed(yaml.safe_load(whole)).map(as_json)
-    elif path.suffix == ".jsonl":
-        lines = [json.loads(line) for line in whole.splitlines()]
-        content |= changed(lines).map(
-            lambda v: b"\n".join(map(as_json, v if isinstance(v, list) else [v]))
-        )
-    elif path.suffix == ".npy":
-        numbers = st.lists(st.floats() | st.integers(-5, 2**62), min_size=1, max_size=4)
-        content |= numbers.map(lambda v: npy(np.resize(np.array(v), 300)))
-    return path, draw(content)
-
-
-@contextlib.contextmanager
-def holding(files, path, content):
-    path.write_bytes(content)
-    try:
-        yield
-    finally:
-        path.write_bytes(files[path])
-
-
-@fuzz(st.data(), share=0.2)
-def test_run_folders(folder, runs, data):
-    path, content = data.draw(damaged(runs))
-    with holding(runs, path, content), reading(folder / "runs", UsageError):
-        finished, left_out = read_runs([folder / "runs"])
-        assert len(finished) + len(left_out) in (1, 2)
-        for run in finished:
-            assert run.parameters >= 0
-            assert run.label
-            for array in (run.embeddings(), run.probabilities(), *run.second_moments().values()):
-                assert np.isfinite(array).all()
-
-
-@pytest.mark.pixels
-@fuzz(st.data(), share=0.005)
-def test_reports(folder, runs, data):
-    """Of all that can be read: the whole report can be made."""
-    path, content = data.draw(damaged(runs))
-    out = folder / "report"
-    with holding(runs, path, content), reading(folder / "runs", UsageError):
-        table = report([folder / "runs"], out)
-        Console(file=io.StringIO()).print(table)
-        page = (out / "index.html").read_text()
-        assert "<script" not in page
-        json.loads((out / "results.json").read_text())
-    assert {p.name for p in folder.parent.iterdir()} == {"read", SECRET}
-
-
-@fuzz(st.data(), share=0.1)
-def test_evaluations(folder, runs, data):
-    path = next(path for path in runs if path.name == "evaluation.json")
-    whole = {**json.loads(runs[path]), "test_batches": None}
-    content = data.draw(mixed(whole))
-
-    def corpus():
-        raise UsageError(f"{path}: the test loss is gone")
-
-    with holding(runs, path, content), reading(path.parent, UsageError):
-        assert "test_loss" in evaluate_run(path.parent, corpus)
 
 
 ROWS = "".join(json.dumps({"text": f"row {i}", "id": i}) + "\n" for i in range(5)).encode()

@@ -682,24 +682,6 @@ def test_an_error_of_one_rank_before_the_others_know_it(lab):
     assert error(stderr[1]).startswith(said)
 
 
-@pytest.mark.parametrize("fault", ["aside 1", "dissolve 1"])
-def test_killed_while_it_replaces_a_report(lab, fault):
-    """The old report is aside, or the new one is there; later there is one, and nothing else."""
-    lab.run("run", *ARM)
-    out = lab.folder / "report"
-    arguments = ["report", str(lab.folder / "run"), "--out", str(out)]
-    lab.command_line(*arguments, fault="page 2")
-    names = {path.relative_to(out) for path in out.rglob("*") if path.is_file()}
-    lab.command_line(*arguments, fault=fault, code=-signal.SIGKILL)
-    (aside,) = lab.folder.glob(".report.coupled-adam-old")
-    whole = out if fault == "dissolve 1" else aside
-    assert {path.relative_to(whole) for path in whole.rglob("*") if path.is_file()} == names
-    assert out.exists() == (whole == out)
-    lab.command_line(*arguments, fault="page 2")
-    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == names
-    assert not [path for path in lab.folder.iterdir() if "coupled-adam" in path.name]
-
-
 def test_killed_while_it_makes_a_report(lab):
     """The report that was there is as it was; and can be made anew."""
     lab.run("run", *ARM)

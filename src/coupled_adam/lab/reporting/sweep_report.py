@@ -13,12 +13,11 @@ from matplotlib.axes import Axes
 from coupled_adam.lab.grid import Setting, as_text, is_number
 from coupled_adam.lab.models import parameters
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.reporting.finished_run import short
 from coupled_adam.lab.reporting.plots import arm_colors
 from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture, legend, plot_means, single
-from coupled_adam.rendering.tables import Cell, Table, csv_text
+from coupled_adam.rendering.tables import Cell, Table, csv_text, short
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import html
 import io
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from coupled_adam.errors import printable
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _LONGEST_NOTE = 100
+_LONGEST_TITLE = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +30,12 @@ class Cell:
         bold: whether it is better than others, by a test.
         outside: whether it is outside of its healthy range.
         note: small print below it; on pages only.
-        link: where it leads to; on pages only.
     """
 
     text: str
     bold: bool = False
     outside: bool = False
     note: str = ""
-    link: str = ""
 
     @property
     def style(self) -> str:
@@ -116,14 +114,23 @@ class Table:
             title=Text(printable(self.title), "bold") if self.title else None,
             title_justify="left",
         )
-        for index, header in enumerate(self.columns):
-            is_left = index in self.left
-            justify: Literal["left", "right"] = "left" if is_left else "right"
-            table.add_column(Text(printable(header)), justify=justify, no_wrap=not is_left)
-        # A title between rows stands in the first column, which it must not widen.
         rows = [*self.cells()]
-        firsts = [self.columns[0], *(row[0].text for row in rows if not isinstance(row, str))]
-        table.columns[0].max_width = max(1, *map(cell_len, firsts))
+        texts = [[cell.text for cell in row] for row in rows if not isinstance(row, str)]
+        columns = [[header, *cells] for header, *cells in zip(self.columns, *texts)]
+        widths = [max(map(cell_len, column)) for column in columns]
+        words = [max(map(cell_len, " ".join(column).split() or [""])) for column in columns]
+        # In a narrow terminal one column takes several lines, that with the most to save; a title
+        # between rows stands in the first column, which a long one must not widen.
+        broken = max(self.left, key=lambda index: widths[index] - words[index], default=None)
+        for index, header in enumerate(self.columns):
+            table.add_column(
+                Text(printable(header)),
+                justify="left" if index in self.left else "right",
+                overflow="fold",
+                min_width=(words if index == broken else widths)[index],
+                no_wrap=index != broken,
+                max_width=max(widths[0], _LONGEST_TITLE) if index == 0 else None,
+            )
         for number, row in enumerate(rows):
             if not isinstance(row, str):
                 table.add_row(*(Text(printable(cell.text), cell.style) for cell in row))
@@ -131,7 +138,7 @@ class Table:
             if number:
                 table.add_row()
             if row:
-                table.add_row(Text(printable(row), "bold"))
+                table.add_row(Text(printable(row), "bold", no_wrap=False))
         return table
 
     # Other formats
@@ -170,43 +177,11 @@ class Table:
 
     def __html__(self) -> str:
         """The table and its notes as a part of a page; all text is escaped. Jinja calls this."""
+        from coupled_adam.rendering.page import render
 
-        def side(index: int) -> str:
-            return ' class="left"' if index in self.left else ""
-
-        heads = (f"<th{side(i)}>{html.escape(head)}</th>" for i, head in enumerate(self.columns))
-        lines = [f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
-        # A title, or an empty text, sets the next row of cells apart from those before it.
-        apart = ""
-        for row in self.cells():
-            if isinstance(row, str):
-                apart = ' class="first"'
-                if row:
-                    head = f'<th colspan="{len(self.columns)}" class="left">{html.escape(row)}</th>'
-                    lines.append(f"<tr{apart}>{head}</tr>")
-                    apart = ""
-                continue
-            cells = (
-                f'<td{side(i)} data-name="{html.escape(self.columns[i])}">{_html_cell(cell)}</td>'
-                for i, cell in enumerate(row)
-            )
-            lines.append(f"<tr{apart}>{''.join(cells)}</tr>")
-            apart = ""
-        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        notes = "".join(f'<p class="note">{html.escape(note)}</p>\n' for note in self.notes)
-        table = "\n".join([*lines, "</tbody>"])
-        return f'<div class="wide"><table>{caption}{table}</table></div>\n{notes}'
+        return render("table.html", {"table": self}, [])
 
     _repr_html_ = __html__
-
-
-def _html_cell(cell: Cell) -> str:
-    text = html.escape(cell.text)
-    if cell.link:
-        text = f'<a href="{html.escape(cell.link)}">{text}</a>'
-    tag = "b" if cell.bold else "em" if cell.outside else ""
-    text = f"<{tag}>{text}</{tag}>" if tag else text
-    return text + (f"<small>{html.escape(cell.note)}</small>" if cell.note else "")
 
 
 def _markdown_text(text: str) -> str:

@@ -25,7 +25,6 @@ from coupled_adam.lab.reporting.results import (
     runs_csv,
     shown_columns,
     summary_csv,
-    terminal_table,
 )
 from coupled_adam.rendering.tables import Table
 
@@ -86,8 +85,8 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
     notes, sentences = footnotes(rows, bold), conclusion(frame, left_out)
     pictures = draw_all(frame)
-    page_table = results_table(rows, all_columns, seeds=True, notes=notes)
-    paper_table = results_table(rows, columns, notes=notes)
+    page_table = results_table(rows, all_columns, notes, seeds=True)
+    paper_table = results_table(rows, columns, notes)
     results = [
         {"recipe": run.recipe.name, "arm": run.arm, "seed": run.seed, **run.evaluation}
         for run in frame.run
@@ -110,7 +109,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
             path = folder / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-    shown = terminal_table(rows, columns, notes)
+    shown = results_table(rows, columns, notes, titled=True)
     return Report(given / "index.html", sentences, shown, pictures[0].png)
 
 

@@ -1,7 +1,7 @@
 """The table of results, and its CSV files."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +36,11 @@ class Metric:
     p: float | None = None
     p_paired: float | None = None
     bold: bool = False
+
+    @property
+    def cell(self) -> Cell:
+        """What a table shows of it; a page also shows the p of the test."""
+        return Cell(self.text, self.bold, note="" if self.p is None else shown_p(self.p))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,53 +167,41 @@ def footnotes(rows: Sequence[ArmResult], bold: Bold = "adamw") -> list[str]:
 def results_table(
     rows: Sequence[ArmResult],
     columns: Sequence[Measure],
+    notes: Sequence[str],
     *,
-    title: str = "",
-    sizes: bool = True,
+    titled: bool = False,
     seeds: bool = False,
-    notes: Sequence[str] = (),
 ) -> Table:
-    """The table of results, a row for each arm, with or without D, N and the number of seeds."""
-    lead = ["D", "N"] if sizes else []
-    # Experiments of one size are told apart by their names.
-    names = dict.fromkeys(row.run.experiment for row in rows)
-    sized = {(row.run.tokens, row.run.parameters) for row in rows}
-    has_names = len(names) > len(sized)
-    lead += [*(["recipe"] if has_names else []), "Optimizer"]
+    """The table of results, a row for each arm, with the number of seeds if this is asked for.
+
+    If it is titled, the title names the experiments, and D and N where all rows have the same.
+    """
+    names = [*dict.fromkeys(row.run.experiment for row in rows)]
+    sizes = {(row.run.tokens, row.run.parameters) for row in rows}
+    title = ", ".join(names) if titled else ""
+    # The columns before the metrics, and what a row has in them.
+    lead: dict[str, Callable[[Any], str]] = {"Optimizer": lambda run: run.label}
+    if len(names) > len(sizes):  # experiments of one size are told apart by their names
+        lead = {"recipe": lambda run: run.experiment, **lead}
+    if titled and len(sizes) == 1:
+        ((tokens, parameters),) = sizes
+        title += f": D = {short(tokens)} tokens, N = {short(parameters)} parameters"
+        left = range(len(lead))
+    else:
+        size = {"D": lambda run: short(run.tokens), "N": lambda run: short(run.parameters)}
+        lead = size | lead
+        left = range(2, len(lead))
     lines: list[list[str | Cell] | str] = []
-    experiment = rows[0].run.experiment
     for row in rows:
         # An empty line sets experiments apart.
-        if row.run.experiment != experiment:
+        if row.run.experiment != names[0]:
+            names.remove(names[0])
             lines.append("")
-            experiment = row.run.experiment
-        metrics = [row.metrics[column.key] for column in columns]
-        # The p of a metric's test is a note that a page shows.
-        notes_of = ["" if metric.p is None else shown_p(metric.p) for metric in metrics]
-        lines.append(
-            [
-                *([short(row.run.tokens), short(row.run.parameters)] if sizes else []),
-                *([experiment] if has_names else []),
-                row.run.label,
-                *(Cell(m.text, m.bold, note=note) for m, note in zip(metrics, notes_of)),
-                *([str(len(row.runs))] if seeds else []),
-            ]
-        )
+        cells = [row.metrics[column.key].cell for column in columns]
+        number = [str(len(row.runs))] if seeds else []
+        lines.append([*(text(row.run) for text in lead.values()), *cells, *number])
     header = [*lead, *(column.title for column in columns), *(["seeds"] if seeds else [])]
-    return Table(header, lines, title, notes, left=range(2 if sizes else 0, len(lead)))
-
-
-def terminal_table(
-    rows: Sequence[ArmResult], columns: Sequence[Measure], notes: Sequence[str]
-) -> Table:
-    """The table for the terminal; if all rows have the same D and N, its title shows them."""
-    title = ", ".join(dict.fromkeys(row.run.experiment for row in rows))
-    sizes = {(row.run.tokens, row.run.parameters) for row in rows}
-    if len(sizes) == 1:
-        tokens, parameters = map(short, sizes.pop())
-        title += f": D = {tokens} tokens, N = {parameters} parameters"
-        return results_table(rows, columns, title=title, sizes=False, notes=notes)
-    return results_table(rows, columns, title=title, notes=notes)
+    return Table(header, lines, title, notes, left=left)
 
 
 def summary_csv(rows: Sequence[ArmResult], columns: Sequence[Measure]) -> str:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -149,7 +148,7 @@ class SweepReport:
         rows: list[list[str | Cell]] = [
             [
                 self.label(trial.arm),
-                Cell(trial.setting.title, link=quote(trial.setting.name) + "/"),
+                trial.setting.title,
                 Cell(trial.text, bold=trial in self.best),
                 shorthand([*trial.test.values()]) if trial.test else "",
             ]

@@ -210,7 +210,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "direction removed" in shown  # the end of a title, which wraps
+    assert "mean and the top principal direction removed" in " ".join(shown.split())
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
     found = as_json(capsys, *models, "--word-similarity", sets)

@@ -271,7 +271,8 @@ def _spectra(inputs: _Inputs, left: int, on_rows: OnRows) -> _Spectra:
     gram = geometry.gram(inputs.matrix, mean, inputs.keep, on_rows)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
     squares, axes = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
-    return _Spectra(mean, norms, squares, axes, *torch.linalg.eigh(gram), left)
+    centered_squares, centered_axes = torch.linalg.eigh(gram)
+    return _Spectra(mean, norms, squares, axes, centered_squares, centered_axes, left)
 
 
 class _RowNorms:

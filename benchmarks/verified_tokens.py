@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.analysis import Source, analyze_model
-from coupled_adam.embeddings.tokens import find_undertrained, verify_undertrained
+from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
 from coupled_adam.embeddings.vocabulary import read_vocabulary
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus

@@ -14,7 +14,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings.analysis import Source, analyze_model
-from coupled_adam.embeddings.tokens import compare_analyses, find_neighbours, find_undertrained
+from coupled_adam.embeddings.changes import compare_analyses
+from coupled_adam.embeddings.neighbours import find_neighbours
+from coupled_adam.embeddings.undertrained import find_undertrained
 
 SMALL = {"vocab_size": 420, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 WIDE = {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -64,7 +66,7 @@ def test_architectures(architecture, trained, tmp_path):
         near = find_neighbours(analysis, ["#310"]).to_dict()["neighbours"][0]
         assert all(other["id"] in unused for other in near["raw"])
     (same, *_) = compare_analyses(analyses, analyses)
-    assert same.to_dict()["groups"]["old"]["cosine_min"] == pytest.approx(1)
+    assert min(mover["cosine"] for mover in same.to_dict()["movers"]) == pytest.approx(1)
 
 
 def run(capsys, *arguments):
@@ -138,8 +140,7 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours '#999'", "there is no token #999"),
         (f"gpt2 --neighbours '#{'9' * 5000}'", "there is no token #999"),
         ("gpt2 --explore no/page.html", "--explore: there is no folder"),
-        ("gpt2 --layout umap", "--layout is that of the map: add --explore or --parquet"),
-        ("no-model --parquet m --layout umap", "pip install umap-learn"),
+        ("no-model --export m.csv", "--export m.csv must end in .parquet or .tsv"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
         ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),
         ("bare --undertrained --verify", "bare has no tokenizer that can be read"),
@@ -195,8 +196,7 @@ def test_a_model_is_asked_to_repeat(echo, tmp_path, capsys):
     )  # the verdict comes before the indicators, which need a wide window
     assert sentence in page.read_text()
     assert "<th" in page.read_text().partition("Under-trained tokens: gpt2")[2]
-    data = json.loads(explore.read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert "repeated" in data["maps"][0]["columns"]
+    assert "repeated=" in explore.read_text().rpartition("Plotly.newPlot(")[2]
     found = json.loads(run(capsys, *options, "--json"))
     assert sentence in found["diagnosis"][-1]
     named = found["undertrained"]

@@ -15,10 +15,9 @@ from tqdm import tqdm
 
 from coupled_adam.embeddings import similarity
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Mask
+from coupled_adam.embeddings.geometry import Mask, alive_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import PASSES, EmbeddingReport, analyze
-from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line, printable, refused
@@ -79,6 +78,15 @@ class Analysis:
         """Which matrix it is, for JSON."""
         entry = self.embeddings
         return {"model": self.model, "role": entry.role, "tensor": entry.tensor}
+
+    def token(self, row: int) -> dict[str, Any]:
+        """The id, the token and its count, for JSON."""
+        return {
+            "id": row,
+            "token": self.vocabulary.texts[row],
+            "category": str(self.vocabulary.categories[row]),
+            "count": None if self.counts is None else self.counts[row].item(),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON: a description of the matrix, and the report's attributes."""

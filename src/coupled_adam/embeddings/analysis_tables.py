@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
-from coupled_adam.embeddings.tokens import Comparison, Neighbourhood, Undertrainedness
+from coupled_adam.embeddings.neighbours import NeighbourReport
+from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.tables import Cell, Table, csv_text
 
 Row = list[str | Cell]
@@ -130,8 +132,8 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
 
 def analyses_json(
     analyses: Sequence[Analysis],
-    undertrained: Sequence[Undertrainedness] = (),
-    neighbours: Sequence[Neighbourhood] = (),
+    undertrained: Sequence[UndertrainedReport] = (),
+    neighbours: Sequence[NeighbourReport] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.

@@ -5,6 +5,7 @@ is an MPS device, which lacks float64). All functions raise ValueError unless th
 non-empty matrix [V, H] of finite real numbers, and TypeError unless this is a tensor or an array.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,6 +125,55 @@ def mean_embedding(embeddings: Embeddings) -> Array:
 def row_norms(embeddings: Embeddings) -> Array:
     """The norms ||e_i|| of all rows, [V]."""
     return as_array(mean_and_norms(embeddings)[1])
+
+
+def subtract_mean(embeddings: Embeddings) -> Tensor:
+    """Subtract the mean embedding mu from every row of a matrix [V, H].
+
+    The result is a new tensor like the given one; for an array, in float64 on the CPU.
+
+    Raises:
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers.
+    """
+    return all_but_the_top(embeddings, 0)
+
+
+def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> Tensor:
+    """Subtract the mean, then the components along the top principal directions.
+
+    This is Algorithm 1 of Mu & Viswanath (2018), arXiv 1702.01417. By default H / 100 directions,
+    rounded up, are removed, as its authors suggest. The result is as for :func:`subtract_mean`.
+
+    Raises:
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or
+            ``directions`` is not between 0 and H.
+    """
+    check(embeddings)
+    top = top_directions(embeddings.shape[1], directions)
+    mean, _ = mean_and_norms(embeddings)
+    _, vectors = torch.linalg.eigh(gram(embeddings, mean))
+    # The eigenvalues ascend, so that the last vectors are the top directions.
+    vectors = vectors[:, vectors.shape[1] - top :]
+    if isinstance(embeddings, Tensor):
+        result = torch.empty_like(embeddings.detach())
+    else:
+        result = torch.empty(embeddings.shape, dtype=torch.float64)
+    start = 0
+    for block in blocks(embeddings):
+        block = block - mean
+        block -= block @ vectors @ vectors.T
+        result[start : start + len(block)] = block
+        start += len(block)
+    return result
+
+
+def top_directions(hidden_size: int, directions: int | None) -> int:
+    """How many principal directions :func:`all_but_the_top` removes."""
+    if directions is None:
+        return math.ceil(hidden_size / 100)
+    if not 0 <= directions <= hidden_size:
+        raise ValueError(f"directions={directions} must be from 0 to H = {hidden_size}")
+    return directions
 
 
 def mean_and_norms(
@@ -284,6 +334,26 @@ def blocks(
             on_rows(len(block))
     if largest < 1 / _LARGEST and tiny > 0:
         raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
+
+
+def finite_rows(embeddings: Embeddings, on_rows: OnRows = None) -> tuple[Mask, Array]:
+    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
+    norms = np.empty(len(embeddings))
+    for chunk in row_slices(*embeddings.shape):
+        block = as_float64(embeddings[chunk])
+        norms[chunk] = as_array(block.norm(dim=1))
+        if on_rows is not None:
+            on_rows(len(block))
+    finite = np.isfinite(norms)
+    norms[~finite] = np.nan
+    return finite, norms
+
+
+def alive_rows(embeddings: Embeddings) -> Mask:
+    """Which rows are finite and different from zero, [V] booleans."""
+    finite, norms = finite_rows(embeddings)
+    alive: Mask = finite & (norms > 0)
+    return alive
 
 
 def row_slices(rows: int, columns: int) -> Iterator[slice]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.loading import EmbeddingMatrix, is_embedding, load_embeddings
-from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrained_tokens
+from coupled_adam.embeddings.undertrained import PASSES, undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
 from coupled_adam.errors import UsageError, refused
@@ -80,7 +80,7 @@ def dead_rows(
     embeddings: geometry.Embeddings, on_rows: geometry.OnRows = None
 ) -> dict[int, Reason]:
     """The rows that are not finite, or have less than a hundredth of the median norm."""
-    finite, norms = finite_rows(embeddings, on_rows)
+    finite, norms = geometry.finite_rows(embeddings, on_rows)
     limit = _NEARLY_ZERO * np.median(norms[finite]) if finite.any() else 0.0
     # The norm of a row that is not finite is NaN, and above no limit.
     dead = np.flatnonzero(~(norms > limit)).tolist()

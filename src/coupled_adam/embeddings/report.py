@@ -14,15 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.centering import top_directions
 from coupled_adam.embeddings.diagnosis import diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import Array, Mask, OnRows, as_array
+from coupled_adam.embeddings.geometry import (
+    Array,
+    Mask,
+    OnRows,
+    alive_rows,
+    as_array,
+    top_directions,
+)
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
 from coupled_adam.embeddings.partition import Directions, log_partitions
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
-from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS

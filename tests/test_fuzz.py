@@ -35,7 +35,7 @@ from safetensors.torch import save, save_file
 
 import coupled_adam
 from coupled_adam.embeddings import load_embeddings, read_word_similarity
-from coupled_adam.embeddings.analysis import Source, analyze_model
+from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
 from coupled_adam.embeddings.analysis_tables import analyses_csv, analyses_json
 from coupled_adam.embeddings.similarity import _FORMATS
 from coupled_adam.errors import UsageError
@@ -488,7 +488,7 @@ def test_model_folders(folder, config, index, whole):
         (place / "model.safetensors.index.json").write_bytes(index)
     (place / ("model" if whole else "a")).with_suffix(".safetensors").write_bytes(STORED)
     with reading(place, UsageError):
-        analyses = analyze_model(str(place), Source())
+        analyses = analyze_model(str(place), AnalysisInputs())
         json.loads(analyses_json(analyses))
         assert not any(
             line.startswith(("=", "+", "@")) for line in analyses_csv(analyses).split(",")

@@ -230,7 +230,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
 def test_a_grid_of_clouds(tmp_path):
     """A panel for each matrix; those that are left over are empty."""
     np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    analyses = 4 * analysis.analyze_model(str(tmp_path / "matrix.npy"), analysis.Source())
+    analyses = 4 * analysis.analyze_model(str(tmp_path / "matrix.npy"), analysis.AnalysisInputs())
     clouds, *_ = analysis_page.analyses_pictures(analyses)
     assert [ax.axison for ax in clouds.figure.axes] == [True] * 4 + [False] * 2
 
@@ -335,9 +335,9 @@ def test_a_damaged_tokenizer_that_is_not_needed(gpt2, tmp_path, capsys):
 def test_the_revision_is_that_of_the_model_s_own_tokenizer(monkeypatch):
     asked = []
     monkeypatch.setattr(analysis, "load_tokenizer", lambda *given: asked.append(given))
-    for tokenizer in (None, "other/one"):
-        analysis.find_tokenizer("a/b", analysis.Source(revision="v1", tokenizer=tokenizer), True)
-    assert asked == [("a/b", "v1"), ("other/one", None)]
+    analysis.own_tokenizer("a/b", "v1", needed=True)
+    analysis.named_tokenizer("other/one")
+    assert asked == [("a/b", "v1"), ("other/one",)]
 
 
 def test_results_never_replace_what_is_read(tmp_path, capsys):
@@ -378,7 +378,7 @@ def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys)
         tmp_path / "page.html": "exists, and is no earlier result of this command",
         tmp_path / "notes.md": "exists, and is no earlier result of this command",
     }.items():
-        for option in ("--csv", "--html", "--explore", "--parquet"):
+        for option in ("--csv", "--html", "--explore", "--export"):
             code, shown, err = run(capsys, gpt2, option, out)
             assert (code, shown, err.count("\n")) == (2, "", 1), err
             assert f"{option} {out} " in err
@@ -389,7 +389,8 @@ def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys)
         path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()
     }
     # What this command has written, it may write again; what it left when it was killed, goes.
-    results = {"--csv": "a.csv", "--html": "a.html", "--explore": "map.html", "--parquet": "a.pq"}
+    results = {"--csv": "a.csv", "--html": "a.html", "--explore": "map.html"}
+    results["--export"] = "a.parquet"
     arguments = [x for option, name in results.items() for x in (option, tmp_path / name)]
     (tmp_path / f".coupled-adam-{'0' * 16}.tmp").write_text("half")
     for _ in range(2):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from coupled_adam.cli import main
 from coupled_adam.embeddings import load_embeddings, row_norms
-from coupled_adam.embeddings.analysis import Source, analyze_model
+from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
 from coupled_adam.embeddings.explorer import token_frame
 from coupled_adam.embeddings.undertrained import find_undertrained
 from lab.browser import needs_browser
@@ -60,7 +60,7 @@ def test_a_sample_has_no_dead_rows(tmp_path):
     matrix = np.random.default_rng(0).normal(size=(300, 8))
     matrix[5], matrix[7] = 0, np.nan
     np.save(tmp_path / "matrix.npy", matrix)
-    (analysis,) = analyze_model(str(tmp_path / "matrix.npy"), Source())
+    (analysis,) = analyze_model(str(tmp_path / "matrix.npy"), AnalysisInputs())
     frame = token_frame([find_undertrained(analysis)], limit=60)
     assert len(frame) == 60
     assert not {5, 7} & {*frame["id"]}

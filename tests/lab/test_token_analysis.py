@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings.analysis import Source, analyze_model
+from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
 from coupled_adam.embeddings.changes import compare_analyses
 from coupled_adam.embeddings.neighbours import find_neighbours
 from coupled_adam.embeddings.undertrained import find_undertrained
@@ -54,7 +54,7 @@ def test_architectures(architecture, trained, tmp_path):
             tensor[unused] = normalize(drift, dim=0) + 0.01 * tensor[unused]  # short, and all alike
             tensors[name] = tensor
     save_file(tensors, path, {"format": "pt"})
-    analyses = analyze_model(str(tmp_path), Source())
+    analyses = analyze_model(str(tmp_path), AnalysisInputs())
     for analysis in analyses:
         found = find_undertrained(analysis).to_dict()
         assert found["categories"]["none"] == 20

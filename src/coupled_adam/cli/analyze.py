@@ -27,7 +27,7 @@ from coupled_adam.cli.terminal import console, print_table, progress_bar
 from coupled_adam.errors import UsageError, printable
 
 if TYPE_CHECKING:
-    from coupled_adam.embeddings.analysis import Analysis, Source
+    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
     from coupled_adam.embeddings.undertrained import UndertrainedReport
 
 
@@ -36,8 +36,8 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
     """The options of ``coupled-adam analyze``."""
 
     models: list[str] = argument(
-        "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
-        ".safetensors or .npy file",
+        "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a file: "
+        ".safetensors, .npy, .npz, .gguf, or vectors of word2vec, GloVe or fastText",
         metavar="MODEL",
     )
     tensor: str | None = option("the name of the embeddings in the file")
@@ -93,7 +93,7 @@ def run(options: Options) -> None:
     target = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
-    source = analysis.Source(
+    inputs = analysis.AnalysisInputs(
         tensor=options.tensor,
         revision=options.revision,
         tokenizer=options.tokenizer,
@@ -102,11 +102,11 @@ def run(options: Options) -> None:
         tokens=options.tokens or [],
     )
     # A model that cannot be asked is refused before the matrices are measured.
-    folders = _verifiable(options.models, source) if options.verify else {}
+    folders = _verifiable(options.models, inputs) if options.verify else {}
     by_model = [
         analysis.analyze_model(
             model,
-            source,
+            inputs,
             sets=sets,
             exclude=options.exclude,
             directions=options.top,
@@ -173,9 +173,9 @@ def run(options: Options) -> None:
                 print_table(table)
 
 
-def _verifiable(models: Sequence[str], source: Source) -> dict[str, Path]:
+def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path]:
     """The folder of each model; what cannot be prompted is refused before it is measured."""
-    from coupled_adam.embeddings.analysis import find_tokenizer
+    from coupled_adam.embeddings.analysis import own_tokenizer
     from coupled_adam.embeddings.repair import model_folder
 
     folders = {}
@@ -185,8 +185,9 @@ def _verifiable(models: Sequence[str], source: Source) -> dict[str, Path]:
                 f"--verify asks a model, and {model} is a file with a matrix: name the folder of "
                 "its model, or leave out --verify"
             )
-        folders[model] = model_folder(model, source.revision)
-        find_tokenizer(model, source, needed=True)
+        folders[model] = model_folder(model, inputs.revision)
+        if inputs.tokenizer is None:
+            own_tokenizer(model, inputs.revision, needed=True)
     return folders
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.diagnosis import diagnose
+from coupled_adam.embeddings.diagnosis import Advice, diagnose
 from coupled_adam.embeddings.frequency import checked_counts
 from coupled_adam.embeddings.geometry import (
     Array,
@@ -74,12 +74,13 @@ class EmbeddingReport(Measures):
         """Whether the embeddings are healthy, which measures say so, and what to do next."""
         return " ".join(self.sentences())
 
-    def sentences(
-        self, model: str = "MODEL", role: str = "", dead: Sequence[str] = ()
-    ) -> list[str]:
+    def sentences(self, dead: Sequence[str] = (), advice: Advice | None = None) -> list[str]:
         """The diagnosis, sentence by sentence; the arguments are those of :func:`diagnose`."""
-        size = self.vocab_size - self.excluded_rows, self.hidden_size
-        return diagnose(self, self.centered, size, model, role, dead)
+        rows = self.vocab_size - self.excluded_rows
+        seen = max(rows - (self.unseen_tokens or 0), 0)
+        return diagnose(
+            self, self.centered, (rows, self.hidden_size), seen, dead, advice or Advice()
+        )
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""

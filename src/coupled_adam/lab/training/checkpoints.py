@@ -23,7 +23,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coupled_adam import files
-from coupled_adam.embeddings.weights import check_distributed
+from coupled_adam.embeddings.weights import open_distributed
 from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
 from coupled_adam.lab.training.distributed import (
     all_gather,
@@ -222,7 +222,7 @@ class Checkpoints(pl.Callback):
             return f"is damaged ({', '.join(damaged)})"
         try:
             if path.is_dir():  # checksums that come with it do not show who wrote it
-                check_distributed(path)
+                open_distributed(path)
         except ValueError as error:
             return f"cannot be used ({error})"
         return None

@@ -464,7 +464,7 @@ def test_word_similarity_of_the_variants():
         expected = measures.word_similarity(other, sets, int).sets["set"]
         score = part.word_similarity.sets["set"]
         assert score.r == pytest.approx(expected.r, rel=1e-9)
-        assert score.dot == pytest.approx(expected.dot, rel=1e-9)
+        assert score.spearman == pytest.approx(expected.spearman, rel=1e-9)
         assert score.interval == pytest.approx(expected.interval, rel=1e-9)
     assert len({round(p.word_similarity.mean, 6) for p in (report, report.centered)}) == 2
     with pytest.raises(ValueError, match="sets needs token_ids"):
@@ -606,6 +606,56 @@ def test_a_diagnosis_of_few_rows():
     assert "relative mean norm" in measures.analyze(rows + 0.05).diagnosis.partition(":")[2]
     report = measures.analyze(np.eye(2, 40) * 30 + 0.01)
     assert "2 rows cannot use all of 40 directions" in report.diagnosis
+
+
+def frequencies(rows, direction, length):
+    """Rows of Zipf's counts, whose place along the mean and whose length depend on these."""
+    generator = np.random.default_rng(0)
+    counts = np.round(1e6 / np.arange(1, rows + 1)).astype(int)
+    log_p = np.log(counts) - np.log(counts).mean()
+    matrix = generator.normal(size=(rows, 16)) / 16
+    matrix[:, 0] += 1 + direction * log_p
+    norms = np.linalg.norm(matrix, axis=1, keepdims=True)
+    return matrix * (1 + length * log_p[:, None] / norms), counts
+
+
+DRIFTED = "Rare tokens have drifted along the mean"
+AHEAD = "Frequent tokens lie further along the mean than rare ones"
+LONGER = "Rare tokens have longer rows than frequent ones"
+
+
+@pytest.mark.parametrize(
+    ("rows", "direction", "length", "said"),
+    [
+        (3000, -0.2, 0, {DRIFTED, LONGER}),
+        (3000, 0.2, 0, {AHEAD}),
+        (3000, 0, -0.1, {DRIFTED, LONGER}),
+        (3000, 0, 0, set()),  # as at the beginning of a training
+        (8, -0.02, 0, set()),  # a correlation of eight tokens is chance
+    ],
+)
+def test_what_a_diagnosis_says_of_frequency(rows, direction, length, said):
+    """On the right side, if it is more than chance; with the numbers that the table shows."""
+    matrix, counts = frequencies(rows, direction, length)
+    report = measures.analyze(matrix, counts)
+    assert {s for s in (DRIFTED, AHEAD, LONGER) if s in report.diagnosis} == said
+    for sentence, key in (
+        (DRIFTED, "mean_frequency_correlation"),
+        (LONGER, "norm_frequency_correlation"),
+    ):
+        measure = MEASURES[key]
+        shown = f"{measure.label} {measure.text(measure.of(report))}"
+        assert measure.first
+        assert (shown in report.diagnosis) >= (sentence in said)
+
+
+def test_embeddings_are_healthy_although_rho_is_not_the_highest():
+    """A run that is fine has 0.49; nor is a correlation of chance a disease."""
+    matrix, counts = frequencies(3000, 0, 0.02)
+    report = measures.analyze(matrix - matrix.mean(0), counts)
+    assert MEASURES["norm_frequency_correlation"].is_healthy(0.49)
+    assert "norm vs. log frequency" in report.diagnosis
+    assert report.diagnosis.startswith("The embeddings are healthy")
 
 
 def test_each_measure_is_documented():

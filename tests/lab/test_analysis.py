@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
 
 from coupled_adam.cli import main
@@ -406,3 +406,69 @@ def test_a_page_or_table_that_cannot_be_written(option, gpt2, tmp_path, capsys):
     code, out, err = run(capsys, gpt2, option, tmp_path / "missing" / "file")
     assert (code, out) == (2, "")
     assert f"{option}: there is no folder {tmp_path / 'missing'}" in err
+
+
+def test_rows_that_no_training_has_seen_are_mentioned(gpt2, capsys):
+    """If they lie together, as BERT's [unused] rows do; 48 rows of this model have no token."""
+    assert "no training has seen" not in as_json(capsys, gpt2)["diagnosis"][-1]
+    path = gpt2 / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.wte.weight"][400:] = 0.5
+    save_file(tensors, path, {"format": "pt"})
+    said = as_json(capsys, gpt2)["diagnosis"][-1]
+    assert "rows that no training has seen, such as " in said
+    assert "half of their norms lie between 2 and 2, and half of the others' between" in said
+    tokens = as_json(capsys, gpt2, "--exclude", "padding")
+    assert "no training has seen" not in tokens["diagnosis"][-1]
+
+
+def test_names_with_control_characters(tmp_path, capsys):
+    """Reach no terminal as they are: in headings, commands, warnings and errors."""
+    folder = tmp_path / "ev\x1b[31mil\rname"
+    folder.mkdir()
+    matrix = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32) + 1
+    matrix[3] = 0
+    np.save(folder / "m\x1b[2J.npy", matrix)
+    file = folder / "a\x1b[1m.safetensors"
+    tensors = {"embed_tokens.weight": torch.from_numpy(matrix), "lm_head.weight": torch.ones(9, 4)}
+    save_file(tensors, file)
+    out = tmp_path / "new\x1b[5m.npy"
+    bare = str(folder / "m\x1b[2J.npy")
+    with pytest.warns(UserWarning, match="are left out") as caught:
+        shown = [run(capsys, file, "--undertrained", "--neighbours", "#5")]
+    shown.append(run(capsys, bare, bare, "--compare"))
+    shown.append(run(capsys, bare, "--tensor", "\x1b[1m"))
+    for arguments in ([bare, "--out", str(out)], [str(file), "--out", str(tmp_path / "x")]):
+        code = main(["repair", *arguments, "--device", "cpu"])
+        shown.append((code, *capsys.readouterr()))
+    assert [code for code, *_ in shown] == [0, 0, 2, 0, 2]
+    said = [text for _, *texts in shown for text in texts] + [str(w.message) for w in caught]
+    assert not any(character in text for text in said for character in "\x1b\r")
+    assert any("coupled-adam repair" in text for text in said)
+
+
+def test_vectors_with_their_words(tmp_path, capsys):
+    """They need no tokenizer: for neighbours, and for word similarity."""
+    words = [f"w{i}" for i in range(40)]
+    matrix = np.random.default_rng(0).normal(size=(40, 5))
+    lines = [f"{word} {' '.join(map(str, row))}\n" for word, row in zip(words, matrix)]
+    (tmp_path / "glove.txt").write_text("".join(lines))
+    pairs = [f"w{i},w{i + 1},{i % 7}\n" for i in range(0, 38, 2)]
+    (tmp_path / "pairs.csv").write_text("".join(pairs))
+    options = ("--word-similarity", tmp_path / "pairs.csv", "--neighbours", "w3")
+    found = as_json(capsys, tmp_path / "glove.txt", *options)
+    units = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    cosines = [units[i] @ units[i + 1] for i in range(0, 38, 2)]
+    ratings = [i % 7 for i in range(0, 38, 2)]
+    score = found["word_similarity"]["sets"]["pairs"]
+    assert score["pairs"] == 19
+    assert score["r"] == pytest.approx(100 * np.corrcoef(cosines, ratings)[0, 1], rel=1e-4)
+    near = found["neighbours"][0]["raw"][0]
+    order = np.argsort(-np.where(np.arange(40) == 3, -2, units @ units[3]))
+    assert near["token"] == repr(f"w{order[0]}")
+    shown = run(capsys, tmp_path / "glove.txt", *options)[1]
+    assert "by ranks" not in shown
+    assert (
+        "word similarity, pairs, by ranks"
+        in run(capsys, tmp_path / "glove.txt", *options, "--all")[1]
+    )

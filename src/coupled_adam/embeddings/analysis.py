@@ -253,21 +253,22 @@ def _unused(vocabulary: Vocabulary, norms: NDArray[np.float64], measured: Mask) 
     unused = vocabulary.unused & measured
     if unused.sum() < 3 or not (measured & ~unused).any():
         return ""
-    (mean, spread), (mean_of_all, spread_of_all) = (
-        (norms[rows].mean(), norms[rows].std()) for rows in (unused, measured & ~unused)
+    # Quartiles, since a few of them may be elsewhere.
+    (low, high), (low_of_others, high_of_others) = (
+        np.quantile(norms[rows], (0.25, 0.75)) for rows in (unused, measured & ~unused)
     )
-    if spread > spread_of_all / 2:
+    if high - low > (high_of_others - low_of_others) / 2:
         return ""
     first = vocabulary.name(int(np.flatnonzero(unused)[0]))
     return (
         f"{unused.sum()} rows that no training has seen, such as {first}, are measured with the "
-        f"others: their norms are {mean:.3g} ± {spread:.1g}, and those of the others "
-        f"{mean_of_all:.3g} ± {spread_of_all:.1g}."
+        f"others: half of their norms lie between {low:.3g} and {high:.3g}, and half of the others' "
+        f"between {low_of_others:.3g} and {high_of_others:.3g}."
     )
 
 
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
-    """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept."""
+    """The word-similarity sets in a file or folder; or those to ``"download"`` and keep."""
     folder = Path(place)
     if str(place) == "download":
         try:
@@ -300,7 +301,7 @@ def own_tokenizer(model: str, revision: str | None, needed: bool) -> PreTrainedT
         if needed:
             raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
         if any(Path(name).glob("tokenizer*")):  # which are damaged
-            warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
+            warnings.warn(printable(f"{error}: the analysis goes on without one"), stacklevel=3)
         return None
 
 

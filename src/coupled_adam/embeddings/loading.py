@@ -22,6 +22,7 @@ from coupled_adam.embeddings.weights import (
     open_file,
     open_hub_file,
 )
+from coupled_adam.errors import printable
 from coupled_adam.files import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
@@ -155,11 +156,11 @@ def _is_head(weights: Weights, inputs: str, output: str) -> bool:
     is_draft = any(name.endswith("d2t") for name in weights.shapes)
     if width == width_of_head and rows >= tokens / 2 and not is_draft:
         return True
-    warnings.warn(
+    text = (
         f"{weights.source}: the {rows} rows of {output} are not the {tokens} tokens of {inputs}, "
-        f"and are left out; --tensor {output} measures them",
-        stacklevel=2,
+        f"and are left out; --tensor {output} measures them"
     )
+    warnings.warn(printable(text), stacklevel=2)
     return False
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings.weights import Weights, readable
+from coupled_adam.errors import printable
 
 Vectors = NDArray[np.float32]
 
@@ -136,10 +137,8 @@ def _open_gguf(path: Path) -> Weights:
     def read(name: str) -> torch.Tensor:
         kind = tensors[name].tensor_type
         if kind.name not in ("F32", "F16", "F64", "BF16"):
-            warnings.warn(
-                f"{path}: {name} is quantised ({kind.name}), and measured as llama.cpp expands it",
-                stacklevel=2,
-            )
+            text = f"{path}: {name} is quantised ({kind.name}), measured as llama.cpp expands it"
+            warnings.warn(printable(text), stacklevel=2)
         with readable(f"{path}: {name} cannot be read"):
             return torch.from_numpy(np.array(gguf.dequantize(tensors[name].data, kind)))
 

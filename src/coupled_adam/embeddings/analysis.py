@@ -262,8 +262,8 @@ def _unused(vocabulary: Vocabulary, norms: NDArray[np.float64], measured: Mask) 
     first = vocabulary.name(int(np.flatnonzero(unused)[0]))
     return (
         f"{unused.sum()} rows that no training has seen, such as {first}, are measured with the "
-        f"others: half of their norms lie between {low:.3g} and {high:.3g}, and half of the others' "
-        f"between {low_of_others:.3g} and {high_of_others:.3g}."
+        f"others: half of their norms lie between {low:.3g} and {high:.3g}, and half of the "
+        f"others' between {low_of_others:.3g} and {high_of_others:.3g}."
     )
 
 

@@ -317,6 +317,7 @@ def by_definition(matrix, counts=None):
         "condition": 100 * sigma[-1] / sigma[0],
         "mean_cosine_similarity": np.mean(cosines),
         "effective_rank": np.exp(-sum(x * np.log(x) for x in q if x > 0)),
+        "explained_variance": np.linalg.eigvalsh(np.cov(matrix.T))[-1] / np.trace(np.cov(matrix.T)),
         "participation_ratio": (sigma**2).sum() ** 2 / (sigma**4).sum(),
         "norm_mean": norms.mean(),
         "norm_std": norms.std(),

@@ -101,6 +101,25 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
         assert text in shown
 
 
+def test_duplicates(tmp_path, capsys):
+    """Pairs of rows: those with the same numbers, then those with nearly the same direction."""
+    matrix = np.random.default_rng(0).normal(size=(300, 16)).astype(np.float32)
+    matrix[20] = matrix[10]
+    matrix[40] = 3 * matrix[30]
+    matrix[60] = matrix[50] + 0.01
+    matrix[70] = 0
+    np.save(tmp_path / "m.npy", matrix)
+    found = json.loads(run(capsys, tmp_path / "m.npy", "--duplicates", "--json"))["duplicates"]
+    pairs = [([token["id"] for token in pair["tokens"]], pair["identical"]) for pair in found]
+    assert pairs == [([10, 20], True), ([30, 40], False), ([50, 60], False)]
+    units = matrix[[50, 60]] / np.linalg.norm(matrix[[50, 60]], axis=1, keepdims=True)
+    assert found[2]["cosine"] == pytest.approx(units[0] @ units[1], abs=1e-5)
+    shown = run(capsys, tmp_path / "m.npy", "--duplicates", "--show", 1)
+    assert "3 pairs with a cosine of at least 0.99, of which 1 are identical" in shown
+    assert "#20" in shown
+    assert "#40" not in shown
+
+
 def test_rows_that_are_dead(gpt2, tmp_path, capsys):
     tensors = load_file(gpt2 / "model.safetensors")
     tensors["transformer.wte.weight"][[7, 9]] = torch.tensor([[0.0], [torch.inf]]).expand(2, 16)

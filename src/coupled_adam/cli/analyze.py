@@ -67,6 +67,7 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
         metavar="TOKEN",
         nargs="*",
     )
+    duplicates: bool = option("name the rows that are nearly equal to another one", default=False)
     compare: bool = option("show what changed from the first MODEL to the second", default=False)
     show: Count = option(
         "how many tokens a table in the terminal names; --json has all", 20, metavar="N"
@@ -86,7 +87,7 @@ def run(options: Options) -> None:
     from rich.text import Text
 
     from coupled_adam.embeddings import analysis, analysis_tables, changes
-    from coupled_adam.embeddings.neighbours import find_neighbours
+    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
     from coupled_adam.embeddings.undertrained import find_undertrained
 
     _check(options)
@@ -118,7 +119,7 @@ def run(options: Options) -> None:
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
     undertrained: list[UndertrainedReport] = []
-    neighbours, comparisons = [], []
+    neighbours, duplicates, comparisons = [], [], []
     # The map colors tokens by how well they were trained, so it needs these answers, too.
     if options.undertrained or options.explore or options.export:
         for entry in analyses:
@@ -130,6 +131,10 @@ def run(options: Options) -> None:
         for entry in analyses:
             with progress_bar(f"neighbours, {entry.label}") as progress:
                 neighbours.append(find_neighbours(entry, options.neighbours, progress))
+    if options.duplicates:
+        for entry in analyses:
+            with progress_bar(f"duplicates, {entry.label}") as progress:
+                duplicates.append(find_duplicates(entry, progress))
     if options.compare:
         with progress_bar("what changed") as progress:
             comparisons = changes.compare_analyses(by_model[0], by_model[1], progress)
@@ -159,7 +164,9 @@ def run(options: Options) -> None:
             write_file(*file)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
-            print(analysis_tables.analyses_json(analyses, listed, neighbours, comparisons))
+            print(
+                analysis_tables.analyses_json(analyses, listed, neighbours, duplicates, comparisons)
+            )
         else:
             diagnosed: Sequence[Analysis | UndertrainedReport] = listed or analyses
             for analyzed, diagnosis in zip(analyses, diagnosed):
@@ -168,6 +175,7 @@ def run(options: Options) -> None:
             print_table(analysis_tables.analyses_table(analyses, options.all))
             tables = [named.table(options.show) for named in listed]
             tables += [table for entry in neighbours for table in entry.tables()]
+            tables += [entry.table(options.show) for entry in duplicates]
             tables += [table for entry in comparisons for table in entry.tables(options.show)]
             for table in tables:
                 print_table(table)

@@ -7,7 +7,7 @@ from typing import Any
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
-from coupled_adam.embeddings.neighbours import NeighbourReport
+from coupled_adam.embeddings.neighbours import DuplicateReport, NeighbourReport
 from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.tables import Cell, Table, csv_text
 
@@ -137,6 +137,7 @@ def analyses_json(
     analyses: Sequence[Analysis],
     undertrained: Sequence[UndertrainedReport] = (),
     neighbours: Sequence[NeighbourReport] = (),
+    duplicates: Sequence[DuplicateReport] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.
@@ -148,6 +149,8 @@ def analyses_json(
         entry |= {"diagnosis": named.diagnosis, "undertrained": named.to_dict()}
     for entry, neighbourhood in zip(entries, neighbours):
         entry |= neighbourhood.to_dict()
+    for entry, pairs in zip(entries, duplicates):
+        entry |= {"duplicates": pairs.to_dict()}
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
         content = {"models": entries, "changes": [changes.to_dict() for changes in comparisons]}

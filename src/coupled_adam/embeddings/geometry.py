@@ -101,6 +101,19 @@ def participation_ratio(embeddings: Embeddings) -> float:
     return participation_ratio_of(_checked_singular_values(embeddings))
 
 
+def explained_variance(embeddings: Embeddings) -> float:
+    """The share of the variance that lies along the first principal direction, from 1/H to 1.
+
+    Raises:
+        ValueError: also if all rows are equal.
+    """
+    mean, _ = mean_and_norms(embeddings)
+    values = singular_values_of(torch.linalg.eigvalsh(gram(embeddings, mean)), len(embeddings))
+    if values[0] == 0:
+        raise ValueError("all rows of embeddings are equal: they have no variance to explain")
+    return explained_variance_of(values)
+
+
 def iso_score(embeddings: Embeddings) -> float:
     """IsoScore (Rudman et al. 2022, arXiv 2108.07344), from 0 to 1 (isotropic).
 
@@ -258,6 +271,11 @@ def participation_ratio_of(values: Array) -> float:
     """The participation ratio from singular values."""
     shares = (values / values[0]) ** 2
     return float(shares.sum() ** 2 / (shares**2).sum())
+
+
+def explained_variance_of(values: Array) -> float:
+    """The share of the first of the singular values of the centred embeddings."""
+    return float(values[0] ** 2 / (values**2).sum())
 
 
 def iso_score_of(participation: float, columns: int) -> float:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from coupled_adam.embeddings.analysis import Analysis
 
 NEIGHBOURS = 10
+DUPLICATE = 0.99
+"""The cosine from which on two rows count as duplicates."""
 _VARIANTS = {"raw": "as it is", "centered": "mean removed"}
 """The two ways in which neighbours are searched, and how they are shown."""
 
@@ -210,6 +212,59 @@ def find_neighbours(
             near[variant] = nearest(matrix, rows, NEIGHBOURS, centered=centered)
             hubs[variant] = hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
     return NeighbourReport(analysis, near, hubs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DuplicateReport:
+    """The pairs of rows of one analysis that are nearly equal in direction, the nearest first."""
+
+    analysis: Analysis
+    pairs: NDArray[np.int64]  # [n, 2], rows; each row is with its nearest one
+    cosines: NDArray[np.float32]  # [n]
+    identical: Mask  # [n], whether the two have the same numbers
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The pairs as plain values."""
+        return [
+            {
+                "tokens": [self.analysis.token(row) for row in pair],
+                "cosine": cosine,
+                "identical": identical,
+            }
+            for pair, cosine, identical in zip(
+                self.pairs.tolist(), self.cosines.tolist(), self.identical.tolist()
+            )
+        ]
+
+    def table(self, number: int) -> Table:
+        """The first of the pairs, for the terminal."""
+        name = self.analysis.vocabulary.name
+        rows = [
+            [str(a), name(a), str(b), name(b), "identical" if same else f"{cosine:.4f}"]
+            for (a, b), cosine, same in zip(self.pairs.tolist(), self.cosines, self.identical)
+        ][:number]
+        note = (
+            f"{len(self.pairs)} pairs with a cosine of at least {DUPLICATE:g}, of which "
+            f"{self.identical.sum()} are identical"
+        )
+        columns = ["id", "token", "id", "token", "cosine"]
+        return Table(columns, rows, f"Duplicates: {self.analysis.label}", [note], left=(1, 3))
+
+
+def find_duplicates(analysis: Analysis, progress: Progress | None = None) -> DuplicateReport:
+    """Find the rows whose nearest one has a cosine of at least :data:`DUPLICATE`."""
+    matrix = analysis.embeddings.matrix
+    alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
+    with refused(f"{analysis.model}: "):
+        near = nearest(matrix, alive, 1, progress=progress)
+    chosen = near.cosines[:, 0] >= DUPLICATE
+    # Two rows that are nearest to each other are one pair.
+    pairs = np.sort(np.stack([alive, near.neighbours[:, 0]], 1)[chosen], axis=1)
+    pairs, first = np.unique(pairs, axis=0, return_index=True)
+    cosines = near.cosines[chosen, 0][first]
+    identical = np.array([torch.equal(matrix[a], matrix[b]) for a, b in pairs.tolist()], np.bool_)
+    order = np.lexsort((-cosines, ~identical))
+    return DuplicateReport(analysis, pairs[order], cosines[order], identical[order])
 
 
 def _search(

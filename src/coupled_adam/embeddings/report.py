@@ -25,7 +25,7 @@ from coupled_adam.embeddings.geometry import (
     top_directions,
 )
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
-from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
+from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
 from coupled_adam.embeddings.partition import Directions, log_partitions
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
 from coupled_adam.embeddings.weights import read_array
@@ -382,8 +382,8 @@ def _measures(
         is_raw = cloud is clouds.as_is
         spread, moved = (spectra.centered_squares, clouds.centered) if is_raw else (squares, cloud)
         variants.append(
-            Measures.of(
-                Summary(
+            Measures.compute(
+                MeasureInputs(
                     columns=columns,
                     norms=as_array(cloud.norms),
                     mean_norm=float(spectra.mean.norm()) if is_raw else 0.0,

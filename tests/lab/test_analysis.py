@@ -1,6 +1,7 @@
 """``coupled-adam analyze``: models, files and counts in, table, JSON, CSV and a page out."""
 
 import csv
+import importlib.util
 import io
 import json
 import shutil
@@ -309,8 +310,7 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         ("missing/model/here",): "there is no such file, folder or model",
         (gpt2, "--tensor", "wpe"): "has no matrix 'wpe'; it contains transformer.wte.weight",
         (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
-        (tmp_path / "large.npy",): "too large for float64",
-        (tmp_path / "small.npy",): "too small for float64",
+        (tmp_path / "large.npy",): "is too large: scale the matrix",
         (tmp_path / "one.npy", "--counts", tmp_path / "two.npy"): "one number for each of the 3",
         (tmp_path / "one.npy", "--tensor", "x"): "--tensor x: ",
         (gpt2, "--tokenizer", tmp_path): f"--tokenizer {tmp_path} has no tokenizer",
@@ -330,6 +330,35 @@ def test_a_damaged_tokenizer_that_is_not_needed(gpt2, tmp_path, capsys):
     (model / "tokenizer_config.json").write_text("{")
     with pytest.warns(UserWarning, match="model has no tokenizer that can be read .* goes on with"):
         assert as_json(capsys, model)["padding_rows"] is None
+
+
+def test_a_tokenizer_by_its_file(gpt2, tmp_path, capsys):
+    """Where the model asks for its author's code, and wherever else."""
+    model = shutil.copytree(gpt2, tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Special", "auto_map": {"AutoTokenizer": ["a.Special", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text('{"model_type": "unknown"}')
+    code, _, err = run(capsys, model, "--exclude", "padding")
+    file = model / "tokenizer.json"
+    assert (code, f"--tokenizer {file} needs nothing else of the model" in err) == (2, True), err
+    found = as_json(capsys, model, "--tokenizer", file)
+    assert found["padding_rows"] == as_json(capsys, gpt2)["padding_rows"]
+    (tmp_path / "bad.json").write_text("{")
+    assert (
+        "bad.json has no tokenizer" in run(capsys, model, "--tokenizer", tmp_path / "bad.json")[2]
+    )
+
+
+def test_a_model_of_sentencepiece_without_its_package(gpt2, tmp_path, capsys, monkeypatch):
+    model = shutil.copytree(gpt2, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    (model / "tokenizer.model").write_bytes(b"x")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda n, *p: None if n == "sentencepiece" else found(n, *p)
+    )
+    err = run(capsys, model, "--exclude", "padding")[2]
+    assert "SentencePiece models need a package: pip install sentencepiece" in err
 
 
 def test_the_revision_is_that_of_the_model_s_own_tokenizer(monkeypatch):

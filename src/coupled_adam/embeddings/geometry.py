@@ -25,11 +25,6 @@ Progress = Callable[[int, int], None]
 """Called with what is done and what is to do, in any unit."""
 
 _BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
-_LARGEST = 1e140  # the square is still a float64, and so is that of its inverse
-_OUT_OF_RANGE = (
-    "embeddings are too {} for float64, which must hold the squares of their numbers (up to {}): "
-    "scale the matrix first"
-)
 
 
 def mean_norm(embeddings: Embeddings) -> float:
@@ -329,29 +324,21 @@ def blocks(
     check(embeddings)
     rows, columns = embeddings.shape
     size = max(1, _BLOCK_BYTES // (8 * columns))
-    largest = tiny = 0.0
     for start in range(0, rows, size):
         block = as_float64(embeddings[start : start + size], dtype)
         if keep is not None:
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
             continue
-        size_of_block = float(torch.linalg.vector_norm(block))  # quick, and NaN if anything is
-        if not size_of_block < _LARGEST:
+        if not torch.linalg.vector_norm(block).isfinite():  # quick, and NaN if anything is
             finite = block.isfinite().all(1)
-            if finite.all():
-                raise ValueError(_OUT_OF_RANGE.format("large", f"{float(block.abs().max()):.0e}"))
             here = np.arange(start, min(start + size, rows))
             row = (here if keep is None else here[keep[here]])[int(finite.int().argmin())]
-            raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
-        largest = max(largest, size_of_block)
-        if size_of_block < 1 / _LARGEST:
-            tiny = max(tiny, float(block.abs().max()))
+            what = "too large: scale the matrix" if finite.all() else "not finite (NaN or infinity)"
+            raise ValueError(f"embeddings: row {row} is {what}")
         yield block
         if on_rows is not None:
             on_rows(len(block))
-    if largest < 1 / _LARGEST and tiny > 0:
-        raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
 
 
 def finite_rows(embeddings: Embeddings, on_rows: OnRows = None) -> tuple[Mask, Array]:

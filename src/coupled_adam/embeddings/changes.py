@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
 from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, finite_rows, rows_done
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, refused
@@ -46,8 +45,6 @@ class Changes:
     norm_ratios: Array  # [n], ||e_i|| after / before; NaN in the same cases
     cka: float  # the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale)
     mean_shift: float | None  # ||mu' - mu|| / mean norm before; None if the widths differ
-    mean_norm_ratio: tuple[float, float]  # ||mu||^r of the pairs' rows
-    norm_frequency: tuple[float, float] | None  # of norm and log count; None without counts
 
     def movers(self, number: int) -> NDArray[np.int64]:
         """Indices of the pairs that turned most or, if the widths differ, whose norms changed."""
@@ -83,7 +80,6 @@ def compare(
     first: Embeddings,
     second: Embeddings,
     pairs: Pairs | None = None,
-    counts: Tensor | NDArray[Any] | None = None,
     *,
     progress: Progress | None = None,
 ) -> Changes:
@@ -95,14 +91,12 @@ def compare(
 
     Args:
         pairs: which rows belong together; by default those of the same id.
-        counts: unigram counts [V'] of the second matrix's tokens.
 
     Raises:
-        ValueError: if no rows belong together, or counts do not fit.
+        ValueError: if no rows belong together.
     """
     if pairs is None:
         pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
-    p = None if counts is None else checked_counts(counts, len(second))
     on_rows = rows_done(progress, len(first) + len(second) + 6 * len(pairs.first))
     (finite, before), (finite_second, after) = (finite_rows(m, on_rows) for m in (first, second))
     usable = finite[pairs.first] & finite_second[pairs.second]
@@ -113,26 +107,19 @@ def compare(
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = after[pairs.second] / before[pairs.first]
     ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
-    norms = before[rows].mean(), after[rows_of_second].mean()
-    geometry.check_not_zero(min(norms))
+    mean_norm = float(before[rows].mean())
+    geometry.check_not_zero(mean_norm)
     means, cka, used_cosines = _aligned(first, second, rows, rows_of_second, on_rows)
     cosines = None
     if used_cosines is not None:
         cosines = np.full(len(usable), np.nan)
         cosines[usable] = used_cosines
-    frequency = None
-    if p is not None:
-        used_p = p[rows_of_second]
-        of_second = correlation_with_log(after[rows_of_second], used_p)
-        frequency = correlation_with_log(before[rows], used_p), of_second
     return Changes(
         pairs,
         cosines,
         ratios,
         cka,
-        None if cosines is None else float((means[1] - means[0]).norm()) / float(norms[0]),
-        (float(means[0].norm() / norms[0]), float(means[1].norm() / norms[1])),
-        frequency,
+        None if cosines is None else float((means[1] - means[0]).norm()) / mean_norm,
     )
 
 
@@ -188,7 +175,6 @@ class Comparison:
     def to_dict(self, movers: int = 100) -> dict[str, Any]:
         """The numbers, and up to ``movers`` of the tokens that moved most, as plain values."""
         changes, pairs = self.changes, self.changes.pairs
-        frequency = changes.norm_frequency
         return {
             "before": self.before.matrix,
             "after": self.after.matrix,
@@ -198,8 +184,6 @@ class Comparison:
             "gone_rows": len(pairs.gone),
             "cka": changes.cka,
             "mean_shift": changes.mean_shift,
-            "mean_norm_ratio": list(changes.mean_norm_ratio),
-            "norm_frequency_correlation": frequency and [_finite(rho) for rho in frequency],
             # Named by their rows in the second matrix, which is the one that is there to look at.
             "movers": [
                 {
@@ -219,14 +203,8 @@ class Comparison:
             ["rows of the second only", str(numbers["new_rows"])],
             ["rows of the first only", str(numbers["gone_rows"])],
         ]
-        for label, key in (
-            ("linear CKA", "cka"),
-            ("shift of the mean / mean norm", "mean_shift"),
-            ("‖μ‖ʳ before, after", "mean_norm_ratio"),
-            ("ρ before, after", "norm_frequency_correlation"),
-        ):
-            pair = numbers[key] if isinstance(numbers[key], list) else [numbers[key]]
-            totals.append([label, ", ".join(map(_shown, pair))])
+        totals.append(["linear CKA", _shown(numbers["cka"])])
+        totals.append(["shift of the mean / mean norm", _shown(numbers["mean_shift"])])
         movers = []
         for token in numbers["movers"]:
             change = _shown(token["cosine"]), _shown(token["norm_ratio"])
@@ -255,7 +233,7 @@ def compare_analyses(
             matrices = first.embeddings.matrix, second.embeddings.matrix
             with refused(f"--compare {first.model} {second.model}: "):
                 pairs = match_rows(first.vocabulary, second.vocabulary)
-                changes = compare(*matrices, pairs, second.counts, progress=progress)
+                changes = compare(*matrices, pairs, progress=progress)
             comparisons.append(Comparison(first, second, changes))
     if not comparisons:
         raise UsageError(

@@ -20,6 +20,7 @@ from coupled_adam.embeddings.similarity import WordSimilarityReport
 from coupled_adam.rendering.tables import fixed
 
 Better = Literal["higher", "lower"]
+Flag = Literal["first", "column", "logged", "of_the_mean"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,18 +111,19 @@ _ONE_RUN = "one run each of the recipe tiny"
 
 def _measure(
     function: Callable[[MeasureInputs], float | WordSimilarityReport | None],
-    label: str,
-    symbol: str,
-    digits: int,
-    better: Better | None,
+    shown: tuple[str, str, int, Better | None],
+    *,
+    flags: Iterable[Flag] = (),
     **details: Any,
 ) -> Any:
     """Declare a measure, None where the function returns None or NaN.
 
-    The other arguments are the attributes of :class:`Measure`.
+    ``shown`` are the label, the symbol, the digits and what is better, flags the attributes of
+    :class:`Measure` that are True, and details its other attributes.
     """
-    shown = {"label": label, "symbol": symbol, "digits": digits, "better": better}
-    return dataclasses.field(metadata={"function": function, "details": shown | details})
+    details |= dict(zip(("label", "symbol", "digits", "better"), shown))
+    details |= dict.fromkeys(flags, True)
+    return dataclasses.field(metadata={"function": function, "details": details})
 
 
 def _of_length(
@@ -170,94 +172,61 @@ class Measures:
     # In the order of the paper's Table 1, then as they are shown.
     isotropy: float = _measure(
         lambda rows: isotropy_of(rows.log_z),
-        "isotropy",
-        "Iso",
-        2,
-        "higher",
+        ("isotropy", "Iso", 2, "higher"),
         meaning="isotropy, 0 to 1, for both signs of every eigenvector",
         healthy=Healthy(
             f"0.83 to 0.97 with Coupled Adam, 0.10 to 0.28 with Adam ({_PAPER})", low=0.8
         ),
         centred="Iso centred",
-        first=True,
-        column=True,
-        logged=True,
+        flags=("first", "column", "logged"),
     )
     mean_norm: float = _measure(
         lambda rows: rows.mean_norm,
-        "mean norm",
-        "‖μ‖",
-        3,
-        "lower",
+        ("mean norm", "‖μ‖", 3, "lower"),
         meaning="norm of the mean embedding",
-        column=True,
-        logged=True,
-        of_the_mean=True,
+        flags=("column", "logged", "of_the_mean"),
     )
     mean_norm_ratio: float | None = _measure(
         _of_length(lambda rows: rows.mean_norm / float(rows.norms.mean())),
-        "relative mean norm",
-        "‖μ‖ʳ",
-        3,
-        "lower",
+        ("relative mean norm", "‖μ‖ʳ", 3, "lower"),
         meaning="that norm relative to the mean norm",
         healthy=Healthy(
             f"0.01 to 0.03 with Coupled Adam, 0.73 to 0.82 with Adam ({_PAPER})", high=0.05
         ),
-        first=True,
-        column=True,
-        logged=True,
-        of_the_mean=True,
+        flags=("first", "column", "logged", "of_the_mean"),
     )
     word_similarity: WordSimilarityReport | None = _measure(  # noqa: RUF009  # it is a field
         lambda rows: rows.word_similarity,
-        "word similarity, mean of the sets",
-        "r̄",
-        1,
-        "higher",
+        ("word similarity, mean of the sets", "r̄", 1, "higher"),
         path=("word_similarity", "mean"),
         meaning="the mean over the sets of r, which is 100 × the correlation of similarity with "
         "human ratings",
         healthy=Healthy(
             "57 to 58 with Coupled Adam, 3 to 5 with Adam (arXiv 2502.08441, 20B tokens)"
         ),
-        first=True,
-        column=True,
+        flags=("first", "column"),
     )
     norm_frequency_correlation: float | None = _measure(
         lambda rows: _correlation(rows.norms, rows.p),
-        "norm vs. log frequency",
-        "ρ",
-        2,
-        "higher",
+        ("norm vs. log frequency", "ρ", 2, "higher"),
         meaning="correlation of norm and log frequency, over the tokens that occur",
         healthy=Healthy(
             f"0.75 to 0.81 with Coupled Adam, -0.69 to -0.61 with AdamW ({_STUDY}); the limit is a "
             "rough guide: rare tokens do not have longer rows than frequent ones",
             low=-0.1,
         ),
-        first=True,
-        column=True,
-        logged=True,
+        flags=("first", "column", "logged"),
     )
     condition: float | None = _measure(
         _of_length(lambda rows: geometry.condition_of(rows.values)),
-        "condition, 100 σ_min/σ_max",
-        "κ",
-        2,
-        "higher",
+        ("condition, 100 σ_min/σ_max", "κ", 2, "higher"),
         meaning="100 × smallest / largest singular value",
         healthy=Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
-        first=True,
-        column=True,
-        logged=True,
+        flags=("first", "column", "logged"),
     )
     mean_cosine_similarity: float | None = _measure(
         lambda rows: rows.mean_cosine,
-        "mean cosine similarity",
-        "cos",
-        3,
-        "lower",
+        ("mean cosine similarity", "cos", 3, "lower"),
         meaning="mean cosine over all pairs of rows",
         healthy=Healthy(
             "0 if directions are uniform (Ethayarajh 2019, arXiv 1909.00512); the limits are a "
@@ -265,85 +234,58 @@ class Measures:
             -0.05,
             0.05,
         ),
-        first=True,
-        logged=True,
+        flags=("first", "logged"),
     )
     effective_rank: float | None = _measure(
         _of_length(lambda rows: geometry.effective_rank_of(rows.values)),
-        "effective rank",
-        "",
-        1,
-        "higher",
+        ("effective rank", "", 1, "higher"),
         meaning="exponential of the entropy of the singular values (Roy & Vetterli 2007)",
         healthy=Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
-        first=True,
-        logged=True,
+        flags=("first", "logged"),
     )
     iso_score: float | None = _measure(
         _iso_score,
-        "IsoScore",
-        "",
-        3,
-        "higher",
+        ("IsoScore", "", 3, "higher"),
         meaning="how evenly the variance is spread over the directions, 0 to 1",
         healthy=Healthy("1 if all directions vary equally (Rudman et al. 2022, arXiv 2108.07344)"),
-        first=True,
-        logged=True,
+        flags=("first", "logged"),
     )
     explained_variance: float | None = _measure(
         lambda rows: None if rows.spread is None else geometry.explained_variance_of(rows.spread),
-        "explained variance of the first direction",
-        "",
-        3,
-        "lower",
+        ("explained variance of the first direction", "", 3, "lower"),
         meaning="the share of the variance along the first principal direction",
         healthy=Healthy("1 / H if all directions vary equally"),
     )
     participation_ratio: float | None = _measure(
         _of_length(lambda rows: geometry.participation_ratio_of(rows.values)),
-        "participation ratio",
-        "",
-        1,
-        "higher",
+        ("participation ratio", "", 1, "higher"),
         meaning="how many directions have most of the variance",
         healthy=Healthy("H if all directions are used equally; outliers lower it first"),
     )
     isotropy_unit: float | None = _measure(
         _of_length(lambda rows: isotropy_of(rows.unit_log_z)),
-        "isotropy at unit mean norm",
-        "",
-        2,
-        "higher",
+        ("isotropy at unit mean norm", "", 2, "higher"),
         header="Iso at unit norm",
         meaning="isotropy after division by the mean norm, with which isotropy falls",
         centred="Iso centred, at unit norm",
-        logged=True,
+        flags=("logged",),
     )
     isotropy_published: float = _measure(
         lambda rows: isotropy_of(rows.log_z[:1]),
-        "isotropy, as published",
-        "",
-        2,
-        None,
+        ("isotropy, as published", "", 2, None),
         meaning="isotropy with the signs of the eigenvectors that the library happens to return",
-        of_the_mean=True,
+        flags=("of_the_mean",),
     )
     norm_frequency_correlation_published: float | None = _measure(
         lambda rows: _correlation(rows.norms, rows.p, "published"),
-        "norm vs. log frequency, as published",
-        "",
-        2,
-        "higher",
+        ("norm vs. log frequency, as published", "", 2, "higher"),
         header="ρ as published",
         meaning="the same correlation over all tokens, with log(p + 1e-10)",
-        logged=True,
+        flags=("logged",),
     )
     mean_frequency_correlation: float | None = _measure(
         lambda rows: None if rows.along is None else _correlation(rows.along, rows.p),
-        "along the mean vs. log frequency",
-        "",
-        2,
-        None,
+        ("along the mean vs. log frequency", "", 2, None),
         meaning="correlation of e · μ and log frequency",
         healthy=Healthy(
             "0 if rare tokens have not drifted (arXiv 2502.08441); the limits are a rough guide: "
@@ -351,17 +293,18 @@ class Measures:
             -0.5,
             0.5,
         ),
-        first=True,
-        of_the_mean=True,
+        flags=("first", "of_the_mean"),
     )
     norm_mean: float = _measure(
-        lambda rows: float(rows.norms.mean()), "norm, mean over rows", "‖e‖", 3, None
+        lambda rows: float(rows.norms.mean()), ("norm, mean over rows", "‖e‖", 3, None)
     )
     norm_std: float = _measure(
-        lambda rows: float(rows.norms.std()), "norm, standard deviation", "", 3, None
+        lambda rows: float(rows.norms.std()), ("norm, standard deviation", "", 3, None)
     )
-    norm_min: float = _measure(lambda rows: float(rows.norms.min()), "norm, smallest", "", 3, None)
-    norm_max: float = _measure(lambda rows: float(rows.norms.max()), "norm, largest", "", 3, None)
+    norm_min: float = _measure(
+        lambda rows: float(rows.norms.min()), ("norm, smallest", "", 3, None)
+    )
+    norm_max: float = _measure(lambda rows: float(rows.norms.max()), ("norm, largest", "", 3, None))
     singular_values: list[float] = dataclasses.field(repr=False)
 
     @classmethod

@@ -116,22 +116,8 @@ def undertrained(
     indicators: dict[Indicator, Array] = {"norm": norms}
     limit = None
     if reference.any():
-        mean = geometry.mean_and_norms(embeddings, healthy, on_rows)[0]
-        axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy, on_rows))[1]
-        frame = mean, axes[:, -1]
-        mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
-        indicators |= {name: np.full(rows, np.nan) for name in INDICATORS if name != "norm"}
-        places = np.flatnonzero(finite)
-        for block in geometry.blocks(embeddings, finite, on_rows):
-            here, places = np.split(places, [len(block)])
-            for name, values in indicators.items():
-                values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
-        unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
-        count = len(unused_rows)
-        if count > 2:
-            # The mean without a row follows from that of all of them.
-            means_of_others = (mean_unused * count - unused_rows) / (count - 1)
-            limit = float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
+        others, limit = _compared(embeddings, finite, healthy, reference, order_by, on_rows)
+        indicators |= others
     # Rows that are known to be unused are the reference, and need not be found.
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
@@ -148,6 +134,36 @@ def undertrained(
         reference,
         np.flatnonzero(~healthy),
     )
+
+
+def _compared(
+    embeddings: Embeddings,
+    finite: Mask,
+    healthy: Mask,
+    reference: Mask,
+    order_by: Indicator,
+    on_rows: OnRows,
+) -> tuple[dict[Indicator, Array], float | None]:
+    """The indicators that compare all rows with the reference, and the highest of its own rows."""
+    mean = geometry.mean_and_norms(embeddings, healthy, on_rows)[0]
+    axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy, on_rows))[1]
+    frame = mean, axes[:, -1]
+    mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
+    indicators: dict[Indicator, Array] = {
+        name: np.full(len(finite), np.nan) for name in INDICATORS if name != "norm"
+    }
+    places = np.flatnonzero(finite)
+    for block in geometry.blocks(embeddings, finite, on_rows):
+        here, places = np.split(places, [len(block)])
+        for name, values in indicators.items():
+            values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
+    unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
+    count = len(unused_rows)
+    if count < 3:
+        return indicators, None
+    # The mean without a row follows from that of all of them.
+    means_of_others = (mean_unused * count - unused_rows) / (count - 1)
+    return indicators, float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
 
 
 def undertrained_tokens(

@@ -101,7 +101,7 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     }
     # The folder appears as a whole, so that nobody sees one report's table beside another's page.
     out.parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(out, _is_own) as folder:
+    with new_folder(out) as folder:
         for name, text in files.items():
             # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
             (folder / name).write_text(text, encoding="utf-8", errors="replace")

@@ -66,10 +66,10 @@ FACTORS = (0.25, 1.0, 4.0, 16.0)  # of the embeddings' rate; 64 and more if 16 i
 
 def optimizer_of(model: nn.Module, name: str, lr: float, factor: float) -> torch.optim.Optimizer:
     if name in ADAMW:
-        groups = param_groups(model, lr=factor * lr, **ADAMW[name])
+        groups = param_groups(model, {"lr": factor * lr, **ADAMW[name]})
         return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
-    groups = param_groups(model, lr_factor=factor, **(COUPLED | ACTIVE_ROWS)[name])
-    return CoupledAdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
+    embeddings = {"lr_factor": factor, **(COUPLED | ACTIVE_ROWS)[name]}
+    return CoupledAdamW(model, embeddings=embeddings, lr=lr, betas=BETAS, weight_decay=0.1)
 
 
 def fit(

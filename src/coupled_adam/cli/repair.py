@@ -12,7 +12,7 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import (
     Count,
@@ -46,11 +46,6 @@ class Options(TokenizerOption, ModelOptions):
     undertrained: bool = option(
         "also repair the tokens that cannot be told from unused rows", default=False
     )
-    method: Literal["sample", "partner"] = option(
-        "draw new rows like the healthy ones; or take the direction of the same token in the other "
-        "matrix, where input and output embeddings are not tied",
-        "sample",
-    )
     recenter: bool = option(
         "subtract the mean from the output embeddings, which does not change the predictions",
         default=False,
@@ -65,7 +60,7 @@ def run(options: Options) -> None:
     """Repair, and say what was changed."""
     from rich.text import Text
 
-    from coupled_adam.embeddings.analysis import Source, find_tokenizer
+    from coupled_adam.embeddings.analysis import named_tokenizer, own_tokenizer
     from coupled_adam.embeddings.repair import Repair, model_folder, repair_model
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
@@ -81,13 +76,14 @@ def run(options: Options) -> None:
         raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     # Dead rows are found without a tokenizer; which tokens are unused, only it can tell.
     needed = options.undertrained or text is not None
-    tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
+    named = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
+    tokenizer = named or own_tokenizer(str(folder), None, needed)
     vocabulary = functools.partial(read_vocabulary, tokenizer)
     # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)
-    repair = Repair(options.undertrained, options.method, options.recenter, options.seed)
+    repair = Repair(options.undertrained, options.recenter, options.seed)
     with progress_bar("reading the embeddings") as progress:
         reports = repair_model(folder, out, repair, vocabulary, progress)
     if text is not None:
@@ -116,11 +112,11 @@ def _print(report: RepairedMatrix, number: int) -> None:
     summary = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     if report.mean_removed is not None:
         summary += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
-    columns = ("id", "token", "reason", "new value", "norm before", "after")
+    columns = ("id", "token", "reason", "norm before", "after")
     rows = []
     for row in report.rows[:number]:
         before = "–" if row.norm_before is None else f"{row.norm_before:.4g}"
         after = f"{row.norm_after:.4g}"
-        rows.append([str(row.row), row.token, row.reason, row.method, before, after])
-    title = f"{report.role}: {', '.join(report.tensors)}"
-    print_table(Table(columns, rows, title, [f"rows changed: {summary}"], left=(1, 2, 3)))
+        rows.append([str(row.row), row.token, row.reason, before, after])
+    notes = [f"rows changed: {summary}"]
+    print_table(Table(columns, rows, f"{report.role} matrix", notes, left=(1, 2)))

@@ -311,7 +311,39 @@ def apply_lr_factor(group: Group, lr: float | Tensor) -> None:
             f"a param group has both lr={group['lr']} and lr_factor={group['lr_factor']}: leave "
             "one of the two out"
         )
-    group["lr"] = group.pop("lr_factor") * lr
+    group["initial_lr_factor"] = group.pop("lr_factor")
+    group["lr"] = group["initial_lr_factor"] * lr
+
+
+def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
+    """Warn if a scheduler or a loop has undone what a coupled group was built with.
+
+    Those that set one learning rate for all groups remove a group's factor, and those that cycle
+    momentum give one to groups that were built without.
+
+    Args:
+        groups: an optimizer's param groups.
+        warned: what the optimizer has warned of, which is not said again.
+    """
+    for group in groups:
+        factor, lr, beta1 = group.get("initial_lr_factor", 1), group["lr"], group["betas"][0]
+        if factor != 1 and "lr" not in warned and not isinstance(lr, Tensor) and lr != 0:
+            others = [other["lr"] for other in groups if not other["coupled"]]
+            if any(not isinstance(other, Tensor) and other == lr for other in others):
+                warned.add("lr")
+                warn(
+                    f"the coupled group was built with {factor:g} times the learning rate of the "
+                    f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
+                    "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
+                    "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
+                )
+        begins = group.get("initial_beta1") == 0 and not isinstance(beta1, Tensor) and beta1 != 0
+        if begins and "betas" not in warned:
+            warned.add("betas")
+            warn(
+                f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
+                "which brings back a matrix of state: pass cycle_momentum=False to the scheduler"
+            )
 
 
 def arriving(

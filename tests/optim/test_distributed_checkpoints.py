@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import decoders
-from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
+from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
 from decoders import V, full, train
 from processes import run_cases, run_on_ranks
 
@@ -46,7 +46,7 @@ def coupled(model):
 
 
 def lean(model):
-    return CoupledAdamW(param_groups(model, **LEAN), lr=1e-2)
+    return CoupledAdamW(model, embeddings="lean", lr=1e-2)
 
 
 def adamw(model):

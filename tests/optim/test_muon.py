@@ -147,7 +147,8 @@ def test_what_does_not_fit_changes_nothing():
     train(model, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict())
     wrong = copy.deepcopy(before)
-    wrong["state"][2]["exp_avg"] = torch.zeros(3, 3)
+    index = wrong["param_groups"][-1]["params"][0]
+    wrong["state"][index]["exp_avg"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"cannot load the state"):
         optimizer.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"are not Muon's"):

@@ -67,7 +67,6 @@ def test_signature(ours, theirs):
         "zero_sum": False,
         "vocab_dim": 0,
         "stochastic_rounding": False,
-        "max_grad_norm": None,
         "embeddings": None,
         "vocab_size": None,
         "lr_factor": None,

@@ -189,7 +189,6 @@ def errors(small_recipe, text_file, tmp_path):
             ("--text", text_file, "data.hub=x", *recipe),
             "data.hub=x exclude each other",
         ),
-        "no resume": (("--skip-damaged", *recipe), "--skip-damaged is for --resume"),
         "too large": (
             ("model.n_embd=2000000", *recipe),
             "a model of 48,000.7 billion parameters (model.n_embd=2000000,",
@@ -509,7 +508,8 @@ def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
     assert "[lab]" in line
 
 
-def test_recipes(capsys):
+def test_recipes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     for words in (

@@ -30,6 +30,7 @@ ROOMS = [
     "bench",
     "cli",
     "optax",
+    "integrations",
 ]
 STRANGERS = {
     "optim": {"errors", "files", "runs"},

@@ -237,10 +237,6 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         "continue the runs in OUT from their last checkpoints, with their recipe and text",
         default=False,
     )
-    skip_damaged: bool = option(
-        "with --resume: if the last checkpoint is damaged, continue from the one before it",
-        default=False,
-    )
     strategy: Literal["ddp", "fsdp2"] = option(
         "how several processes (torchrun, srun) share a run; fsdp2 shards the model", "ddp"
     )
@@ -248,7 +244,7 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         "sequences that a process takes at a time (default: its whole share of the batch)"
     )
     compile: bool = option("compile the model", default=False)
-    logger: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = option(
+    logger: list[Literal["tensorboard", "wandb"]] = option(
         "loggers in addition to metrics.jsonl (default: tensorboard); none without a value",
         ["tensorboard"],
         nargs="*",
@@ -289,8 +285,6 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         from coupled_adam.lab.training.config import Execution
 
         quiet_libraries()  # after their imports, which set the levels they like
-        if self.skip_damaged and not self.resume:
-            raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
         # A logger that is missing would show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
@@ -305,7 +299,6 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
             micro_batch_size=self.micro_batch_size,
             compile=self.compile,
             log=tuple(self.logger),
-            skip_damaged=self.skip_damaged,
         )
 
 

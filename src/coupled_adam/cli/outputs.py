@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coupled_adam.errors import TrainingError, UsageError
-from coupled_adam.files import clear_leftovers, is_result, write_atomically
+from coupled_adam.files import write_atomically
 from coupled_adam.runs import CONFIG, ENVIRONMENT
 
 
@@ -56,9 +56,34 @@ def _problem(name: str, path: Path, read: Collection[Path]) -> str:
         # A config.yaml alone does not make a run.
         if is_model or ((folder / CONFIG).is_file() and (folder / ENVIRONMENT).is_file()):
             return f"would lie in {folder}, the folder of a run or a model: name a file outside"
-    if path.exists() and not is_result(path):
+    if path.exists() and not _is_result(path):
         return "exists, and is no earlier result of this command: name another file"
     return ""
+
+
+_RESULTS = {
+    b"<!doctype html>": b'<meta name="generator" content="coupled-adam">',
+    b"\x89PNG": b"coupled-adam",
+    b"<?xml": b"<dc:title>coupled-adam",
+    b"%PDF": b"(coupled-adam)",
+    b"PAR1": b"coupled-adam",
+    b"model,role,tensor,variant": b"",
+    b'{\n  "test_loss"': b"",
+}
+"""How results begin, and by which mark pages, pictures and maps are known for ours."""
+
+
+def _is_result(path: Path) -> bool:
+    """Whether a file is empty, or a result of this package: a page, picture, table or evaluation.
+
+    A text that only speaks of the package is none.
+    """
+    # Formats differ in whether they name their program at the start or at the end.
+    with path.open("rb") as file:
+        start = file.read(2**16)
+        file.seek(max(0, path.stat().st_size - 2**16))
+        ends = start + file.read()
+    return not ends or any(start.startswith(b) and mark in ends for b, mark in _RESULTS.items())
 
 
 def check_folder(option: str, folder: Path) -> None:
@@ -80,7 +105,6 @@ def write_file(option: str, name: str, content: str | bytes) -> None:
     """Write a file that an option names; TrainingError if it cannot be, as on a full disk."""
     path = Path(name).resolve()  # a link stays one
     try:
-        clear_leftovers(path.parent)
         write_atomically(path, content)
     except OSError as error:
         raise TrainingError(f"{option} {name} cannot be written ({error.strerror})") from None

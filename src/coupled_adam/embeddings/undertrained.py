@@ -265,7 +265,7 @@ class UndertrainedReport:
             rows.append(cells)
         title = f"Under-trained tokens: {self.analysis.label}"
         left = (1, 2, 4) if has_verdicts else (1, 2)
-        return Table(columns, rows, title, ["; ".join(notes)], left=left, lead=2)
+        return Table(columns, rows, title, ["; ".join(notes)], left=left)
 
     @property
     def diagnosis(self) -> list[str]:

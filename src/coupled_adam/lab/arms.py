@@ -55,7 +55,12 @@ class AdamWArm:
         """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
-        groups = _param_groups(model, training, **_for_embeddings(self, training))
+        groups = _param_groups(
+            model,
+            training,
+            _for_embeddings(self, training),
+            embedding_weight_decay=self.embedding_weight_decay,
+        )
         for group in groups:
             del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
@@ -102,8 +107,13 @@ class CoupledAdamArm:
         """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW
 
-        options = _for_embeddings(self, training)
-        groups = _param_groups(model, training, couple=self.couple, **options)
+        groups = _param_groups(
+            model,
+            training,
+            _for_embeddings(self, training),
+            embedding_weight_decay=self.embedding_weight_decay,
+            couple=self.couple,
+        )
         return CoupledAdamW(
             groups,
             training.lr,
@@ -133,17 +143,19 @@ class LeanArm:
         """Create CoupledAdamW with the options of LEAN for the token embeddings."""
         from coupled_adam import LEAN, CoupledAdamW
 
-        groups = _param_groups(model, training, **LEAN | {"lr_factor": self.lr_factor})
+        groups = _param_groups(model, training, LEAN | {"lr_factor": self.lr_factor})
         return CoupledAdamW(groups, training.lr, training.betas, training.eps)
 
 
-def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
+def _param_groups(
+    model: "nn.Module", training: Training, embeddings: dict[str, Any], **options: Any
+) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
     from coupled_adam import param_groups
 
     positions = _learned_positions(model) if training.decay_positions else {}
     groups = param_groups(
-        model, weight_decay=training.weight_decay, exclude=[*positions], **options
+        model, embeddings, weight_decay=training.weight_decay, exclude=[*positions], **options
     )
     if positions:
         decayed = {"coupled": False, "weight_decay": training.weight_decay}
@@ -168,10 +180,9 @@ def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
 
 
 def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
-    """What embeddings have instead of the training's options, for ``param_groups``."""
+    """What token embeddings have instead of the training's options."""
     beta1, beta2 = training.betas
     return {
-        "embedding_weight_decay": arm.embedding_weight_decay,
         "lr": arm.lr_factor * training.lr,
         "betas": (
             beta1 if arm.beta1 is None else arm.beta1,
@@ -218,7 +229,7 @@ class SGDArm:
         """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
-        groups = _param_groups(model, training, lr=self.lr_factor * training.lr)
+        groups = _param_groups(model, training, {"lr": self.lr_factor * training.lr})
         for group in groups:
             if group.pop("coupled"):
                 group["sgd"] = {
@@ -265,19 +276,23 @@ class MuonArm:
         return ", ".join(parts)
 
     def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
-        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more options of its ``groups``."""
+        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
         positions = _learned_positions(model)
         optimizer = MuonWithCoupledAdam(
             model,
             training.lr,
-            groups={"lr_factor": self.lr_factor, "exclude": [*positions], **groups},
+            embeddings={
+                "lr_factor": self.lr_factor,
+                "row_exponent": self.row_exponent,
+                "zero_sum": self.zero_sum,
+            },
+            exclude=[*positions],
             weight_decay=training.weight_decay,
             betas=training.betas,
             eps=training.eps,
-            row_exponent=self.row_exponent,
-            zero_sum=self.zero_sum,
+            **groups,
         )
         if positions:
             decay = training.weight_decay if training.decay_positions else 0.0

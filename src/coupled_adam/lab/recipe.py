@@ -17,8 +17,7 @@ from coupled_adam.errors import UsageError, did_you_mean, one_line
 from coupled_adam.lab.arms import OPTIMIZERS, Arm
 from coupled_adam.lab.checking import as_typed, checked
 from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
-from coupled_adam.lab.sections import LARGEST, Model, Seed, Training, require
-from coupled_adam.text.source import Data
+from coupled_adam.lab.sections import Data, Model, Seed, Training, require
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
@@ -51,7 +50,6 @@ class Recipe:
             re.fullmatch(r"\w[\w.+-]{,49}", self.name),
             f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
         )
-        _check_data(self.data)
         # Each section has checked itself; what follows is about two of them, or the arms.
         positions, length = self.model.n_positions, self.training.sequence_length
         require(
@@ -255,19 +253,3 @@ def _mapping(values: Any, source: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
     return values
-
-
-def _check_data(data: Data) -> None:
-    """Raise UsageError for values of ``data``, whose room knows nothing of recipes or pydantic."""
-    for name in ("max_tokens", "max_held_out_tokens"):
-        value = getattr(data, name)
-        require(
-            value is None or 1 <= value <= LARGEST,
-            f"data.{name}={value} must be 1 or more, and at most {LARGEST:g}",
-        )
-    sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
-    require(
-        len(sources) <= 1, f"data.{' and data.'.join(sources)} exclude each other: give only one"
-    )
-    require(data.separator != "", "data.separator='' separates nothing: give some text, or null")
-    require(0 < data.held_out < 0.5, f"data.held_out={data.held_out} must be between 0 and 0.5")

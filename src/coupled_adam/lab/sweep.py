@@ -19,7 +19,6 @@ from coupled_adam.lab.comparison import (
     check_unused,
     evaluate_trained,
     prepare_and_claim,
-    shared_settings,
 )
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation.evaluate import held_out_loss
@@ -84,13 +83,8 @@ def sweep(
 
     Returns and raises the same as :func:`~coupled_adam.lab.comparison.compare`.
     """
-    settings = {
-        "command": "sweep",
-        **shared_settings(given.grid.recipe, out, execution, resume),
-        **{key: given.to_dict()[key] for key in ("values", "trials")},
-    }
     with contextlib.ExitStack() as locks:
-        with process_group(execution.device, settings):
+        with process_group(execution.device):
             # With the values and seeds of earlier calls as well.
             plan = on_rank_zero(lambda: _extended(given, out, resume))
             recipe = plan.grid.recipe

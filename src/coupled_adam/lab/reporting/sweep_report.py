@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -13,12 +12,11 @@ from matplotlib.axes import Axes
 from coupled_adam.lab.grid import Setting, as_text, is_number
 from coupled_adam.lab.models import parameters
 from coupled_adam.lab.recipe import Recipe
-from coupled_adam.lab.reporting.finished_run import short
 from coupled_adam.lab.reporting.plots import arm_colors
 from coupled_adam.lab.reporting.statistics import paired_t_test, shorthand
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture, legend, plot_means, single
-from coupled_adam.rendering.tables import Cell, Table, csv_text
+from coupled_adam.rendering.tables import Cell, Table, csv_text, short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +148,7 @@ class SweepReport:
         rows: list[list[str | Cell]] = [
             [
                 self.label(trial.arm),
-                Cell(trial.setting.title, link=quote(trial.setting.name) + "/"),
+                trial.setting.title,
                 Cell(trial.text, bold=trial in self.best),
                 shorthand([*trial.test.values()]) if trial.test else "",
             ]

@@ -197,7 +197,7 @@ def test_command_prints_a_table(capsys, monkeypatch):
         return (Timed(case, name, STEADY, 0, 0, None) for case in cases for name in names)
 
     monkeypatch.setattr(steps, "bench", measured)
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "120")
     command = ["bench", "--shapes", "64x8", "--seconds", "0.5", "--dtype", "bfloat16"]
     assert main([*command, "--optimizers", "CoupledAdamW", "--clip", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()

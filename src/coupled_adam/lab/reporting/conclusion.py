@@ -92,7 +92,7 @@ def _bytes(number: float) -> str:
 _FACTS = (
     ("a test loss of {}", "test_loss", "{:.3f}".format),
     ("a mean embedding of relative norm {}", "mean_norm_ratio", "{:.2g}".format),
-    ("{} of optimizer state for the embeddings", "embedding_state", _bytes),
+    ("{} of optimizer state for the embeddings", "embedding_state_bytes", _bytes),
 )
 
 

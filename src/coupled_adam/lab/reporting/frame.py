@@ -50,7 +50,7 @@ COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
 """What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
 false, which are on the page and in the CSV files only."""
 
-_LOGGED = {"valid_loss": "valid_loss", "embedding_state_bytes": "embedding_state"}
+_LOGGED = ("valid_loss", "embedding_state_bytes")
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
@@ -70,7 +70,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
         - the keys of :data:`COLUMNS`: the numbers of the evaluation; NaN where not measured
         - ``other_tokens``: the number of tokens of the test loss if it is not that of most runs of
           the experiment; then the loss is NaN, since it cannot be compared
-        - ``valid_loss``, ``embedding_state``: the last validation loss, and the bytes of optimizer
+        - ``valid_loss``, ``embedding_state_bytes``: the last validation loss, and the optimizer
           state of the token embeddings; NaN if not logged
 
     Raises:
@@ -90,8 +90,9 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
             else:
                 runs.append(run)
         except (UsageError, ValueError, OSError, yaml.YAMLError) as error:
-            reason = one_line(error, longest=None)
-            raise UsageError(f"{path.parent} is damaged ({reason}): move it away") from None
+            raise UsageError(
+                f"{path.parent} is damaged ({one_line(error)}): move it away"
+            ) from None
     runs.sort(key=_order)
     frame = frame_of(runs)
     # Counting a run twice would make p too small.
@@ -104,25 +105,23 @@ def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
 
 def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
     """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
-    numbers = [*COLUMNS, *_LOGGED.values(), "test_tokens"]
+    numbers = [*COLUMNS, *_LOGGED, "test_tokens"]
     names = ["run", "experiment", "arm", "label", "optimizer", "setup"]
     columns = [*names, "seed", "tokens", "parameters", *numbers]
     frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
     frame = frame.astype(dict.fromkeys(numbers, float))
-    by_experiment = frame.groupby("experiment", sort=False)
-    for _, own_runs in by_experiment.run:
-        _check_comparable([*own_runs])
-    baselines = by_experiment.setup.transform(_baseline)
-    frame["is_baseline"] = frame.setup == baselines
-    # Of two numbers that occur equally often, the larger: more tokens measure better.
-    usual = by_experiment.test_tokens.transform(lambda numbers: numbers.mode().max())
-    frame["other_tokens"] = frame.test_tokens.where(frame.test_tokens != usual)
+    frame["is_baseline"], frame["other_tokens"] = False, math.nan
+    for _, own in frame.groupby("experiment"):
+        _check_comparable([*own.run])
+        frame.loc[own.index, "is_baseline"] = own.setup == _baseline(own)
+        # Of two numbers that occur equally often, the larger: more tokens measure better.
+        usual = own.test_tokens.mode().max()
+        frame.loc[own.index, "other_tokens"] = own.test_tokens.where(own.test_tokens != usual)
     frame.loc[frame.other_tokens.notna(), "test_loss"] = math.nan
     return frame
 
 
 def _row(run: Run) -> dict[str, Any]:
-    logged = {name: run.curve(metric)[1] for metric, name in _LOGGED.items()}
     return {
         "run": run,
         "experiment": run.recipe.name,
@@ -134,7 +133,7 @@ def _row(run: Run) -> dict[str, Any]:
         "tokens": run.recipe.tokens,
         "parameters": run.evaluation["parameters"],
         **{key: measure.of(run.evaluation) for key, measure in COLUMNS.items()},
-        **{name: values[-1] if values else None for name, values in logged.items()},
+        **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _LOGGED},
         "test_tokens": run.evaluation.get("test_tokens"),
     }
 
@@ -152,10 +151,9 @@ def _check_comparable(runs: Sequence[Run]) -> None:
                 )
 
 
-def _baseline(setups: pd.Series) -> str | None:
-    """The arm with which the others of an experiment are compared, by its setup."""
-    adamws = [setup for setup in setups.unique() if setup.startswith(f"{AdamWArm.__name__}(")]
-    plain = repr(AdamWArm())
+def _baseline(experiment: pd.DataFrame) -> str | None:
+    """The setup of the arm with which the others of an experiment are compared."""
+    plain, adamws = repr(AdamWArm()), experiment.setup[experiment.optimizer == "adamw"].unique()
     if plain in adamws:
         return plain
     return adamws[0] if len(adamws) == 1 else None

@@ -350,12 +350,8 @@ def _counted(
         pieces = (tokens[start : start + 2**24] for start in bar)
         given = f"--tokens {' '.join(map(str, inputs.tokens))}"
     counts = np.zeros(rows, dtype=np.int64)
-<<<<<<< HEAD
     option = given.partition(" ")[0]
     with refused(f"{model}: {given}: "), refused(f"{option} ", UsageError):
-=======
-    with refused(f"{model}: {given}: "), refused("--text ", UsageError):
->>>>>>> text
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

@@ -231,15 +231,9 @@ def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
-<<<<<<< HEAD
     with refused("--text ", UsageError):
         tokens = text_tokens(text, tokenizer)
     length = loading.block_length(model)
-=======
-    length = loading.block_length(model)
-    with refused("--text ", UsageError):
-        tokens = text_tokens(text, tokenizer)
->>>>>>> text
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from optim.cases import CASES
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coupled_adam import CoupledAdamW
+from optim.cases import CASES
 
 RANKS, V, H, MATRICES = 1024, 50_000, 16, 3
 

@@ -316,7 +316,6 @@ def outputs(model, comparison):
     return {
         "analyze": (model, ("--csv", "--html")),
         "evaluate": (model, ("--out",)),
-        "bench": ("--shapes=10x4", ("--picture",)),
         "report": (comparison, ("--out",)),
         "train": ("--arm=adamw", ("--out",)),
         "compare": ("--seeds=1", ("--out",)),
@@ -328,7 +327,6 @@ def test_where_results_go_is_checked_before_the_work(text_file, tmp_path, capsys
     for work in (
         "coupled_adam.embeddings.analysis.analyze_model",
         "coupled_adam.lab.evaluation.evaluate.evaluate_model",
-        "coupled_adam.bench.steps.bench",
         "coupled_adam.lab.reporting.report.read_runs",
         "coupled_adam.lab.comparison.prepare_corpus",
     ):
@@ -490,7 +488,6 @@ def test_torchrun_takes_no_option_for_its_own(name):
         (["recipes"], "pydantic"),
         (["analyze", "m.npy"], "scipy"),
         (["compare"], "yaml"),
-        (["bench"], "tqdm"),
     ],
 )
 def test_a_missing_package_is_one_line(arguments, missing, tmp_path):

@@ -27,7 +27,6 @@ ROOMS = [
     "lab.reporting",
     "lab.comparison",
     "lab.sweep",
-    "bench",
     "cli",
     "optax",
 ]

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from coupled_adam.cli import (
     analyze,
-    bench,
     compare,
     evaluate,
     recipes,
@@ -53,7 +52,6 @@ _COMMANDS = {
     "report": report,
     "analyze": analyze,
     "repair": repair,
-    "bench": bench,
     "recipes": recipes,
 }
 

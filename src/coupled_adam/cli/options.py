@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import (
@@ -147,17 +148,22 @@ class DeviceOption:
 
     def usable_device(self) -> str:
         """The device, or with ``"auto"`` the fastest one; UsageError if it is not available."""
-        import torch
+        return usable_device(self.device)
 
-        usable = ["cuda"] if torch.cuda.is_available() else []
-        usable += ["mps"] if torch.backends.mps.is_available() else []
-        usable += ["cpu"]
-        if self.device == "auto":
-            return usable[0]
-        if self.device not in usable:
-            available = f"available: {', '.join(usable)}"
-            raise UsageError(f"--device {self.device} is not available here; {available}")
-        return self.device
+
+def usable_device(device: str) -> str:
+    """The device, or for ``"auto"`` the fastest one; UsageError if it is not available."""
+    import torch
+
+    usable = ["cuda"] if torch.cuda.is_available() else []
+    usable += ["mps"] if torch.backends.mps.is_available() else []
+    usable += ["cpu"]
+    if device == "auto":
+        return usable[0]
+    if device not in usable:
+        available = f"available: {', '.join(usable)}"
+        raise UsageError(f"--device {device} is not available here; {available}")
+    return device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,10 +317,13 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
 
 def _check_memory(recipe: Recipe, parameters: int, device: str) -> None:
     """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
-    from coupled_adam.bench.machine import memory
+    import torch
 
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cuda":
+        available = torch.cuda.get_device_properties(0).total_memory
     # The least that any training takes, so that nothing is refused that could have worked.
-    needed, available = 3 * 4 * parameters, memory(device)  # float32
+    needed = 3 * 4 * parameters  # float32
     if needed > available:
         raise UsageError(
             f"a model of {parameters / 1e9:,.1f} billion parameters (model.n_embd="

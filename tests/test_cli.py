@@ -158,7 +158,6 @@ def errors(small_recipe, text_file, tmp_path):
         "unlike any option": (("--qqq", 3), "see coupled-adam compare --help"),
         "a key as an option": (("--lr", 3), "values of the recipe are given as training.lr=VALUE"),
         "a section as an option": (("--model", "gpt2"), "are given as model.architecture=VALUE"),
-        "several values": (("training.lr=1e-3,3e-3",), "coupled-adam sweep tries several values"),
         "an arm that is not there": (("arms.half.row_exponent=0.5",), "There are adamw, coupled_a"),
         "key of no section": (("training.learning_rate=1",), "there are batch_size, sequence_len"),
         "unknown argument": (("tiny",), "'tiny' is neither an option nor of the form key=value"),

@@ -98,7 +98,7 @@ def test_commands(block):
         if ours is not None:
             ours = cli._overrides_first(ours)
             options = vars(cli._command_parser(cli._command_name(ours)).parse_args(ours[1:]))
-            if options.get("recipe") and ours[0] != "sweep":  # whose values are lists
+            if options.get("recipe"):
                 recipe = load_recipe(options["recipe"])
                 override(recipe, parse_overrides(options["overrides"]))
                 assert options.get("arm") in (None, *recipe.arms)

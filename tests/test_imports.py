@@ -26,7 +26,6 @@ ROOMS = [
     "lab.evaluation",
     "lab.reporting",
     "lab.comparison",
-    "lab.sweep",
     "cli",
     "optax",
 ]

@@ -359,7 +359,12 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["training.lr=1e-3,3e-3"], "must be a number; coupled-adam sweep tries several values"),
+        (["training.lr=1e-3,3e-3"], "must be a number"),
+        (["arms.adamw.lr_factor=[]"], "arms.adamw.lr_factor=[] must have at least one value"),
+        (
+            ["arms.adamw-2.optimizer=adamw", "arms.adamw.lr_factor=[1, 2]"],
+            "arms: two would be called adamw-2",
+        ),
         (["training.learning_rate=1"], "has no key 'learning_rate': there are batch_size, seq"),
         (["training.n_layer=1"], "did you mean model.n_layer?"),
         (["model.n_layer=true"], "model.n_layer=true must be a whole number"),
@@ -458,7 +463,6 @@ def test_sgd_arm_is_torchs_sgd_for_the_embeddings_and_adamw_for_the_rest(options
         (["arms.x.optimizer='[]'"], "arms.x.optimizer='[]' must be one of"),
         (["arms.x={optimizer: sgd, lr_factor: 1" + 400 * "0" + "}"], "lr_factor=1"),
         (["training.lr=1" + 400 * "0"], "must be a number"),
-        (["arms.x.optimizer=[adamw]"], 'arms.x.optimizer=["adamw"] must be one value'),
         (["arms.x.optimizer.class_path=os.system"], 'arms.x.optimizer={"class_path": "os.system"}'),
         (
             ["arms.x={optimizer: sgd, lr_factor: .inf}"],
@@ -502,6 +506,34 @@ def test_overrides():
     assert changed.training.lr == 1e-3
     assert changed.training.betas == (0.8, 0.9)
     assert changed.data.text == "a=b"
+
+
+def test_lists_of_values_make_arms():
+    """One for each combination, numbered; and none of it depends on how a value is written."""
+    values = ["arms.*.lr_factor=[1, 4]", "arms.coupled*.lr=[1.0e-3, 0.01]"]
+    recipe = override(load_recipe("tiny"), parse_overrides(values))
+    assert list(recipe.arms) == [f"adamw-{i}" for i in (1, 2)] + [
+        f"coupled_adam-{i}" for i in (1, 2, 3, 4)
+    ]
+    last = recipe.arms["coupled_adam-4"]
+    assert last == {"optimizer": "coupled_adam", "lr_factor": 4, "lr": 0.01}
+    assert recipe.arm("coupled_adam-3").label == "Coupled Adam, f = 4, lr 0.001"
+    assert parse_recipe(yaml.safe_dump(recipe.to_dict()), "again") == recipe
+    with pytest.raises(UsageError, match=r"arms.x\*.lr matches no arm of the recipe: there are ad"):
+        override(recipe, {"arms.x*.lr": 1})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_arm_may_have_its_own_learning_rate(optimizer):
+    """It is that of all parameters; lr_factor still multiplies it."""
+    options = {"optimizer": optimizer, "lr": 0.25, "lr_factor": 2}
+    recipe = override(load_recipe("tiny"), {"arms": {"x": options}})
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
+    model[2].weight = model[0].weight
+    rates = {
+        group["lr"] for group in recipe.arm("x").optimizer(model, recipe.training).param_groups
+    }
+    assert rates == {0.25, 0.5}
 
 
 def test_files_extend(tmp_path):

@@ -220,6 +220,32 @@ def test_conclusion_of_a_sweep(recipe):
     assert "higher: Coupled Adam (p" in paragraph
 
 
+def test_the_best_arm_with_each_optimizer(recipe):
+    """Validation chooses, the test losses are compared, and an arm that lacks a run is out."""
+    arms = {
+        name: {"optimizer": optimizer, "lr_factor": factor}
+        for optimizer, name in (("adamw", "a"), ("lean", "l"))
+        for name, factor in ((f"{name}-1", 2), (f"{name}-2", 4))
+    }
+    several = override(recipe, {"arms": arms, "seeds": [1, 2]})
+    valid = {"a-1": 4.5, "a-2": 4.0, "l-1": 4.2, "l-2": 3.0}
+    runs = [
+        dataclasses.replace(
+            fast_run(several, arm, seed, 5 + index + seed / 100 * (1 + index / 9)),
+            metrics=[{"step": 10, "valid_loss": valid[arm] + seed / 100}],
+        )
+        for index, arm in enumerate(arms)
+        for seed in (1, 2)
+        if (arm, seed) != ("l-2", 2)  # it diverged
+    ]
+    (paragraph,) = conclusion(runs, {})
+    assert paragraph.startswith(
+        "The arms with the lowest validation loss are: of 2 with adamw, AdamW, f = 4 (4.015); of 1 "
+        "with lean, LEAN, f = 2 (4.215). The test loss of LEAN, f = 2 is higher than that of "
+        "AdamW, f = 4 by 1.00"
+    )
+
+
 def test_the_table_fits_the_terminal(comparison):
     """In parts if it must; every number is there, and the conclusion follows."""
     made = report([comparison], comparison / "report")

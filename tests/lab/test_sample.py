@@ -78,16 +78,6 @@ def test_command(run, gpt2, tmp_path, capsys):
     assert all(name in shown.splitlines()[0] for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))
 
 
-def test_a_sweep_has_too_many_runs(run, tmp_path, capsys):
-    sweep = tmp_path / "sweep"
-    (sweep / "lr=1").mkdir(parents=True)
-    (sweep / "sweep.yaml").touch()
-    run[0].rename(sweep / "lr=1" / "adamw-seed-1")
-    assert main(["sample", str(sweep)]) == 2
-    message = f"is a sweep: name one of its runs, such as {sweep}/lr=1/adamw-seed-1"
-    assert message in capsys.readouterr().err
-
-
 def test_neither_a_run_nor_a_model(tmp_path, capsys):
     assert main(["sample", str(tmp_path / "x")]) == 2
     assert "x is neither a run (config.yaml) nor a model" in capsys.readouterr().err

@@ -24,7 +24,6 @@ from coupled_adam.cli import (
     repair,
     report,
     sample,
-    sweep,
     train,
 )
 from coupled_adam.cli.options import RecipeValues, add_arguments
@@ -46,7 +45,6 @@ PREEMPTED = 75
 _COMMANDS = {
     "compare": compare,
     "train": train,
-    "sweep": sweep,
     "evaluate": evaluate,
     "sample": sample,
     "report": report,

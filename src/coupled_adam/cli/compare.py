@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, Selection, option
 from coupled_adam.cli.outputs import check_folder
 from coupled_adam.cli.terminal import console, print_path, print_table
+
+if TYPE_CHECKING:
+    from coupled_adam.lab.reporting.report import Report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +54,16 @@ def run(options: Options) -> None:
         if "tensorboard" in options.logger:
             print_path("to watch the runs: tensorboard --logdir", out)
 
-    report = comparison.compare(
+    def on_report(report: Report) -> None:
+        print_table(report)
+        print_path("the whole report:", report.page)
+
+    comparison.compare(
         recipe,
         out,
         execution=how,
         cache=options.cache_folder(),
         resume=options.resume,
         on_start=on_start,
+        on_report=on_report,
     )
-    if report is not None:
-        print_table(report)
-        print_path("the whole report:", report.page)

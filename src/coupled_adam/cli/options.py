@@ -27,7 +27,7 @@ from typing import (
 
 from coupled_adam.cli.terminal import quiet_libraries
 from coupled_adam.errors import UsageError, did_you_mean, one_line
-from coupled_adam.runs import COMPARISON, CONFIG, SWEEP
+from coupled_adam.runs import COMPARISON, CONFIG
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
@@ -281,7 +281,7 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
             values |= {**dict.fromkeys(keys), keys[0]: content}
         recipe = override(recipe, values)
         # Files in the folder of runs may be another person's, and what they name is code.
-        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON, SWEEP)
+        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
         if of_runs and recipe.variant is not None and "variant" not in values:
             raise UsageError(
                 f"the recipe in OUT executes the code of {recipe.variant}: if you trust it, add "

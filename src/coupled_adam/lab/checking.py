@@ -64,9 +64,7 @@ def _explained(error: ErrorDetails, cls: type[Any], values: Any, where: str) -> 
     for name in loc:
         value = value[name]
     expected = _LISTS.get(loc[-1]) or _in_words(error)
-    several = isinstance(value, str) and "," in value and error["type"] != "string_type"
-    hint = "; coupled-adam sweep tries several values" if several else ""
-    return f"{_key(where, loc)}={as_typed(value)} must be {expected}{hint}"
+    return f"{_key(where, loc)}={as_typed(value)} must be {expected}"
 
 
 _LISTS = {

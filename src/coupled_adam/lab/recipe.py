@@ -6,6 +6,7 @@ inherited arms.
 """
 
 import dataclasses
+import fnmatch
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
-from coupled_adam.lab.arms import OPTIMIZERS, Arm
+from coupled_adam.lab.arms import OPTIMIZERS, Arm, expanded
 from coupled_adam.lab.checking import as_typed, checked
 from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
 from coupled_adam.lab.sections import LARGEST, Model, Seed, Training, require
@@ -151,9 +152,13 @@ def load_recipe(name: str) -> Recipe:
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Copy a recipe and replace values, given by dotted keys: ``{"model.n_layer": 24}``."""
+    """Copy a recipe and replace values, given by dotted keys: ``{"model.n_layer": 24}``.
+
+    ``arms.*.lr_factor`` is that option of all arms.
+    """
     changed = recipe.to_dict()
-    for key, value in values.items():
+    single = {key: value for pattern, value in values.items() for key in _keys(pattern, recipe)}
+    for key, value in single.items():
         *sections, last = key.split(".")
         target = changed
         for section in sections:
@@ -162,6 +167,17 @@ def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
                 raise UsageError(f"{key}: {section} has no keys of its own")
         target[last] = value
     return recipe_from(changed, f"recipe {recipe.name!r}")
+
+
+def _keys(pattern: str, recipe: Recipe) -> list[str]:
+    """The keys that a key with a pattern of arms stands for."""
+    section, _, option = pattern.partition(".")
+    arm, _, option = option.partition(".")
+    if section != "arms" or "*" not in arm:
+        return [pattern]
+    arms = fnmatch.filter(recipe.arms, arm)
+    require(arms, f"{pattern} matches no arm of the recipe: there are {', '.join(recipe.arms)}")
+    return [f"arms.{name}.{option}" for name in arms]
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
@@ -209,6 +225,8 @@ def recipe_from(values: Any, source: str) -> Recipe:
     """
     values = _mapping(values, source)
     try:
+        if isinstance(values.get("arms"), dict):
+            values = {**values, "arms": expanded(values["arms"])}
         return checked(Recipe, values)
     except UsageError as error:
         raise UsageError(f"{source}: {one_line(error)}") from None

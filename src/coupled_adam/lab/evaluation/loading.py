@@ -11,7 +11,7 @@ from coupled_adam.errors import UsageError, one_line
 from coupled_adam.files import read_text
 from coupled_adam.lab.recipe import Recipe, load_recipe
 from coupled_adam.lab.training.variant import Variant, load_variant
-from coupled_adam.runs import CONFIG, MODEL, SWEEP, inner_runs
+from coupled_adam.runs import CONFIG, MODEL, inner_runs
 from coupled_adam.text.hub import check_sizes, hub_error, is_hub_id, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -43,8 +43,7 @@ def check_model(source: Path | str) -> None:
         return
     runs = inner_runs(folder)
     if runs:
-        kind = "sweep" if (folder / SWEEP).exists() else "comparison"
-        raise UsageError(f"{folder} is a {kind}: name one of its runs, such as {runs[0]}")
+        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
     raise UsageError(
         f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
     )

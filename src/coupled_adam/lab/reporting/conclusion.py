@@ -51,6 +51,7 @@ def _sentences(experiment: Experiment) -> list[str]:
                 f"{arm[0].label} diverged with {len(seeds)} of {len(arm)} seeds "
                 f"({', '.join(seeds)}), which {'is' if len(seeds) == 1 else 'are'} not compared."
             )
+    sentences += _best_of_each(experiment)
     baseline, rivals = experiment.baseline, experiment.rivals
     if baseline is None:
         return [*sentences, "There is no run with AdamW to compare with."]
@@ -65,6 +66,32 @@ def _sentences(experiment: Experiment) -> list[str]:
         sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
     if len(rivals) > 1:
         sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
+    return sentences
+
+
+def _best_of_each(experiment: Experiment) -> list[str]:
+    """Which of several arms with one optimizer is the best, and how the best ones compare.
+
+    The validation loss at the end of training chooses, so that the test loss of what is chosen is
+    a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
+    """
+    most = max(map(len, experiment.arms))
+    by_optimizer: dict[str, dict[float, list[Run]]] = {}
+    for arm in experiment.arms:
+        losses = [loss for run in arm for loss in run.curve("valid_loss")[1][-1:]]
+        if len(losses) == most and all(map(_is_finite, arm)):
+            arms = by_optimizer.setdefault(str(arm[0].options["optimizer"]), {})
+            arms.setdefault(math.fsum(losses) / most, arm)
+    if all(len(arms) < 2 for arms in by_optimizer.values()):
+        return []
+    best = {optimizer: arms[min(arms)] for optimizer, arms in by_optimizer.items()}
+    chosen = "; ".join(
+        f"of {len(arms)} with {optimizer}, {best[optimizer][0].label} ({min(arms):.3f})"
+        for optimizer, arms in by_optimizer.items()
+    )
+    sentences = [f"The arms with the lowest validation loss are: {chosen}."]
+    if "adamw" in best:
+        sentences += [_loss(best["adamw"], arm) for name, arm in best.items() if name != "adamw"]
     return sentences
 
 

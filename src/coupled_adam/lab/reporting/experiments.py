@@ -9,7 +9,6 @@ from typing import Any
 
 from coupled_adam.embeddings.measures import Measure
 from coupled_adam.lab.arms import AdamWArm
-from coupled_adam.lab.grid import as_text
 from coupled_adam.lab.reporting.finished_run import Run
 
 
@@ -142,5 +141,5 @@ def short_key(key: str, keys: Sequence[str]) -> str:
 
 def setting_text(value: Any) -> str:
     """A value of a recipe as in YAML, without control characters."""
-    text = as_text(value) if value is None or isinstance(value, bool) else str(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else str(value)
     return text if text.isprintable() else repr(text)

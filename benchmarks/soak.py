@@ -185,7 +185,7 @@ def compare(folder: Path, place: str | None = None, number: int = 0) -> int:
             build_in_kill(place, number)
         arguments = ["compare", "--resume", "--device", "cpu", "--recipe", folder / "small.yaml"]
         arguments += ["--out", folder / "out", "--cache", folder / "cache", "--logger"]
-        code = cli.main([*map(str, arguments), f"data.text={folder.parent / 'text.txt'}"])
+        code = cli.main([*map(str, arguments), f"--data.text={folder.parent / 'text.txt'}"])
     except Exception:
         traceback.print_exc()
     finally:

@@ -24,7 +24,8 @@ from tqdm import tqdm
 from coupled_adam.cli.options import usable_device
 from coupled_adam.cli.terminal import print_table
 from coupled_adam.files import write_atomically
-from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.environment import environment
 
 OTHERS = (
@@ -70,7 +71,9 @@ def main() -> None:
     if not options.json:
         print("\n".join(machine.notes))
     if options.recipe:
-        recipe = override(load_recipe(options.recipe), parse_overrides(options.overrides))
+        pairs = [word.split("=", 1) for word in options.overrides]
+        values = {key: read_yaml(value, key) for key, value in pairs}
+        recipe = override(load_recipe(options.recipe), values)
         speed = training_speed(recipe, device=device, steps=options.steps)
         content |= speed.to_dict()
         print(json.dumps(content, indent=1) if options.json else speed.summary)

@@ -137,7 +137,6 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours 'no such token'", "'no such token' is not a single token"),
         ("gpt2 --neighbours '#999'", "there is no token #999"),
         (f"gpt2 --neighbours '#{'9' * 5000}'", "there is no token #999"),
-        ("gpt2 --explore no/page.html", "--explore: there is no folder"),
         ("gpt2 --layout umap", "--layout is that of the map: add --explore or --parquet"),
         ("no-model --parquet m --layout umap", "pip install umap-learn"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),

@@ -3,6 +3,8 @@
 Shows the measures of one or several models side by side, for the embeddings as they are, with their
 mean removed, and with their mean and their top principal directions removed. On request, names the
 tokens that were hardly trained, neighbours and hubs, and what changed from one model to another.
+
+example: coupled-adam analyze gpt2 --undertrained --html page.html
 """
 
 from __future__ import annotations
@@ -11,20 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from coupled_adam.cli.options import (
-    Count,
     ModelOptions,
+    OverwriteOption,
     TokenizerOption,
-    WholeNumber,
     WordSimilarityOption,
-    argument,
-    option,
+    write_file,
 )
-from coupled_adam.cli.outputs import check_files, write_file
+from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_table, progress_bar
 from coupled_adam.errors import UsageError, printable
+from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.analysis import Analysis, Source
@@ -32,52 +33,50 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
-    """The options of ``coupled-adam analyze``."""
+class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOption):
+    """The options of ``coupled-adam analyze``.
 
-    models: list[str] = argument(
-        "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
-        ".safetensors or .npy file",
-        metavar="MODEL",
-    )
-    tensor: str | None = option("the name of the embeddings in the file")
-    counts: Path | None = option("a .npy file with a unigram count for each token")
-    text: Path | None = option("count the tokens of this file, or of this folder's files")
-    tokens: list[Path] | None = option("count these token files", metavar="FILE")
-    exclude: list[Literal["padding", "unseen"]] = option(
-        "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
-        "a count of zero)",
-        [],
-    )
-    top: WholeNumber | None = option(
-        "how many top principal directions to remove (default: H / 100, rounded up)", metavar="N"
-    )
-    all: bool = option(
-        "show all measures, also with the mean removed, and without the top directions",
-        default=False,
-    )
-    undertrained: bool = option("name the tokens that were hardly trained", default=False)
-    verify: bool = option(
-        "ask the model to repeat them, which shows those that it can write (needs [lab])",
-        default=False,
-    )
-    neighbours: list[str] | None = option(
-        "the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
-        "frequent ones), and the hubs",
-        metavar="TOKEN",
-        nargs="*",
-    )
-    compare: bool = option("show what changed from the first MODEL to the second", default=False)
-    show: Count = option(
-        "how many tokens a table in the terminal names; --json has all", 20, metavar="N"
-    )
-    csv: str | None = option("write all numbers as a table", metavar="FILE")
-    html: str | None = option("write a page with the table and pictures", metavar="FILE")
-    explore: str | None = option("write a page with a map of the tokens to explore", metavar="FILE")
-    parquet: str | None = option("write the map of all tokens as a Parquet file", metavar="FILE")
-    layout: Literal["pca", "umap"] | None = option(
-        "the layout of the map (default: pca); umap needs the package umap-learn"
-    )
+    models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
+        .safetensors or .npy file.
+    tensor: the name of the embeddings in the file.
+    counts: a .npy file with a unigram count for each token.
+    text: count the tokens of this file, or of this folder's files.
+    tokens: count these token files.
+    exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
+        (with a count of zero).
+    top: how many top principal directions to remove (default: H / 100, rounded up).
+    all: show all measures, also with the mean removed, and without the top directions.
+    undertrained: name the tokens that were hardly trained.
+    verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
+    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most
+        frequent ones), and the hubs.
+    compare: show what changed from the first MODEL to the second.
+    show: how many tokens a table in the terminal names; --json has all.
+    csv: write all numbers as a table.
+    html: write a page with the table and pictures.
+    explore: write a page with a map of the tokens to explore.
+    parquet: write the map of all tokens as a Parquet file.
+    layout: the layout of the map (default: pca); umap needs the package umap-learn.
+    """
+
+    models: Annotated[list[str], Positional("MODEL")]
+    tensor: str | None = None
+    counts: Path | None = None
+    text: Path | None = None
+    tokens: list[Path] | None = None
+    exclude: list[Literal["padding", "unseen"]] | None = None
+    top: WholeNumber | None = None
+    all: bool = False
+    undertrained: bool = False
+    verify: bool = False
+    neighbours: list[str] | None = None
+    compare: bool = False
+    show: Count = 20
+    csv: Path | None = None
+    html: Path | None = None
+    explore: Path | None = None
+    parquet: Path | None = None
+    layout: Literal["pca", "umap"] | None = None
 
 
 def run(options: Options) -> None:
@@ -106,7 +105,7 @@ def run(options: Options) -> None:
             model,
             source,
             sets=sets,
-            exclude=options.exclude,
+            exclude=options.exclude or [],
             directions=options.top,
             tokens=options.neighbours or (),
             device=target,
@@ -133,7 +132,7 @@ def run(options: Options) -> None:
             comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
     # Pages are made before anything is printed, so that an error leaves no half of a result.
     listed = undertrained if options.undertrained else []
-    files: list[tuple[str, str, str | bytes]] = []
+    files: list[tuple[str, Path, str | bytes]] = []
     if options.csv is not None:
         files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
     if options.html is not None:
@@ -214,12 +213,8 @@ def _check(options: Options) -> None:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    check_files(
-        [*options.models, options.counts, options.text, *(options.tokens or ())],
-        csv=options.csv,
-        html=options.html,
-        explore=options.explore,
-        parquet=options.parquet,
+    options.check_files(
+        csv=options.csv, html=options.html, explore=options.explore, parquet=options.parquet
     )
     if options.explore or options.parquet:
         from coupled_adam.embeddings.explorer import check_installed

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from coupled_adam.lab.sections import Beta, Finite, NotNegative, Positive, Share, Training, require
+from coupled_adam.fields import Beta, Finite, NotNegative, Positive, Share, require
+from coupled_adam.lab.sections import Training
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,7 +1,11 @@
 """The section ``data`` of a recipe: which text to read, and how."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from coupled_adam.fields import Count, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,17 @@ class Data:
     tokens: str | None = None
     token_dtype: Literal["uint16", "uint32"] | None = None
     tokenizer: str | None = None
-    held_out: float = 0.05
-    max_tokens: int | None = None
-    max_held_out_tokens: int | None = None
+    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    max_tokens: Count | None = None
+    max_held_out_tokens: Count | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for values that do not fit together."""
+        sources = [name for name in ("text", "hub", "tokens") if getattr(self, name) is not None]
+        require(
+            len(sources) <= 1,
+            f"data.{' and data.'.join(sources)} exclude each other: give only one",
+        )
+        require(
+            self.separator != "", "data.separator='' separates nothing: give some text, or null"
+        )

@@ -124,6 +124,11 @@ def test_config_of_an_architecture():
             r"model.config.kv_heads is no value of llama .* num_key_value_heads",
         ),
         (
+            {"architecture": "llama", "config": {"num_hidden_layers": 10**9}},
+            r"model.config.num_hidden_layers is what other keys of model give: leave it out",
+        ),
+        ({"architecture": "gptj", "config": {"n_layer": 3}}, "config.n_layer is what other keys"),
+        (
             {"architecture": "opt", "config": {"do_layer_norm_before": 3}},
             "model.architecture=opt: transformers cannot build it with these values",
         ),

@@ -54,7 +54,8 @@ class Positional:
 def parsed(options: type[T], parser: Parser, words: Sequence[str]) -> T:
     """The options in a command line; UsageError if one is unknown, missing or out of range."""
     # Keys of a recipe may also be given as training.lr=1e-3.
-    words = [f"--{w}" if re.match(r"(model|data|training|arms)\..*=", w) else w for w in words]
+    key = re.compile(r"((model|data|training|arms)\..*|variant)=")
+    words = [f"--{word}" if key.match(word) else word for word in words]
     add_arguments(parser, options, words)
     values = vars(parser.parse_args(words))
     for name, value in values.items():

@@ -52,7 +52,7 @@ def train(how: str, seed: int) -> dict[str, float]:
         max_grad_norm=options.max_grad_norm,
         stochastic_rounding=how == "stochastic",
     )
-    assert any(p is stored for p in optimizer.param_groups[0]["params"])
+    assert any(p is stored for p in optimizer.param_groups[-1]["params"])
     scheduler = lr_scheduler(optimizer, recipe)
     for batch in Batches(corpus.tokens("train"), recipe, seed):
         matrix.data.copy_(stored.detach())

@@ -1,7 +1,8 @@
-"""The truth in float64: Algorithm 1 of arXiv 2502.08441 as the paper states it.
+"""The truth in float64: Algorithm 1 of arXiv 2502.08441 as the paper states it, and LEAN.
 
-It keeps Adam's second moment of every row and averages the bias-corrected moments at every step,
-where the package keeps the averages alone. It shares no code with the package.
+Algorithm 1 keeps Adam's second moment of every row here, and averages the bias-corrected moments at
+every step, where the package keeps the averages alone. LEAN is written from its formulas, row by
+row. Neither shares code with the package.
 """
 
 from dataclasses import dataclass, field
@@ -32,12 +33,18 @@ class CoupledAdamOracle:
     m: Array = field(init=False)
     v: Array = field(init=False)
     nu_max: Array = field(init=False)
+    r: Array = field(init=False)
+    nu: Array = field(init=False)
+    d: Array = field(init=False)
+    largest_update: float = 0.0
 
     def __post_init__(self) -> None:
         self.embeddings = np.array(self.embeddings, dtype=np.float64)
         self.m = np.zeros_like(self.embeddings)
         self.v = np.zeros_like(self.embeddings)
-        self.nu_max = np.zeros(self.embeddings.shape[1])
+        tokens, features = self.embeddings.shape
+        self.nu_max, self.nu, self.d = np.zeros((3, features))
+        self.r = np.zeros(tokens)
 
     def step(self, gradient: Array) -> None:
         g = np.array(gradient, dtype=np.float64) * (-1 if self.maximize else 1)
@@ -46,6 +53,12 @@ class CoupledAdamOracle:
             self.embeddings -= self.lr * self.weight_decay * self.embeddings
         else:
             g = g + self.weight_decay * self.embeddings
+        if self.row_exponent or self.zero_sum:
+            self.step_lean(g)
+        else:
+            self.step_coupled(g)
+
+    def step_coupled(self, g: Array) -> None:
         for i in range(len(self.embeddings)):
             self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
             self.v[i] = self.beta2 * self.v[i] + (1 - self.beta2) * g[i] ** 2
@@ -55,21 +68,37 @@ class CoupledAdamOracle:
             nu_hat = self.nu_max / (1 - self.beta2**self.t)
         else:
             nu_hat = (self.v / (1 - self.beta2**self.t)).mean(axis=0)
-        # Beyond the paper: tokens that never had a gradient neither count nor move.
-        tokens = range(len(self.embeddings))
-        if self.row_exponent or self.zero_sum:
-            tokens = [i for i in tokens if self.v[i].any()]
-            nu_hat = nu_hat * len(self.embeddings) / max(len(tokens), 1)
         denominator = np.sqrt(self.second_moment_scale * nu_hat) + self.eps
+        self.embeddings -= self.lr * m_hat / denominator
+
+    def step_lean(self, g: Array) -> None:
+        if self.t == 1:  # the first gradient is seen twice
+            self.average(g, self.weights(g, gradients=1))
+        weights = self.weights(g, gradients=self.t + 1)
+        rates = np.zeros_like(self.nu)
+        for j in np.flatnonzero(self.nu):
+            nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**self.t)
+            rates[j] = self.lr / (np.sqrt(nu_hat) + self.eps)
         updates = np.zeros_like(self.embeddings)
-        row_means = self.v.mean(axis=1)
-        for i in tokens:
-            updates[i] = m_hat[i] / denominator
-            if self.row_exponent:
-                relative = row_means[i] / row_means[tokens].mean()
-                updates[i] *= relative ** (-self.row_exponent / 2)
-        if self.zero_sum:
-            mean = updates.sum(axis=0) / max(len(tokens), 1)
-            for i in tokens:
-                updates[i] -= mean
-        self.embeddings -= self.lr * updates
+        for i in range(len(self.embeddings)):
+            self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
+            updates[i] = rates * weights[i] * self.m[i] / (1 - self.beta1**self.t)
+            self.embeddings[i] -= updates[i] - (self.d if self.zero_sum and weights[i] else 0)
+        self.average(g, weights)
+        self.largest_update = max(np.abs(updates).max(), np.abs(self.d).max())
+        if weights.any():
+            self.d = updates.sum(axis=0) / np.count_nonzero(weights)
+
+    def weights(self, g: Array, gradients: int) -> Array:
+        """Each row's weight, 0 without a gradient so far; r has seen so many gradients then."""
+        self.r = self.beta2 * self.r + (1 - self.beta2) * (g**2).mean(axis=1)
+        weights = np.zeros_like(self.r)
+        for i in np.flatnonzero(self.r):
+            weights[i] = (self.r[i] / (1 - self.beta2**gradients)) ** (-self.row_exponent / 2)
+        return weights
+
+    def average(self, g: Array, weights: Array) -> None:
+        if weights.any():
+            weighted = (weights[:, None] * g) ** 2
+            mean = weighted.sum(axis=0) / np.count_nonzero(weights)
+            self.nu = self.beta2 * self.nu + (1 - self.beta2) * mean

@@ -161,7 +161,6 @@ def errors(small_recipe, text_file, tmp_path):
         "no value": (("--steps",), "--steps: expected one argument"),
         "two lengths": (("--steps", 3, "training.tokens=999", *recipe), "they are 3 and 999"),
         "two texts": (("--text", text_file, "data.hub=x", *recipe), "data.hub exclude each other"),
-        "no resume": (("--skip-damaged", *recipe), "--skip-damaged is for --resume"),
         "too large": (
             ("--model.n_embd", 2000000, *recipe),
             "a model of 48,000.7 billion parameters (model.n_embd=2000000,",

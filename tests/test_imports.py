@@ -29,6 +29,7 @@ ROOMS = [
     "lab.comparison",
     "cli",
     "optax",
+    "integrations",
 ]
 STRANGERS = {
     "optim": {"errors", "fields", "files", "runs"},

@@ -15,7 +15,6 @@ from coupled_adam.cli import main
 from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError
-from coupled_adam.files import temporary_path
 
 V, H = 90, 8
 
@@ -188,20 +187,6 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     matrix = torch.full((3, 2), torch.nan)
     assert dead_rows(matrix) == dict.fromkeys(range(3), "not finite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "llama", "there"]
-
-
-def test_on_the_disk_before_it_has_its_name(gpt2, tmp_path, disk):
-    """And what killed processes have left there goes, but nothing of others."""
-    ours, others = temporary_path(tmp_path / "out"), tmp_path / f"out.{os.getpid()}.tmp"
-    for folder in (ours, others):
-        folder.mkdir()
-        (folder / "file").write_text("")
-    gpt2.chmod(0o500)
-    repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    assert disk.check(tmp_path) == 1
-    assert (tmp_path / "out").stat().st_mode & 0o200
-    assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out", others.name}
-    assert (others / "file").exists()
 
 
 def test_only_files_of_the_folder_are_copied(gpt2, tmp_path):

@@ -387,13 +387,6 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     assert f"{cut}: not finished" in page
 
 
-def test_on_the_disk_before_it_has_its_name(comparison, disk):
-    """The first report, and one that replaces it, with what others have put there meanwhile."""
-    report([comparison], comparison / "report")
-    report([comparison], comparison / "report")
-    assert disk.check(comparison) == 2
-
-
 @pytest.mark.parametrize(
     "out",
     [

@@ -678,11 +678,6 @@ def test_flattened_parameter_is_refused_at_the_step():
     refused_step("flattened", ValueError, matrix(), {}, prepare)
 
 
-def test_a_model_in_the_place_of_groups():
-    with pytest.raises(TypeError, match=r"params is a Linear: pass coupled_adam.param_groups"):
-        CoupledAdamW(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
 def test_coupled_adam_without_momentum_is_warned_of(cls):
     """But not LEAN, which is made for it, and not other groups."""

@@ -182,7 +182,6 @@ class RunOptions(CacheOption, DeviceOption):
     steps: training steps (training.steps).
     variant: execute the code of this variant, MODULE:NAME.
     resume: continue the runs in OUT from their last checkpoints, with their recipe and text.
-    skip_damaged: with --resume, if the last checkpoint is damaged, continue from the one before it.
     strategy: how several processes (torchrun, srun) share a run; fsdp2 shards the model.
     micro_batch_size: sequences that a process takes at a time (default: its whole share of the
         batch).
@@ -195,11 +194,10 @@ class RunOptions(CacheOption, DeviceOption):
     steps: Count | None = None
     variant: str | None = None
     resume: bool = False
-    skip_damaged: bool = False
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: Count | None = None
     compile: bool = False
-    logger: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = dataclasses.field(
+    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
         default_factory=lambda: ["tensorboard"]
     )
     # The keys of the recipe that are given, with their values as YAML.
@@ -240,8 +238,6 @@ class RunOptions(CacheOption, DeviceOption):
         from coupled_adam.lab.training.config import Execution
 
         quiet_libraries()  # after their imports, which set the levels they like
-        if self.skip_damaged and not self.resume:
-            raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
         # A logger that is missing would show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
@@ -256,7 +252,6 @@ class RunOptions(CacheOption, DeviceOption):
             micro_batch_size=self.micro_batch_size,
             compile=self.compile,
             log=tuple(self.logger),
-            skip_damaged=self.skip_damaged,
         )
 
 

@@ -28,7 +28,7 @@ from coupled_adam.embeddings.undertrained import PASSES, finite_rows, undertrain
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.embeddings.weights import check_inside
 from coupled_adam.errors import UsageError, refused
-from coupled_adam.files import clear_leftovers, new_folder, write_atomically
+from coupled_adam.files import new_folder, write_atomically
 from coupled_adam.runs import MODEL, inner_runs, is_run
 from coupled_adam.text.hub import download_model, hub_error, is_hub_id
 
@@ -205,7 +205,6 @@ def repair_model(
         if rows or mean is not None:
             changes[entry.tensor] = entry.matrix, matrix
 
-    clear_leftovers(out.parent)
     if source.suffix == ".npy" and is_file:
         array = io.BytesIO()
         np.save(array, matrix.numpy())

@@ -96,7 +96,12 @@ class AdamWArm(_Tuned):
         from torch.optim import AdamW
 
         training = self.tuned(training)
-        groups = _param_groups(model, training, **_for_embeddings(self, training))
+        groups = _param_groups(
+            model,
+            training,
+            _for_embeddings(self, training),
+            embedding_weight_decay=self.embedding_weight_decay,
+        )
         for group in groups:
             del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
@@ -145,8 +150,13 @@ class CoupledAdamArm(_Tuned):
         from coupled_adam import CoupledAdamW
 
         training = self.tuned(training)
-        options = _for_embeddings(self, training)
-        groups = _param_groups(model, training, couple=self.couple, **options)
+        groups = _param_groups(
+            model,
+            training,
+            _for_embeddings(self, training),
+            embedding_weight_decay=self.embedding_weight_decay,
+            couple=self.couple,
+        )
         return CoupledAdamW(
             groups,
             training.lr,
@@ -178,17 +188,19 @@ class LeanArm(_Tuned):
         from coupled_adam import LEAN, CoupledAdamW
 
         training = self.tuned(training)
-        groups = _param_groups(model, training, **LEAN | {"lr_factor": self.lr_factor})
+        groups = _param_groups(model, training, LEAN | {"lr_factor": self.lr_factor})
         return CoupledAdamW(groups, training.lr, training.betas, training.eps)
 
 
-def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
+def _param_groups(
+    model: "nn.Module", training: Training, embeddings: dict[str, Any], **options: Any
+) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
     from coupled_adam import param_groups
 
     positions = _learned_positions(model) if training.decay_positions else {}
     groups = param_groups(
-        model, weight_decay=training.weight_decay, exclude=[*positions], **options
+        model, embeddings, weight_decay=training.weight_decay, exclude=[*positions], **options
     )
     if positions:
         decayed = {"coupled": False, "weight_decay": training.weight_decay}
@@ -213,10 +225,9 @@ def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
 
 
 def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
-    """What embeddings have instead of the training's options, for ``param_groups``."""
+    """What token embeddings have instead of the training's options."""
     beta1, beta2 = training.betas
     return {
-        "embedding_weight_decay": arm.embedding_weight_decay,
         "lr": arm.lr_factor * training.lr,
         "betas": (
             beta1 if arm.beta1 is None else arm.beta1,
@@ -265,7 +276,7 @@ class SGDArm(_Tuned):
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
         training = self.tuned(training)
-        groups = _param_groups(model, training, lr=self.lr_factor * training.lr)
+        groups = _param_groups(model, training, {"lr": self.lr_factor * training.lr})
         for group in groups:
             if group.pop("coupled"):
                 group["sgd"] = {
@@ -313,7 +324,7 @@ class MuonArm(_Tuned):
         return self.named(*parts)
 
     def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
-        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more options of its ``groups``."""
+        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
         training = self.tuned(training)
@@ -321,12 +332,16 @@ class MuonArm(_Tuned):
         optimizer = MuonWithCoupledAdam(
             model,
             training.lr,
-            groups={"lr_factor": self.lr_factor, "exclude": [*positions], **groups},
+            embeddings={
+                "lr_factor": self.lr_factor,
+                "row_exponent": self.row_exponent,
+                "zero_sum": self.zero_sum,
+            },
+            exclude=[*positions],
             weight_decay=training.weight_decay,
             betas=training.betas,
             eps=training.eps,
-            row_exponent=self.row_exponent,
-            zero_sum=self.zero_sum,
+            **groups,
         )
         if positions:
             decay = training.weight_decay if training.decay_positions else 0.0

@@ -5,7 +5,6 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 """
 
 import contextlib
-import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 import yaml
 
 from coupled_adam import files
-from coupled_adam.errors import DivergedError, UsageError, on_all_ranks
-from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
+from coupled_adam.errors import DivergedError, UsageError
+from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import (
-    all_gather,
     on_every_rank,
     on_rank_zero,
     process_group,
@@ -93,9 +91,8 @@ def compare(
         DivergedError: if runs have diverged, once all others are finished and reported.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
-    settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
     with contextlib.ExitStack() as locks:
-        with process_group(execution.device, settings):
+        with process_group(execution.device):
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
             corpus = prepare_and_claim(out / COMPARISON, content, recipe, cache, locks)
             runs = [
@@ -138,10 +135,10 @@ def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
-    with process_group(execution.device, run_settings(run, execution, resume)):
+    with process_group(execution.device):
         if not resume:
             on_rank_zero(lambda: check_unused(run.folder, "run", resume))
-        corpus = _same_corpus(run.recipe, cache)
+        corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))
         train(run, corpus, execution)
         is_first = rank() == 0
     if is_first:
@@ -169,53 +166,21 @@ def prepare_and_claim(
     """
     # Code that cannot be imported is refused before the text is read, which may take hours.
     on_every_rank(lambda: load_variant(recipe.variant))
-    corpus, out = _same_corpus(recipe, cache), file.parent
+    corpus, out = on_every_rank(lambda: prepare_corpus(recipe, cache)), file.parent
 
     def claim() -> None:
         try:
             # The lock is a file in the folder, and ends with this process however that ends.
-            files.make_folder(out)
+            out.mkdir(parents=True, exist_ok=True)
             locks.enter_context(files.sole_writer(out))
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise UsageError(
                 f"--out {out} cannot be written ({reason}): choose another folder"
             ) from None
-        files.clear_leftovers(out)
         files.write_atomically(file, yaml.safe_dump(content, sort_keys=False))
 
     on_rank_zero(claim)
-    return corpus
-
-
-def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
-    """What must be the same in all processes that train a single run."""
-    settings = shared_settings(run.recipe, run.folder, execution, resume)
-    return {"command": "train", "arm": run.arm, "seed": run.seed, **settings}
-
-
-def shared_settings(
-    recipe: Recipe, out: Path, execution: Execution, resume: bool
-) -> dict[str, Any]:
-    """What must be the same in all processes: the content of the text, but not its place."""
-    content = recipe.to_dict()
-    content["data"] = {k: v for k, v in content["data"].items() if k not in BY_CONTENT}
-    options = dataclasses.asdict(execution)
-    return {"out": str(out.absolute()), "resume": resume, **options, **content}
-
-
-def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
-    """Prepare the corpus on all ranks; UsageError on all of them if their texts differ."""
-    corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
-    (first_source, first_identity), *later = all_gather((corpus.facts["source"], corpus.identity))
-    for number, (source, identity) in enumerate(later, 1):
-        if identity != first_identity:
-            raise on_all_ranks(
-                UsageError(
-                    f"the processes of this run have different texts: {first_source} in process 0, "
-                    f"{source} in process {number}. Start all of them with the same text"
-                )
-            )
     return corpus
 
 
@@ -223,8 +188,7 @@ def check_unused(out: Path, kind: str, resume: bool) -> None:
     """Raise UsageError if a folder that holds no comparison or run cannot become one."""
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
-        paths = [path for path in out.iterdir() if not files.is_temporary(path)]
-        is_used = [path.name for path in paths] not in ([], [files.LOCK])
+        is_used = not all(path.name.startswith(".") for path in out.iterdir())
     if is_used and resume:
         raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
     if is_used:

@@ -19,8 +19,7 @@ from coupled_adam.errors import UsageError, did_you_mean, refused
 from coupled_adam.fields import Seed, checked, require
 from coupled_adam.lab.arms import OPTIMIZERS, Arm, expanded
 from coupled_adam.lab.safe_yaml import read_yaml
-from coupled_adam.lab.sections import Model, Training
-from coupled_adam.text.source import Data
+from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
+from coupled_adam.optim.find_embeddings import check_not_tensor_parallel
 
 Group = dict[str, Any]
 
@@ -26,13 +26,8 @@ def check_group(group: Group) -> None:
             check_not_tensor_parallel(p, group["vocab_dim"], describe(group, index))
 
 
-def check_options(group: Group, read_tensors: bool = True) -> None:
-    """Raise ValueError for options out of range.
-
-    Args:
-        group: the param group.
-        read_tensors: whether to wait for the values of tensors on a device.
-    """
+def check_options(group: Group) -> None:
+    """Raise ValueError for options of Coupled Adam that are out of range; torch's are torch's."""
     for name in ("coupled", "zero_sum", "stochastic_rounding"):
         if not isinstance(group[name], bool):
             raise ValueError(f"Invalid {name}: {group[name]!r} (True or False)")
@@ -57,21 +52,11 @@ def check_options(group: Group, read_tensors: bool = True) -> None:
             "stochastic_rounding=True is not differentiable: construct the optimizer with "
             "differentiable=False"
         )
-    if group["amsgrad"] and group["row_exponent"] != 0:
+    if group["amsgrad"] and (group["row_exponent"] != 0 or group["zero_sum"]):
         raise ValueError(
-            f"row_exponent={group['row_exponent']} is not defined with amsgrad=True, whose running "
-            "maximum is taken of the shared moment only: set one of them to its default"
+            "amsgrad=True is not defined with row_exponent or zero_sum: construct with "
+            "amsgrad=False, or leave these two out"
         )
-    # torch checks these only for the constructor's arguments, not for those of a group.
-    if not group["eps"] >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {group['eps']}")
-    if not group["weight_decay"] >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
-    if (read_tensors or not isinstance(group["lr"], Tensor)) and not group["lr"] >= 0.0:
-        raise ValueError(f"Invalid learning rate: {group['lr']}")
-    for index, beta in enumerate(group["betas"]):
-        if (read_tensors or not isinstance(beta, Tensor)) and not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 
 def check_parameter(group: Group, index: int) -> None:
@@ -107,7 +92,8 @@ def _check_matrix(group: Group, index: int) -> None:
         _check_pieces(group, index, shards)
         return
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
-    if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
+    has_dtype = p.is_floating_point() and p.dtype.itemsize > 1  # of float8 nothing is implemented
+    if p.dim() == 2 and p.numel() > 0 and has_dtype and not partial:
         return
     if partial:
         problem = (
@@ -127,7 +113,10 @@ def _check_matrix(group: Group, index: int) -> None:
     elif p.numel() == 0:
         problem = "it is empty. Move it to a group without coupled=True"
     else:
-        problem = f"its dtype is {p.dtype}, but coupling needs a real floating-point dtype"
+        problem = (
+            f"its dtype is {p.dtype}, but coupling needs a real floating-point dtype of at least "
+            "16 bits"
+        )
     raise ValueError(f"cannot couple {describe(group, index)}: {problem}")
 
 

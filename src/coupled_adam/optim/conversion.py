@@ -1,5 +1,6 @@
-"""Adam's state in and out: what checkpoints of torch, FSDP1 and ZeRO contain."""
+"""Adam's state in and out: what checkpoints of torch and of DeepSpeed's ZeRO contain."""
 
+import math
 import warnings
 from typing import Any
 
@@ -11,6 +12,7 @@ from coupled_adam.optim.checks import Group, check_group, describe, layout_of
 from coupled_adam.optim.matrix import OPTIONS
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
+    MEAN_UPDATE,
     MOMENTS,
     ROW_MOMENT,
     SECOND_MOMENTS,
@@ -18,6 +20,7 @@ from coupled_adam.optim.state import (
     entry_shape,
     fit_state,
     has_momentum,
+    is_lean,
     moment_dtype,
 )
 
@@ -54,6 +57,7 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
+        has_weights = "row_exponent" in saved  # otherwise its nu may be in other units
         _complete_options(number, group, saved)
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
@@ -62,7 +66,7 @@ def from_adam(
             is_piece = loaded["coupled"] and p in flat.shards_of(loaded)
             if not state.get(key) and not is_piece:
                 continue
-            state[key], averages = _converted(loaded, index, state.get(key, {}))
+            state[key], averages = _converted(loaded, index, state.get(key, {}), has_weights)
             if loaded["coupled"]:
                 moments[p] = averages
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
@@ -99,59 +103,162 @@ def _complete_options(number: int, group: Group, saved: Group) -> None:
         )
 
 
-def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
+def _converted(group: Group, index: int, state: State, has_weights: bool) -> tuple[State, State]:
     """A loaded state as the group needs it, and if that is coupled, its second moments again."""
     p = group["params"][index]
-    for name, value in state.items():
-        if name != "step" and sharded.is_dtensor(value) != sharded.is_dtensor(p):
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: the parameter is a "
-                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
-            )
+    if not group["coupled"]:
+        if (moment := state.get("exp_avg_sq")) is not None and moment.shape != p.shape:
+            _refuse_shape(group, index, "exp_avg_sq", moment, p.shape)
+        return state, {}
+    _check_state(group, index, state)
     averages: State = {}
-    if group["coupled"] and p in flat.shards_of(group):
+    if p in flat.shards_of(group):
         averages = _flat_averages(group, index, state)
         if averages and not state:
             state = {}
             fit_state(group, index, state)
-    elif group["coupled"]:
+    else:
         if missing := {"step", "exp_avg_sq"} - state.keys():
             raise ValueError(
                 f"cannot load the state of {describe(group, index)}: it has no "
                 f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
             )
-        averages = _averages(group, index, state)
-    unneeded = MOMENTS - entries(group).keys() if group["coupled"] else set()
+        averages = _averages(group, p, state, has_weights)
+    # What is not Adam's is the user's, and stays.
+    needed = entries(group)
+    unneeded = MOMENTS - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
-    _check_shapes(group, index, state)
+    for name in state.keys() & needed.keys():
+        shape = entry_shape(group, p, needed[name])
+        if state[name].shape != shape:
+            _refuse_shape(group, index, name, state[name], shape)
     return state, averages
 
 
-def _averages(group: Group, index: int, state: State) -> State:
-    """Reduce loaded second moments, on the parameter's device, to float32 or wider."""
+def _check_state(group: Group, index: int, state: State) -> None:
+    """Raise ValueError for a state that no step has made."""
     p = group["params"][index]
-    dtype = moment_dtype(p)
+    for name in state.keys() & MOMENTS:
+        value = state[name]
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"cannot load the state of {describe(group, index)}: its {name} is "
+                f"{value!r}, and must be a tensor"
+            )
+        if sharded.is_dtensor(value) != sharded.is_dtensor(p):
+            raise ValueError(
+                f"cannot load the state of {describe(group, index)}: the parameter is a "
+                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
+            )
+    step = state.get("step", 0)
+    is_number = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1)
+    if not is_number or not 0 <= float(step) < math.inf:
+        raise ValueError(
+            f"cannot load the state of {describe(group, index)}: its step is {step!r}, and must be "
+            "the number of steps"
+        )
+
+
+def _refuse_shape(group: Group, index: int, name: str, value: Tensor, expected: torch.Size) -> None:
+    raise ValueError(
+        f"cannot load the state of {describe(group, index)}: its {name} has the shape "
+        f"{list(value.shape)}, but must have {list(expected)} where "
+        f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
+        "parameters in the same order?"
+    )
+
+
+def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State:
+    """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
+    dtype, vocab_dim, needed = moment_dtype(p), group["vocab_dim"], entries(group)
+    rows, moments = state.get(ROW_MOMENT), {}
+    for name in (*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE):
+        if name in state:
+            moments[name] = state[name].to(dtype)
+    nu = moments["exp_avg_sq"]
+    if is_lean(group) and nu.shape == p.shape:
+        moments |= _lean_of_adam(group, nu, state["step"])
+    elif is_lean(group) and not (
+        rows is not None and has_weights and needed.keys() <= {*state, "exp_avg"}
+    ):
+        moments |= _lean_of_means(group, p, moments, state["step"])
+    elif not is_lean(group):
+        for name in needed.keys() & {*SECOND_MOMENTS} & moments.keys():
+            if moments[name].shape == p.shape:
+                moments[name] = sharded.mean_over(moments[name], vocab_dim)
+        if rows is not None:  # of LEAN
+            mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
+            share = mean / _mean_of_columns(nu) * _correction(group, state["step"], 0)
+            moments["exp_avg_sq"] = nu * (share / _correction(group, state["step"], 1))
+        if group["amsgrad"] and "max_exp_avg_sq" not in moments:
+            moments["max_exp_avg_sq"] = moments["exp_avg_sq"].clone()
     averages = {}
-    for name, dim in entries(group).items():
-        value = state.get(name, state.get("exp_avg_sq") if name == ROW_MOMENT else None)
-        if value is None or dim is None:
+    for name, dim in needed.items():
+        if dim is None:
             continue
-        value = value.to(dtype)
-        if value.shape == p.shape:
-            value = sharded.mean_over(value, dim)
-        elif name not in state:  # no row had a moment of its own: each starts with the mean of all
-            mean = sharded.full_tensor(value.mean()).to(p.device)
-            value = sharded.zero_moment(p, dim, dtype) + mean
-        averages[name] = sharded.place_moment(value, p, dim).to(p.device)
+        value = moments.get(name)
+        if value is None:  # no mean update yet
+            averages[name] = sharded.zero_moment(p, dim, dtype)
+        elif value.shape == entry_shape(group, p, dim):
+            averages[name] = sharded.place_moment(value, p, dim).to(p.device)
     return averages
 
 
+def _lean_of_adam(group: Group, v: Tensor, step: Any) -> State:
+    """LEAN's r_i = mean_j v_ij and nu_j = mean_i w_i^2 v_ij, of Adam's moments [V, H]."""
+    vocab_dim = group["vocab_dim"]
+    hat = v / _correction(group, step, 0)
+    r = sharded.mean_over(hat, 1 - vocab_dim)
+    weights = torch.where(r > 0, r, 1.0) ** -group["row_exponent"] * (r > 0)
+    weighted = hat * weights.unsqueeze(1 - vocab_dim)
+    count = sharded.full_tensor((r > 0).sum()).clamp(min=1)
+    nu = sharded.mean_over(weighted, vocab_dim) * (v.shape[vocab_dim] / count.item())
+    correction = _correction(group, step, 1)
+    return {ROW_MOMENT: r * correction, "exp_avg_sq": nu * correction}
+
+
+def _lean_of_means(group: Group, p: Tensor, moments: State, step: Any) -> State:
+    """The same where only means over rows and columns are known, as if v were their product.
+
+    Without a mean of each row, all rows have the mean of all.
+    """
+    nu, rows, dtype = moments["exp_avg_sq"], moments.get(ROW_MOMENT), moment_dtype(p)
+    if rows is None:
+        mean = sharded.full_tensor(nu.mean()).to(p.device)
+        rows = sharded.zero_moment(p, 1 - group["vocab_dim"], dtype) + mean
+    r = rows / _correction(group, step, 0)
+    return {
+        ROW_MOMENT: r * _correction(group, step, 1),
+        "exp_avg_sq": nu * (_nu_share(group, r, nu) * _correction(group, step, 1)),
+    }
+
+
+def _nu_share(group: Group, r: Tensor, nu: Tensor) -> float:
+    """The mean of w_i^2 r_i over the rows with r > 0, relative to the mean of nu."""
+    of_rows = torch.where(r > 0, r, 1.0) ** (1 - group["row_exponent"]) * (r > 0)
+    count = max(sharded.full_tensor((r > 0).sum()).item(), 1)
+    total: float = sharded.full_tensor(of_rows.sum()).item()
+    return total / count / _mean_of_columns(nu)
+
+
+def _mean_of_columns(nu: Tensor) -> float:
+    """The mean of nu; not 0 before the first gradient, since nu is divided by it."""
+    mean: float = sharded.full_tensor(nu.mean()).item()
+    return mean or 1.0
+
+
+def _correction(group: Group, step: Any, more: int) -> float:
+    """1 - beta2^t, in LEAN of one gradient more, since it passes over the first one twice."""
+    beta2 = float(group["betas"][1])
+    return 1 - beta2 ** (float(step) + more) or 1.0
+
+
 def _flat_averages(group: Group, index: int, state: State) -> State:
-    """The same for pieces, of which this rank may have none; empty if no rank has a state."""
-    p = group["params"][index]
-    averages = {}
+    """The second moments of pieces, of which this rank may have none; empty if no rank has any."""
+    p, vocab_dim = group["params"][index], group["vocab_dim"]
+    shards, means = flat.shards_of(group)[p], {}
     for name, dim in entries(group).items():
-        if dim is None:
+        if dim is None or name == MEAN_UPDATE:
             continue
         values = state.get("exp_avg_sq" if name == ROW_MOMENT else name)
         if values is not None and values.shape != p.shape:
@@ -162,32 +269,30 @@ def _flat_averages(group: Group, index: int, state: State) -> State:
                 "convert it with coupled_adam.to_adam_state_dict before the wrapper cuts it"
             )
         values = None if values is None else values.to(p.device)
-        means = flat.mean_over(values, flat.shards_of(group)[p], dim, p)
-        if means is not None:
-            averages[name] = means.to(moment_dtype(p))
+        mean = flat.mean_over(values, shards, dim, p)
+        if mean is not None:
+            means[name] = mean.to(moment_dtype(p))
+    if not means or not is_lean(group):
+        return means
+    # All ranks have loaded the same step, but for those that have no piece, which have none.
+    step = float(state.get("step", math.inf))
+    features = [shard.shape[1 - vocab_dim] for shard in shards]
+    tokens = [shard.shape[vocab_dim] for shard in shards]
+    rows = means[ROW_MOMENT] / _correction(group, step, 0)
+    of_matrices = zip(rows.split(tokens), means["exp_avg_sq"].split(features))
+    nus = [nu * _nu_share(group, r, nu) for r, nu in of_matrices]
+    correction = _correction(group, step, 1)
+    averages = {ROW_MOMENT: rows * correction, "exp_avg_sq": torch.cat(nus) * correction}
+    if group["zero_sum"]:
+        averages[MEAN_UPDATE] = torch.zeros_like(averages["exp_avg_sq"])
     return averages
-
-
-def _check_shapes(group: Group, index: int, state: State) -> None:
-    p = group["params"][index]
-    dims = entries(group) if group["coupled"] else {}
-    for name, value in state.items():
-        expected = entry_shape(group, p, dims.get(name))
-        if name != "step" and value.shape != expected:
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: its {name} has the shape "
-                f"{list(value.shape)}, but must have {list(expected)} where "
-                f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
-                "parameters in the same order?"
-            )
 
 
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Convert the state dict of Coupled Adam to one that ``torch.optim.Adam(W)`` can load.
 
     The shared second moment [H] is copied to each of the V rows, in the dtype of ``exp_avg``, and
-    the coupling options are removed from the groups. With ``row_exponent`` or ``zero_sum`` each
-    row's copy is multiplied by the row's average squared gradient relative to that of all rows. A
+    the coupling options are removed from the groups. LEAN's moments become r_i nu_j / mean(nu). A
     ``second_moment_scale`` other than 1 is lost, as it is applied in the update and is not
     contained in the moment.
 
@@ -214,14 +319,15 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
                         "is left out: Adam begins this matrix anew",
                         stacklevel=2,
                     )
-        left_out = (*OPTIONS, "flat_shards")
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _spread(state: State, group: Group) -> State:
     """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
-    adam = {name: value for name, value in state.items() if name != ROW_MOMENT}
+    ours = {ROW_MOMENT, MEAN_UPDATE}
+    adam = {name: value for name, value in state.items() if name not in ours}
     vocab_dim, rows, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
     if exp_avg is None and rows is None:
         return {}
@@ -230,7 +336,8 @@ def _spread(state: State, group: Group) -> State:
         if name in state and (exp_avg is None or state[name].shape != exp_avg.shape):
             moment = state[name].unsqueeze(vocab_dim)
             if rows is not None:
-                moment = moment * _relative(rows).unsqueeze(1 - vocab_dim)
+                moment = _relative(state[name], group, state["step"]).unsqueeze(vocab_dim)
+                moment = moment * rows.unsqueeze(1 - vocab_dim)
             adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)
     adam.setdefault("exp_avg", torch.zeros_like(adam["exp_avg_sq"]))
     return adam
@@ -249,27 +356,31 @@ def without_shards(param_groups: list[Group], state_dict: dict[str, Any]) -> dic
         shards = flat.shards_of(group)
         for key, p in zip(saved["params"], group["params"]):
             if group["coupled"] and p in shards and state.get(key):
-                state[key] = _spread_pieces(state[key], group["vocab_dim"], p, shards[p])
+                state[key] = _spread_pieces(state[key], group, p, shards[p])
         groups.append({name: value for name, value in saved.items() if name != "flat_shards"})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def _spread_pieces(state: State, vocab_dim: int, p: Tensor, shards: list[flat.FlatShard]) -> State:
+def _spread_pieces(state: State, group: Group, p: Tensor, shards: list[flat.FlatShard]) -> State:
     """The state of pieces as Adam's, with moments for each of their elements."""
-    adam = {name: value for name, value in state.items() if name != ROW_MOMENT}
-    # FSDP1 gathers a state of all parameters that it has flattened into one, or of none.
+    ours = {ROW_MOMENT, MEAN_UPDATE}
+    adam = {name: value for name, value in state.items() if name not in ours}
     adam.setdefault("exp_avg", torch.zeros_like(p))
-    relative: Tensor | float = 1.0
+    vocab_dim = group["vocab_dim"]
     if ROW_MOMENT in state:
-        tokens = [shard.shape[vocab_dim] for shard in shards]
-        rows = torch.cat([_relative(r) for r in state[ROW_MOMENT].split(tokens)])
-        relative = flat.spread(rows, shards, 1 - vocab_dim, p)
+        features = [shard.shape[1 - vocab_dim] for shard in shards]
+        relative = torch.cat(
+            [_relative(nu, group, state["step"]) for nu in adam["exp_avg_sq"].split(features)]
+        )
+        rows = flat.spread(state[ROW_MOMENT].to(p.dtype), shards, 1 - vocab_dim, p)
+        adam["exp_avg_sq"] = flat.spread(relative, shards, vocab_dim, p) * rows
+        return adam
     for name in adam.keys() & {*SECOND_MOMENTS}:
-        adam[name] = (flat.spread(adam[name], shards, vocab_dim, p) * relative).to(p.dtype)
+        adam[name] = flat.spread(adam[name], shards, vocab_dim, p).to(p.dtype)
     return adam
 
 
-def _relative(rows: Tensor) -> Tensor:
-    """The rows' moments relative to their mean."""
-    # All zeros before the first gradient: then nothing has to be divided.
-    return rows / rows.mean().clamp(min=torch.finfo(rows.dtype).tiny)
+def _relative(nu: Tensor, group: Group, step: Any) -> Tensor:
+    """LEAN's nu relative to its mean, for Adam's v_ij = r_i nu_j / mean(nu)."""
+    ratio = _correction(group, step, 0) / _correction(group, step, 1)
+    return nu * (ratio / _mean_of_columns(nu))

@@ -1,8 +1,6 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -11,22 +9,25 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
-from coupled_adam.optim import clipping, flat, kernels, sharded
-from coupled_adam.optim.checks import check_group, check_options, check_parameter
-from coupled_adam.optim.clipping import Plain, Tensors
+from coupled_adam.optim import flat, kernels, sharded
+from coupled_adam.optim.checks import check_group, check_parameter
 from coupled_adam.optim.conversion import from_adam, without_shards
-from coupled_adam.optim.matrix import Matrix, number
-from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
-from coupled_adam.optim.state import fit_state
-from coupled_adam.optim.update import measure, update, with_penalty
+from coupled_adam.optim.find_embeddings import warn
+from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
+from coupled_adam.optim.param_groups import (
+    Embeddings,
+    ParamGroups,
+    apply_lr_factor,
+    arriving,
+    couple_by_size,
+    param_groups,
+    warn_of_lost_options,
+)
+from coupled_adam.optim.state import fit_state, is_lean
+from coupled_adam.optim.update import Pending, update
 
-
-@dataclass
-class _Clipping:
-    """Clipping's option and result, shared with wrappers that copy the optimizer's ``__dict__``."""
-
-    max_norm: float | None = None
-    norm: Tensor | None = None
+Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
+"""The tensors of a param group, in the order of torch's ``adam``."""
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -53,15 +54,16 @@ class CoupledAdam(torch.optim.Adam):
     Where a wrapper has flattened matrices and left a piece of each on every rank, groups need the
     option ``flat_shards``: a list with a :class:`coupled_adam.FlatShard` for each parameter, with a
     list of them for a tensor that holds pieces of several matrices, or with None for a whole
-    parameter. :func:`coupled_adam.param_groups` sets it for FSDP1. The state dict then has Adam's
-    layout, in which the second moments have the parameter's shape.
+    parameter. The state dict then has Adam's layout, in which the second moments have the
+    parameter's shape.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` have the same meaning for coupled
     parameters as in torch, and rows are coupled with every one of them. Coupled matrices are always
     updated one at a time, even with ``foreach=True``, as they are few and large.
 
     Args:
-        params: tensors, named parameters, or param groups, as in torch.
+        params: a model, of which :func:`coupled_adam.param_groups` makes the groups; or tensors,
+            named parameters, or param groups, as in torch.
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.Adam`, with the same
             defaults.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
@@ -80,34 +82,33 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
             small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
             bfloat16 parameters of coupled groups only.
-        max_grad_norm (float, optional): clip the total norm of all gradients in the step, with the
-            same result as calling :func:`torch.nn.utils.clip_grad_norm_` before it. The norm of a
-            coupled matrix comes from the column sums that the step computes anyway, so clipping it
-            costs almost nothing. ``grad_norm`` then holds the norm before clipping. Unlike
-            ``clip_grad_norm_``, this leaves the ``.grad`` of coupled parameters unclipped. The
-            option belongs to the optimizer and is not saved in its state dict.
+        embeddings (str or mapping, optional): how the coupled matrices of a model, or those that
+            ``vocab_size`` finds, are updated: ``"coupled"`` (the default) as the paper has it,
+            ``"lean"`` without matrices of state, or a mapping of options, as in
+            :func:`coupled_adam.param_groups`.
         vocab_size (int or iterable of ints, optional): the number V of rows of the embedding
-            matrices, padding included, for frameworks that pass on parameters but not the model.
-            Every matrix with V rows, or with V columns (``vocab_dim=1``), is moved to a coupled
-            group with the same options. Where the model is at hand, use
-            :func:`coupled_adam.param_groups`, which does not go by the size alone. Groups that
-            are added later have to say ``coupled`` themselves.
-        groups (mapping, optional): with ``vocab_size``, options of the matrices that it finds, such
-            as ``coupled_adam.LEAN``: any option of a param group, or ``lr_factor``, a multiple of
-            the learning rate.
+            matrices, padding included. A model needs it if it does not say V itself. Frameworks
+            that pass on parameters only always do: every matrix with V rows, or with V columns
+            (``vocab_dim=1``), is then moved to a coupled group with the options of its own group
+            and of ``embeddings``. Groups that are added later have to say ``coupled`` themselves.
+        lr_factor (None): not an option of the optimizer. An error says where to put it.
 
     Raises:
+        TypeError: if ``lr_factor`` is given.
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. The message contains the parameter's name if it is known. Also
-            if no matrix has the size ``vocab_size``, if some have V rows and others V columns, as
-            hidden layers have, or if ``coupled`` or ``vocab_dim`` is given as well; and if
-            ``groups`` has an unknown option, or is given without ``vocab_size``.
+            as in :func:`coupled_adam.param_groups` for a model; if no matrix has the size
+            ``vocab_size``, if some have V rows and others V columns, as hidden layers have; if
+            ``coupled`` or ``vocab_dim`` is given beside a model or ``vocab_size``; and if
+            ``embeddings`` has an unknown option, or is given with neither of the two.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
 
     # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
+    # What param_groups has left out, with the groups that these parameters would be in.
+    _frozen: Mapping[Tensor, dict[str, Any]] = MappingProxyType({})
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
@@ -117,7 +118,7 @@ class CoupledAdam(torch.optim.Adam):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | torch.nn.Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -136,17 +137,38 @@ class CoupledAdam(torch.optim.Adam):
         zero_sum: bool = False,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
+        embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        groups: Mapping[str, Any] | None = None,
+        lr_factor: None = None,
     ) -> None:
-        if isinstance(params, torch.nn.Module):
+        if lr_factor is not None:
             raise TypeError(
-                f"params is a {type(params).__name__}: pass coupled_adam.param_groups(model), or "
-                "coupled_adam.param_groups(model, **coupled_adam.LEAN)"
+                f"lr_factor={lr_factor} is an option of the embeddings alone: write embeddings="
+                f"'lean', or embeddings={{'lr_factor': {lr_factor}}}, instead of **options"
             )
-        self._clipping = _Clipping()
-        self.max_grad_norm = max_grad_norm
+        is_decided = isinstance(params, torch.nn.Module) or vocab_size is not None
+        if embeddings is not None and not is_decided:
+            raise ValueError(
+                f"embeddings={embeddings!r} says how embedding matrices are updated, but not which "
+                "parameters they are: pass the model instead of parameters, or vocab_size= with "
+                "the number of their rows; param groups have the options themselves"
+            )
+        groups: Any = params
+        if is_decided and not isinstance(params, Tensor):
+            groups = [] if isinstance(params, torch.nn.Module) else list(params)
+            dicts = [group for group in groups if isinstance(group, dict)]
+            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*group} for group in dicts):
+                raise ValueError(
+                    "the model, or vocab_size=, decides which matrices are coupled, and by which "
+                    "dimension: leave out coupled and vocab_dim here and in the param groups, or "
+                    "vocab_size (coupled_adam.param_groups has a vocab_size= of its own)"
+                )
+            if isinstance(params, torch.nn.Module):
+                groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
+                vocab_size = None
+        self._pending, self._warned = Pending(), set[str]()
+        if isinstance(groups, ParamGroups):
+            self._frozen = groups.frozen
         self._coupling_defaults = {
             "coupled": coupled,
             "second_moment_scale": second_moment_scale,
@@ -155,24 +177,10 @@ class CoupledAdam(torch.optim.Adam):
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
         }
-        if groups and vocab_size is None:
-            raise ValueError(
-                f"groups={dict(groups)} are options of the matrices that vocab_size= finds: pass "
-                "it as well, or give the options to coupled_adam.param_groups"
-            )
-        if vocab_size is not None and not isinstance(params, Tensor):
-            params = list(params)  # type: ignore[assignment]
-            dicts = [group for group in params if isinstance(group, dict)]
-            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*group} for group in dicts):
-                raise ValueError(
-                    f"vocab_size={vocab_size} decides which matrices are coupled, and by which "
-                    "dimension: leave out coupled and vocab_dim here and in the param groups, or "
-                    "vocab_size (coupled_adam.param_groups has a vocab_size= of its own)"
-                )
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
-            params,
+            groups,
             lr,
             betas,
             eps,
@@ -186,44 +194,50 @@ class CoupledAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         if vocab_size is not None:
-            self.param_groups = couple_by_size(self.param_groups, vocab_size, groups or {})
+            self.param_groups = couple_by_size(
+                self.param_groups, vocab_size, embeddings or "coupled"
+            )
             for group in self.param_groups:
                 check_group(group)
         # param_groups has said why it has coupled nothing.
-        if not isinstance(params, ParamGroups) and not any(
+        if not isinstance(groups, ParamGroups) and not any(
             group["coupled"] for group in self.param_groups
         ):
-            warnings.warn(
+            warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
-                "torch's optimizer. Pass coupled_adam.param_groups(model), or vocab_size= with the "
+                "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
                 "number of rows of the embedding matrix, or set 'coupled': True in the group that "
-                "holds it. Ignore this warning on a pipeline rank without embeddings",
-                stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
+                "holds it. Ignore this warning on a pipeline rank without embeddings"
             )
         # docs/study/14-wrong.md: a loss of 5.56 in the place of 5.25
         if any(
             group["coupled"] and group["row_exponent"] == 0 and group["betas"][0] == 0
             for group in self.param_groups
         ):
-            warnings.warn(
+            warn(
                 "betas[0] is 0 in a coupled group: Coupled Adam itself learns much less without "
-                "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]",
-                stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
+                "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch. A group that fails the checks is not added.
 
         Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``.
+        Token embeddings that were frozen when :func:`coupled_adam.param_groups` saw them come into
+        a coupled group with the options given there, unless this group says ``coupled`` itself.
         """
         self.defaults = {**self._coupling_defaults, **self.defaults}
-        if isinstance(param_group, dict):  # torch refuses anything else
-            apply_lr_factor(param_group, self.defaults["lr"])
-        super().add_param_group(param_group)
+        before = len(self.param_groups)
         try:
-            check_group(self.param_groups[-1])
+            for group in arriving(param_group, self.param_groups, self._frozen):
+                if isinstance(group, dict):  # torch refuses anything else
+                    apply_lr_factor(group, self.defaults["lr"])
+                super().add_param_group(group)
+                check_group(self.param_groups[-1])
+                if is_lean(self.param_groups[-1]) and not isinstance(group["betas"][0], Tensor):
+                    group["initial_beta1"] = group["betas"][0]
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
 
     def init_state(self) -> None:
@@ -269,18 +283,14 @@ class CoupledAdam(torch.optim.Adam):
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
             return has_complex
-        check_options(group, read_tensors=False)
         for index, p in enumerate(group["params"]):
-            # Checked even without a gradient: if a wrapper has flattened a matrix, ranks that hold
-            # none of its elements must raise as well, or they would wait for the others forever.
-            check_parameter(group, index)
-            if p.grad is None and (p.dim() == 2 or not p.requires_grad):
+            if p.grad is None:
                 continue
+            check_parameter(group, index)
             state = self.state[p]
             fit_state(group, index, state)
             params_with_grad.append(p)
-            # Without a piece's gradient, too, this rank takes part in the sums over all ranks.
-            grads.append(torch.zeros_like(p) if p.grad is None else p.grad)
+            grads.append(p.grad)
             exp_avg_sqs.append(state["exp_avg_sq"])
             state_steps.append(state["step"])
             if "exp_avg" in state:
@@ -288,31 +298,6 @@ class CoupledAdam(torch.optim.Adam):
             if group["amsgrad"]:
                 max_exp_avg_sqs.append(state["max_exp_avg_sq"])
         return False  # check_parameter has refused complex parameters
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The total gradient norm to clip to, or None for no clipping."""
-        return self._clipping.max_norm
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not value > 0:
-            raise ValueError(f"Invalid max_grad_norm: {value} (must be positive, or None)")
-        self._clipping.max_norm = value
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The total norm of all gradients in the last step before clipping, as a 0-dim tensor.
-
-        It is 0 if there were no gradients, and None before the first step or without
-        ``max_grad_norm``.
-        """
-        return self._clipping.norm
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state that pickle and copy use: torch's, and ``max_grad_norm``."""
-        # Without grad_norm: in a differentiable step it is not a leaf, which deepcopy refuses.
-        return {**super().__getstate__(), "_clipping": _Clipping(self.max_grad_norm)}
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -333,55 +318,53 @@ class CoupledAdam(torch.optim.Adam):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         unscale = None if grad_scale is None else 1 / grad_scale
 
-        coupled, plain = self._collect()
-        # The norm of the coupled gradients comes from the sums that the update needs anyway.
-        sums, clip = [], None
-        if self.max_grad_norm is not None:
-            sums = measure(coupled, as_is=False)
-            norm = clipping.total_norm(coupled, sums, plain, grad_scale)
-            self._clipping.norm = norm
-            clip = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._pending.finish()
+        warn_of_lost_options(self.param_groups, self._warned)
+        coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
-        for group, tensors, has_complex in plain:
-            _step_uncoupled(group, tensors, has_complex, clip, grad_scale, found_inf)
-
-        factor = clip if unscale is None else unscale
-        if unscale is not None and clip is not None:
-            factor = unscale * clip.to(unscale.device)
-        # The L2 penalty of Adam is part of the gradient, but not of its norm: it comes after both.
-        if any(matrix.has_penalty for matrix in coupled):
-            coupled, sums = [with_penalty(matrix, factor) for matrix in coupled], []
-        if not sums:
-            sums = measure(coupled, as_is=factor is None and found_inf is None)
-        update(coupled, sums, factor, found_inf)
+        for group, tensors, has_complex in uncoupled:
+            _step_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
+        update(coupled, unscale, found_inf, self._pending)
         if unscale is not None:
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 _unscale(p, unscale)
         return loss
 
-    def _collect(self) -> tuple[list[Matrix], list[Plain]]:
-        """Return the coupled matrices, and the uncoupled groups.
+    def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:
+        """Return the coupled matrices; and the other groups, and whether a tensor is complex.
 
         All errors of coupled groups are raised here, before anything is changed.
         """
-        coupled: list[Matrix] = []
-        plain: list[Plain] = []
+        coupled: list[CoupledMatrix] = []
+        uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
         for group in self.param_groups:
             tensors: Tensors = ([], [], [], [], [], [])
+            without_state = {
+                p for p in group["params"] if group["coupled"] and not self.state.get(p)
+            }
             has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
-                plain.append((group, tensors, has_complex))
+                uncoupled.append((group, tensors, has_complex))
                 continue
             for p, grad in zip(*tensors[:2]):
                 matrix = _matrix(group, p, grad, self.state[p], len(coupled))
+                matrix.is_new = p in without_state
                 if p.dim() == 1:  # a wrapper has put pieces of flattened matrices in it
                     coupled += flat.matrices(matrix, flat.shards_of(group)[p])
                 else:
                     matrix.kernel = kernels.choose(matrix)
                     coupled.append(matrix)
-        if self.max_grad_norm is not None:
-            clipping.check_pieces_are_told(self.param_groups, self.max_grad_norm)
-        return coupled, plain
+        return coupled, uncoupled
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state that pickle and copy use: torch's, complete."""
+        self._pending.finish()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the state of :meth:`__getstate__`."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._pending, self._warned = Pending(), set[str]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch.
@@ -394,6 +377,7 @@ class CoupledAdam(torch.optim.Adam):
         def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
             return without_shards(self.param_groups, saved)
 
+        self._pending.finish()
         # As the first post-hook, so that the user's hooks see what is returned.
         hook = self.register_state_dict_post_hook(adapt, prepend=True)
         try:
@@ -427,6 +411,7 @@ class CoupledAdam(torch.optim.Adam):
         Raises:
             ValueError: if a state does not fit its parameter. The optimizer is then unchanged.
         """
+        self._pending.finish()
         moments: dict[Tensor, dict[str, Tensor]] = {}
         flat_shards = [group.get("flat_shards") for group in self.param_groups]
 
@@ -468,20 +453,22 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     is as in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
 
     Example:
-        >>> from coupled_adam import CoupledAdamW, param_groups
-        >>> optimizer = CoupledAdamW(param_groups(model), lr=6e-4, betas=(0.9, 0.95))
+        >>> from coupled_adam import CoupledAdamW
+        >>> optimizer = CoupledAdamW(model, lr=6e-4, betas=(0.9, 0.95), fused=True)
+        >>> optimizer = CoupledAdamW(model, lr=6e-4, embeddings="lean", fused=True)
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the
-            same defaults.
+        params: as in :class:`CoupledAdam`.
+        lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the same
+            defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, max_grad_norm, vocab_size, groups: likewise.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size: likewise.
     """
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | torch.nn.Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -499,9 +486,9 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         zero_sum: bool = False,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
-        max_grad_norm: float | None = None,
+        embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        groups: Mapping[str, Any] | None = None,
+        lr_factor: None = None,
     ) -> None:
         super().__init__(
             params,
@@ -522,39 +509,38 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             zero_sum=zero_sum,
             vocab_dim=vocab_dim,
             stochastic_rounding=stochastic_rounding,
-            max_grad_norm=max_grad_norm,
+            embeddings=embeddings,
             vocab_size=vocab_size,
-            groups=groups,
+            lr_factor=lr_factor,
         )
 
 
 def _matrix(
-    group: dict[str, Any], parameter: Tensor, grad: Tensor, state: dict[str, Tensor], position: int
-) -> Matrix:
+    group: dict[str, Any], parameter: Tensor, grad: Tensor, state: dict[str, Tensor], index: int
+) -> CoupledMatrix:
     """A coupled matrix from this rank's parts, oriented so that rows are tokens.
 
     A parameter that was flattened is left as it is, for :func:`coupled_adam.optim.flat.matrices`.
     """
     vocab_dim, (beta1, beta2) = group["vocab_dim"], group["betas"]
-    traced = group["differentiable"] or torch.compiler.is_compiling()
+    no_host_reads = group["differentiable"] or torch.compiler.is_compiling()
     param, shape = parameter, parameter.shape
     is_flat = len(shape) != 2
-    exp_avg, max_exp_avg_sq = state.get("exp_avg"), state.get("max_exp_avg_sq")
-    exp_avg_sq, exp_avg_sq_row = state["exp_avg_sq"], state.get("exp_avg_sq_row")
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "mean_update")
+    moments = [state.get(name) for name in names]
     row_ranks: sharded.Ranks = ()
     column_ranks: sharded.Ranks = ()
     if type(parameter) not in sharded.PLAIN:
         local = sharded.to_local
         param, grad = local(parameter), local(sharded.placed_as(grad, parameter))
-        exp_avg_sq = local(exp_avg_sq)
-        exp_avg, max_exp_avg_sq, exp_avg_sq_row = (
-            None if x is None else local(x) for x in (exp_avg, max_exp_avg_sq, exp_avg_sq_row)
-        )
+        moments = [None if x is None else local(x) for x in moments]
         row_ranks = sharded.ranks_over(parameter, vocab_dim)
         column_ranks = sharded.ranks_over(parameter, 1 - vocab_dim)
+    exp_avg, exp_avg_sq, max_exp_avg_sq, exp_avg_sq_row, mean_update = moments
+    assert exp_avg_sq is not None
     if vocab_dim == 1 and not is_flat:
         param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
-    return Matrix(
+    return CoupledMatrix(
         group=group,
         parameter=parameter,
         step=state["step"],
@@ -566,14 +552,14 @@ def _matrix(
         exp_avg_sq=exp_avg_sq,
         max_exp_avg_sq=max_exp_avg_sq,
         exp_avg_sq_row=exp_avg_sq_row,
-        lr=number(group["lr"], traced),
-        beta1=number(beta1, traced),
-        beta2=number(beta2, traced),
-        traced=traced,
-        position=position,
+        mean_update=mean_update,
+        lr=as_python_number(group["lr"], no_host_reads),
+        beta1=as_python_number(beta1, no_host_reads),
+        beta2=as_python_number(beta2, no_host_reads),
+        no_host_reads=no_host_reads,
+        index=index,
         row_ranks=row_ranks,
         column_ranks=column_ranks,
-        absent=parameter.grad is None,
     )
 
 
@@ -581,7 +567,6 @@ def _step_uncoupled(
     group: dict[str, Any],
     tensors: Tensors,
     has_complex: bool,
-    clip: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
@@ -601,7 +586,7 @@ def _step_uncoupled(
         capturable=group["capturable"],
         differentiable=group["differentiable"],
         fused=group["fused"],
-        grad_scale=clipping.clip(group, tensors[1], clip, grad_scale),
+        grad_scale=grad_scale,
         found_inf=found_inf,
         decoupled_weight_decay=group["decoupled_weight_decay"],
     )
@@ -609,8 +594,7 @@ def _step_uncoupled(
 
 def _unscale(p: Tensor, unscale: Tensor) -> None:
     """Multiply ``p.grad`` by the inverse scale, as torch's fused kernels do."""
-    if p.grad is None:  # of a piece of a flattened matrix
-        return
+    assert p.grad is not None
     unscale = unscale.to(p.device)
     # Not in place if the gradient is expanded, as several of its elements then share memory.
     p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)

@@ -1,11 +1,11 @@
-"""Pieces of flattened matrices, which FSDP1, DeepSpeed's ZeRO and Megatron leave on each rank.
+"""Pieces of flattened matrices, which DeepSpeed's ZeRO 1 and 2 leave on each rank.
 
 A matrix [V, H] is flattened, and each rank holds a range of its elements that may begin and end in
 the middle of a row. Element k of a piece at offset o belongs to column (o + k) mod H. So a piece
 is cut into up to three matrices: what it has of its first row, its whole rows, and what it has of
 its last row. This module is the :class:`~coupled_adam.optim.matrix.Kernel` of a piece. It calls the
 kernels of these matrices and adds up their sums; :mod:`coupled_adam.optim.sharded` adds those of
-all ranks.
+all ranks. Of LEAN's r each rank has all V numbers, so that rows on two ranks need no bookkeeping.
 """
 
 import sys
@@ -14,16 +14,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coupled_adam.optim import reference, sharded
-from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-serves, skips = frozenset(OPTIONS), False
-weigh_rows = reference.weigh_rows
+SKIPS_ON_DEVICE = False
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,13 @@ def segments(shard: FlatShard, numel: int) -> Iterator[Segment]:
 class Submatrix:
     """A segment as a matrix of its own, its sums, and the tokens and features that it holds."""
 
-    matrix: Matrix
+    matrix: CoupledMatrix
     tokens: slice
     features: slice
     sums: Sums
 
 
-def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]:
+def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[CoupledMatrix]:
     """The flattened matrices of which pieces lie in a parameter.
 
     Args:
@@ -119,18 +118,16 @@ def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]
     features = [shard.shape[1 - vocab_dim] for shard in shards]
     tokens = [shard.shape[vocab_dim] for shard in shards]
 
-    def cut(vectors: Tensor | None, sizes: Sequence[int]) -> Sequence[Tensor | None]:
+    def cut(vectors: Tensor | None, sizes: Sequence[int]) -> Sequence[Any]:
         return [None] * len(shards) if vectors is None else vectors.split(sizes)
 
-    exp_avg_sqs, maxima = (
-        cut(parameter.exp_avg_sq, features),
-        cut(parameter.max_exp_avg_sq, features),
+    nu, maxima, means = (
+        cut(vectors, features)
+        for vectors in (parameter.exp_avg_sq, parameter.max_exp_avg_sq, parameter.mean_update)
     )
     rows = cut(parameter.exp_avg_sq_row, tokens)
     for i, shard in enumerate(shards):
         ranks = sharded.ranks_of(shard.process_group)
-        exp_avg_sq = exp_avg_sqs[i]
-        assert exp_avg_sq is not None
         yield replace(
             parameter,
             step=parameter.step.clone() if i else parameter.step,  # each matrix counts its own
@@ -139,10 +136,11 @@ def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]
             param=shard.of(parameter.param),
             grad=shard.of(parameter.grad),
             exp_avg=None if parameter.exp_avg is None else shard.of(parameter.exp_avg),
-            exp_avg_sq=exp_avg_sq,
+            exp_avg_sq=nu[i],
             max_exp_avg_sq=maxima[i],
             exp_avg_sq_row=rows[i],
-            position=parameter.position + i,
+            mean_update=means[i],
+            index=parameter.index + i,
             row_ranks=ranks,
             column_ranks=ranks,
             shard=shard,
@@ -150,82 +148,88 @@ def matrices(parameter: Matrix, shards: Sequence[FlatShard]) -> Iterator[Matrix]
         )
 
 
-def split(matrix: Matrix) -> Iterator[tuple[Matrix, slice, slice]]:
-    """A matrix for each segment of a piece, with copies of what segments share, and its place."""
+def split(matrix: CoupledMatrix) -> Iterator[Submatrix]:
+    """A matrix for each segment of a piece.
+
+    A segment has a copy of what Coupled Adam updates with its columns, since other segments have
+    the same columns; LEAN only reads these vectors in a pass.
+    """
     from coupled_adam.optim.kernels import choose
 
     assert matrix.shard is not None
-    by_columns = matrix.group["vocab_dim"] == 1
+
+    def of(vector: Tensor | None, place: slice) -> Any:
+        if vector is None:
+            return None
+        return vector[place] if matrix.is_lean else vector[place].clone()
+
     for segment in segments(matrix.shard, matrix.param.numel()):
         param, grad = segment.of(matrix.param), segment.of(matrix.grad)
         exp_avg = None if matrix.exp_avg is None else segment.of(matrix.exp_avg)
         tokens, features = segment.rows, segment.columns
-        if by_columns:
+        if matrix.group["vocab_dim"] == 1:
             tokens, features = features, tokens
             param, grad = param.T, grad.T
             exp_avg = None if exp_avg is None else exp_avg.T
-        maximum, rows = matrix.max_exp_avg_sq, matrix.exp_avg_sq_row
         submatrix = replace(
             matrix,
             param=param,
             grad=grad,
             exp_avg=exp_avg,
-            exp_avg_sq=matrix.exp_avg_sq[features].clone(),
-            max_exp_avg_sq=None if maximum is None else maximum[features].clone(),
-            exp_avg_sq_row=None if rows is None else rows[tokens].clone(),
+            exp_avg_sq=of(matrix.exp_avg_sq, features),
+            max_exp_avg_sq=of(matrix.max_exp_avg_sq, features),
+            exp_avg_sq_row=of(matrix.exp_avg_sq_row, tokens),
+            mean_update=of(matrix.mean_update, features),
         )
         submatrix.kernel = choose(submatrix)
-        yield submatrix, tokens, features
+        yield Submatrix(submatrix, tokens, features, Sums())
 
 
-def measure(matrix: Matrix, as_is: bool) -> Sums:
-    """Add up the sums of the segments; of all tokens and features, also those that are elsewhere.
-
-    With ``zero_sum`` the moment is left to ``center``, which sums it on all ranks alike.
-    """
+def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
+    """Add up the sums of the segments; of all tokens or features, also those that are elsewhere."""
     wide = torch.float64 if matrix.param.is_cpu else torch.float32
-    sums = Sums(torch.zeros_like(matrix.exp_avg_sq, dtype=wide), memo=[])
-    sums.present = sums.squares.new_full((1,), 0.0 if matrix.absent else 1.0)
-    if matrix.exp_avg_sq_row is not None:
-        sums.row_squares = torch.zeros_like(matrix.exp_avg_sq_row, dtype=wide)
-    for submatrix, tokens, features in split(matrix):
-        measured = submatrix.kernel.measure(submatrix, as_is and not matrix.group["zero_sum"])
-        squares = measured.squares
-        sums.squares[features] += squares if squares.dim() == 1 else squares.sum(0)  # over parts
-        if sums.row_squares is not None:
-            assert measured.row_squares is not None
-            sums.row_squares[tokens] += measured.row_squares
-        sums.memo.append(Submatrix(submatrix, tokens, features, measured))
-    return sums
+    whole = matrix.exp_avg_sq if matrix.exp_avg_sq_row is None else matrix.exp_avg_sq_row
+    total, submatrices = torch.zeros_like(whole, dtype=wide), [*split(matrix)]
+    for sub in submatrices:
+        sub.sums = sub.matrix.kernel.sum_squares(sub.matrix, unscaled)
+        if sub.sums.rows is not None:
+            total[sub.tokens] += sub.sums.rows
+        elif sub.sums.columns is not None:
+            columns = sub.sums.columns
+            total[sub.features] += columns if columns.dim() == 1 else columns.sum(0)  # over parts
+    if matrix.is_lean:
+        return Sums(rows=total, kernel_state=submatrices)
+    return Sums(columns=total, kernel_state=submatrices)
 
 
-def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update ``exp_avg``, and add up the sums of the segments' rows."""
-    sums.updates = torch.zeros_like(sums.squares)
-    for sub in sums.memo:
-        scalars_of_segment = _hand_down(sums, sub, scalars)
-        sub.sums.updates = None
-        sub.matrix.kernel.center(sub.matrix, sub.sums, scalars_of_segment)
-        sums.updates[sub.features] += sub.sums.updates
-
-
-def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update the segments, and then nu, of which each segment has updated its copy."""
-    for sub in sums.memo:
-        sub.matrix.kernel.apply(sub.matrix, sub.sums, _hand_down(sums, sub, scalars))
+def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
+    """Update the segments; with Coupled Adam then nu, of which each has updated its copy."""
+    assert sums is not None
+    width = len(matrix.exp_avg_sq)
+    total = torch.zeros(2 * width + 1, dtype=torch.float32, device=matrix.param.device)
+    for sub in sums.kernel_state:
+        if scalars.noise is not None:
+            noise = scalars.noise._replace(row=sub.tokens.start, column=sub.features.start)
+            scalars = scalars._replace(noise=noise)
+        if not matrix.is_lean:
+            assert sums.columns is not None
+            sub.sums.columns = sums.columns[sub.features]
+            sub.matrix.kernel.apply(sub.matrix, sub.sums, scalars)
+            continue
+        assert sums.weights is not None
+        weights = Sums(weights=sums.weights[sub.tokens])
+        of_segment = sub.matrix.kernel.apply(sub.matrix, weights, scalars)
+        assert of_segment is not None
+        updates, squares, count = of_segment.split([len(sub.matrix.exp_avg_sq)] * 2 + [1])
+        total = total.to(of_segment.dtype)
+        total[:width][sub.features] += updates
+        total[width:-1][sub.features] += squares
+        if sub.features.start == 0:  # so that a row that is cut counts once
+            total[-1:] += count
+    if matrix.is_lean:
+        return total
     reference.step_size(matrix, sums, scalars)
-
-
-def _hand_down(sums: Sums, sub: Submatrix, scalars: Scalars) -> Scalars:
-    """Tell a segment what is known of the whole matrix now; return its scalars."""
-    sub.sums.squares = sums.squares[sub.features]
-    sub.sums.rows = sums.rows
-    sub.sums.weights = None if sums.weights is None else sums.weights[sub.tokens]
-    sub.sums.updates = None if sums.updates is None else sums.updates[sub.features]
-    if scalars.noise is None:
-        return scalars
-    noise = scalars.noise._replace(row=sub.tokens.start, column=sub.features.start)
-    return scalars._replace(noise=noise)
+    return None
 
 
 def spread(moment: Tensor, shards: Sequence[FlatShard], dim: int, like: Tensor) -> Tensor:
@@ -287,42 +291,3 @@ def mean_over(
             "flattened matrix: do the ranks' checkpoints belong together?"
         )
     return torch.cat(means)
-
-
-def norms(shards: dict[Tensor, list[FlatShard]]) -> list[Tensor]:
-    """The norms of the gradients of flattened parameters, over the ranks that share them.
-
-    All ranks call this with the same parameters, of which they may have nothing, or no gradient.
-    """
-    by_ranks: dict[Any, list[Tensor]] = {}
-    for p, (shard, *_) in shards.items():
-        if p.requires_grad:
-            square = p.new_zeros((), dtype=torch.promote_types(p.dtype.to_real(), torch.float32))
-            if p.grad is not None:
-                square += torch.linalg.vector_norm(p.grad, dtype=square.dtype).square()
-            by_ranks.setdefault((sharded.ranks_of(shard.process_group), p.device), []).append(
-                square
-            )
-    return [
-        sharded.add_up(torch.stack(squares).sum(), ranks).sqrt()
-        for (ranks, _), squares in by_ranks.items()
-    ]
-
-
-def of_fsdp1(model: nn.Module) -> dict[Tensor, FlatShard]:
-    """What FSDP1 has flattened and sharded of a model's original parameters, on every rank.
-
-    These are parameters of :class:`torch.distributed.fsdp.FullyShardedDataParallel` with
-    ``use_orig_params=True`` and any strategy that shards.
-    """
-    shards: dict[Tensor, FlatShard] = {}
-    for module in model.modules():
-        handle: Any = getattr(module, "_handle", None)
-        flat: Any = getattr(handle, "flat_param", None)
-        if getattr(flat, "_params", None) is None or not handle.uses_sharded_strategy:
-            continue
-        for p, shape, info in zip(flat._params, flat._shapes, flat._shard_param_infos):
-            shards[p] = FlatShard(
-                tuple(shape), info.intra_param_start_idx or 0, handle.process_group
-            )
-    return shards

@@ -1,4 +1,4 @@
-"""One coupled matrix in one step: what is given, what the passes over it return, and the passes.
+"""One coupled matrix in one step: what is given, what a pass returns, and the two passes.
 
 :mod:`coupled_adam.optim.update` calls the passes of a :class:`Kernel` in their order;
 :mod:`coupled_adam.optim.reference` is the kernel to read first.
@@ -7,10 +7,11 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from coupled_adam.optim.rounding import Noise
-from coupled_adam.optim.sharded import Ranks
+from coupled_adam.optim.sharded import PLAIN, Ranks
 
 OPTIONS: dict[str, Any] = {
     "coupled": False,
@@ -24,42 +25,36 @@ OPTIONS: dict[str, Any] = {
 
 
 class Kernel(Protocol):
-    """The passes over a matrix, implemented by a module.
+    """The two passes over a matrix, implemented by a module.
 
     Attributes:
-        serves: which of :data:`OPTIONS` it implements; with any other it is not chosen.
-        skips: whether all passes can read ``skip`` and ``t`` on the device. If they cannot, the
-            host waits for GradScaler's ``found_inf`` before it calls ``center`` and ``apply``.
+        SKIPS_ON_DEVICE: whether it reads ``skip`` and ``t`` on the device. If it cannot, the host
+            waits for GradScaler's ``found_inf`` before it calls ``apply``.
     """
 
-    serves: frozenset[str]
-    skips: bool
+    SKIPS_ON_DEVICE: bool
 
-    def measure(self, matrix: "Matrix", as_is: bool) -> "Sums":
-        """Sum the squared gradient over this rank's rows, and over its columns if r is kept.
+    def sum_squares(self, matrix: "CoupledMatrix", unscaled: bool) -> "Sums":
+        """Sum the squared gradient over this rank's rows; with LEAN over its columns instead.
 
-        ``as_is`` says that the step will be taken, with the gradient as it is: ``exp_avg`` may then
-        be updated in the same pass. A kernel that has whole rows may also do the work of
-        ``center``, and set ``weights``, for the gradient as it is. If the gradient turns out to be
-        scaled, weights and updates are computed again; so without ``as_is`` no state may change.
+        ``unscaled`` says that the step will be taken, with the gradient as it is: Coupled Adam's
+        ``exp_avg`` may then be updated in the same pass.
         """
 
-    def weigh_rows(self, matrix: "Matrix", sums: "Sums", scalars: "Scalars") -> None:
-        """Where r is kept, update it, and set ``sums.weights`` and ``sums.rows``.
+    def apply(
+        self, matrix: "CoupledMatrix", sums: "Sums | None", scalars: "Scalars"
+    ) -> "Tensor | None":
+        """Update ``exp_avg`` unless it has been updated, the second moments, and ``param``.
 
-        :func:`reference.weigh_rows` does this for any kernel, from ``sums.row_squares``. A kernel
-        that reads whole rows for it may also do the work of ``center``.
+        Coupled Adam needs the ``sums`` over all ranks. LEAN needs none where rows are whole, and
+        returns this step's sums over the rows, [2 columns + 1], as
+        :func:`coupled_adam.optim.reference.lean` describes them. It may return None after
+        :func:`coupled_adam.optim.reference.finish` or the like, if no other rank has rows.
         """
-
-    def center(self, matrix: "Matrix", sums: "Sums", scalars: "Scalars") -> None:
-        """With ``zero_sum``, update ``exp_avg`` and set ``sums.updates``, if they are not set."""
-
-    def apply(self, matrix: "Matrix", sums: "Sums", scalars: "Scalars") -> None:
-        """Update ``exp_avg_sq`` and its maximum, ``exp_avg`` unless it has been, and ``param``."""
 
 
 @dataclass(eq=False, slots=True)
-class Matrix:
+class CoupledMatrix:
     """What is given of a coupled matrix in one step. No pass changes its fields.
 
     ``param``, ``grad`` and ``exp_avg`` are this rank's parts of the matrices, [rows, columns],
@@ -75,16 +70,16 @@ class Matrix:
         exp_avg: the first moment m; None if beta1 is 0.
         exp_avg_sq: nu, [columns].
         max_exp_avg_sq: nu's running maximum; None without ``amsgrad``.
-        exp_avg_sq_row: r, [rows]; None without ``row_exponent`` and ``zero_sum``.
+        exp_avg_sq_row: LEAN's r, [rows]; None in Coupled Adam.
+        mean_update: LEAN's d, [columns]; None without ``zero_sum``.
         lr, beta1, beta2: Python numbers, or 0-dim tensors that must not be read as such.
-        traced: whether autograd or a compiler records the step, so that no tensor may be read as a
-            Python number.
-        position: the matrix's number among the optimizer's, which tells its rounding noise apart.
+        no_host_reads: whether autograd or a compiler records the step, so that no tensor may be
+            read as a Python number.
+        is_new: whether the state has been created in this step.
+        index: the matrix's number among the optimizer's, which makes its rounding noise its own.
         row_ranks, column_ranks: the ranks over which sums over rows, and over columns, are added
             (see :func:`sharded.add_up`).
         shard: where the piece of a flattened matrix lies; None for all other matrices.
-        absent: whether zeros stand for a gradient that this rank does not have, while other ranks
-            that share a flattened matrix may have one.
         kernel: the implementation of the passes.
     """
 
@@ -99,29 +94,38 @@ class Matrix:
     exp_avg_sq: Tensor
     max_exp_avg_sq: Tensor | None
     exp_avg_sq_row: Tensor | None
+    mean_update: Tensor | None
     lr: float | Tensor
     beta1: float | Tensor
     beta2: float | Tensor
-    traced: bool
-    position: int = 0
+    no_host_reads: bool
+    is_new: bool = False
+    index: int = 0
     row_ranks: Ranks = ()
     column_ranks: Ranks = ()
     shard: Any = None
-    absent: bool = False
     kernel: Kernel = None  # type: ignore[assignment]  # set once the rest is known
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The tensors [rows, columns] that there are: ``param``, ``grad`` and ``exp_avg``."""
+        return [x for x in (self.param, self.grad, self.exp_avg) if x is not None]
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """The tensors [columns] and [rows] that there are, all of them second moments or means."""
+        vectors = (self.exp_avg_sq, self.max_exp_avg_sq, self.exp_avg_sq_row, self.mean_update)
+        return [x for x in vectors if x is not None]
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether rows have weights of their own or zero-sum updates, in one pass."""
+        return self.exp_avg_sq_row is not None
 
     @property
     def has_penalty(self) -> bool:
         """Whether weight decay is Adam's L2 penalty, which is added to the gradient."""
         return self.group["weight_decay"] != 0 and not self.group["decoupled_weight_decay"]
-
-    @property
-    def decay(self) -> float | Tensor:
-        """AdamW's factor on the parameter, 1 - lr x weight_decay; 1 with Adam's L2 penalty."""
-        if self.has_penalty or self.group["weight_decay"] == 0:
-            return 1.0
-        weight_decay: float = self.group["weight_decay"]
-        return 1 - self.lr * weight_decay
 
     @property
     def has_whole_rows(self) -> bool:
@@ -131,62 +135,45 @@ class Matrix:
 
 @dataclass(eq=False)
 class Sums:
-    """What the passes over a matrix return.
+    """What a pass over a matrix returns, and what ``apply`` needs of it.
 
     Attributes:
-        squares: sum_i g_ij^2, [columns], in float32 or wider. For a matrix that no other rank
+        columns: sum_i g_ij^2, [columns], in float32 or wider. For a matrix that no other rank
             shares, a kernel may also return sums over parts of the rows, [parts, columns].
-        row_squares: sum_j g_ij^2, [rows]; None if r is not kept, or if ``weigh_rows`` of the
-            kernel does not need them.
-        weights: the factor of each row's update, r^(-a/2), or 0 where r is 0, [rows]; None if r is
-            not kept.
-        rows: the number of rows with r > 0 and the sum of r, [2] or [parts, 2]; None if r is not
-            kept.
-        updates: sum_i w_i m_i, [columns] or [parts, columns]; None without ``zero_sum``.
-        moment: m, once it has been updated.
-        present: on how many ranks a flattened matrix has a gradient, [1]; None for all others.
-        memo: whatever a kernel keeps from ``measure`` for ``apply``.
+        rows: LEAN's sum_j g_ij^2, [rows], where rows are not whole; None otherwise.
+        weights: LEAN's factor of each row's update, once it is known, [rows].
+        moment_is_updated: whether ``exp_avg`` has been updated with the sums.
+        kernel_state: whatever a kernel keeps from ``sum_squares`` for ``apply``.
     """
 
-    squares: Tensor
-    row_squares: Tensor | None = None
-    weights: Tensor | None = None
+    columns: Tensor | None = None
     rows: Tensor | None = None
-    updates: Tensor | None = None
-    moment: Tensor | None = None
-    present: Tensor | None = None
-    memo: Any = None
-
-    @property
-    def active(self) -> Tensor:
-        """The number of rows with r > 0, and 1 if there is none, 0-dim."""
-        assert self.rows is not None
-        return self.rows[0].clamp(min=1)
-
-    @property
-    def mean_row(self) -> Tensor:
-        """The mean of r over the rows with r > 0, 0-dim."""
-        assert self.rows is not None
-        return self.rows[1] / self.active
+    weights: Tensor | None = None
+    moment_is_updated: bool = False
+    kernel_state: Any = None
 
 
 class Scalars(NamedTuple):
-    """What is known of a matrix's step once the gradients of all matrices have been measured.
+    """The numbers of a matrix's step.
 
     Attributes:
         t: the number of this step, starting with 1; a tensor if it must not be read.
-        factor: the factor that clips and unscales the gradient, negative to maximize.
+        factor: the factor that unscales the gradient, negative to maximize.
+        decay: AdamW's factor on the parameter, 1 - lr x weight_decay.
+        weight: 1 - beta1.
         skip: a tensor with one element, on the device; nothing is changed unless it is 0.
         noise: the random numbers for stochastic rounding; None to round to nearest.
     """
 
     t: float | Tensor = 1.0
     factor: float | Tensor = 1.0
+    decay: float | Tensor = 1.0
+    weight: float | Tensor = 1.0
     skip: Tensor | None = None
     noise: Noise | None = None
 
 
-def number(value: float | Tensor, traced: bool) -> float | Tensor:
+def as_python_number(value: float | Tensor, no_host_reads: bool) -> float | Tensor:
     """Convert to a Python number where this is free; otherwise return a 0-dim tensor.
 
     Reading a tensor on an accelerator would make the host wait for it. In a step that is compiled
@@ -194,4 +181,19 @@ def number(value: float | Tensor, traced: bool) -> float | Tensor:
     """
     if not isinstance(value, Tensor):
         return value
-    return value.item() if value.is_cpu and not traced else value.reshape(())
+    return value.item() if value.is_cpu and not no_host_reads else value.reshape(())
+
+
+def is_plain_memory(x: Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory as its strides say, each at a place of its own.
+
+    A subclass may have no memory of its own, autograd hands over zeros without any, and in a view
+    with the negative bit the numbers in memory have the other sign.
+    """
+    return (
+        type(x) in PLAIN
+        and x.layout == torch.strided
+        and not x._is_zerotensor()
+        and not x.is_neg()
+        and 0 not in x.stride()
+    )

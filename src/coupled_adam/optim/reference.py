@@ -1,143 +1,204 @@
-"""Coupled Adam's update of one embedding matrix, in plain tensor operations.
+"""Coupled Adam's and LEAN's update of one embedding matrix, in plain tensor operations.
 
-This is Algorithm 1 of "Better Embeddings with Coupled Adam" (Stollenwerk & Stollenwerk, ACL 2025,
-arXiv 2502.08441), written to be compared with the paper. All faster kernels are tested against it.
-With g_i the gradient of token i = 1..V, and all operations element-wise over the H columns, a step
-computes::
+:func:`apply_coupled` is Algorithm 1 of "Better Embeddings with Coupled Adam" (Stollenwerk &
+Stollenwerk, ACL 2025, arXiv 2502.08441), written to be compared with the paper. With g_i the
+gradient of token i = 1..V, and all operations element-wise over the H columns, a step computes::
 
     m_i <- beta1 m_i + (1 - beta1) g_i                     (exp_avg: a row for each token)
     nu  <- beta2 nu  + (1 - beta2) (1/V) sum_i g_i^2       (exp_avg_sq: one row for all)
     e_i <- e_i - lr (m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
 
 As averaging is linear, nu is exactly the average over the rows of Adam's second moments, and no
-V x H state is needed for it. The paper's bias-corrected average is nu / (1 - beta2^t). The factor s
-is ``second_moment_scale``, the 2^-n of Scaled Coupled Adam (Sec. 6.1 of the paper). With beta1 = 0
-m_i is g_i, and no V x H state is kept at all.
+V x H state is needed for it. The factor s is ``second_moment_scale``, the 2^-n of Scaled Coupled
+Adam (Sec. 6.1 of the paper). With beta1 = 0 m_i is g_i, and no V x H state is kept at all.
 
-Two options go beyond the paper. With ``row_exponent`` a > 0 each token also has a step size of its
-own, from one number for each token. With ``zero_sum`` the mean of all rows' updates is subtracted
-from each, so that the mean embedding does not move. With either of them a token that never had a
-gradient (r_i = 0) does not count, and does not move::
+:func:`lean` goes beyond the paper, with ``row_exponent`` a > 0, ``zero_sum`` or both. Each token
+has a step size of its own, from one number r_i for each token, and the mean embedding does not
+move. All sums over rows are those of the step before, so that a step reads g and reads and writes
+e once::
 
-    r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2      (exp_avg_sq_row: a number for each token)
-    u_i = w_i m_i,  w_i = (r_i / mean_k r_k)^(-a/2)        (a = 0: Coupled Adam; a = 1: rank one)
-    e_i <- e_i - lr ((u_i - mean_k u_k) / (1 - beta1^t)) / (sqrt(s nu' / (1 - beta2^t)) + eps)
+    r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2                  (exp_avg_sq_row)
+    w_i  = (r_i / (1 - beta2^(t + 1)))^(-a/2)
+    u_i  = lr (w_i m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
+    e_i <- e_i - (u_i - d)
 
-Here the means are over the k tokens with r_k > 0, and nu' = nu V / k is nu's mean over them. Where
-all tokens have had a gradient, as they always have in the output layer, nu' is nu.
+    nu  <- beta2 nu + (1 - beta2) (1/k) sum_i (w_i g_i)^2              (exp_avg_sq)
+    d    = (1/k) sum_i u_i                                             (mean_update)
 
-A step calls ``measure``, which sums g^2 over rows and columns; :func:`weigh_rows`, which updates r
-and gives w; ``center``, which sums u_i, if ``zero_sum`` needs it; and ``apply``. Between these the
-sums are added over all ranks; see :mod:`coupled_adam.optim.update`.
+A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
+the others. What the step moved the mean embedding by, d, is given back in the next one. nu and r
+begin with the first gradient, which is passed over twice: r has t + 1 gradients at step t, and the
+nu that is used has t. A column with nu = 0 does not move, as nothing is known of it yet. A row
+whose squares overflow has w_i = 0: it stays where it is, and the other rows are not affected.
+
+:mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
+tested against this module, and this module against the formulas in float64.
 """
 
 import torch
 from torch import Tensor
 
-from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 from coupled_adam.optim.rounding import round_
 
-serves, skips = frozenset(OPTIONS), False
+SKIPS_ON_DEVICE = False
 
 
-def measure(matrix: Matrix, as_is: bool) -> Sums:
-    """The sums of g^2 over this rank's tokens, [H], and over its columns, [V]."""
+def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
+    """The sums of g^2 over this rank's tokens, [columns]; with LEAN over its columns, [rows]."""
     square = matrix.grad.to(matrix.exp_avg_sq.dtype).square()
-    return Sums(square.sum(0), None if matrix.exp_avg_sq_row is None else square.sum(1))
+    return Sums(rows=square.sum(1)) if matrix.is_lean else Sums(columns=square.sum(0))
 
 
-def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update r, and set ``sums.weights`` to r_i^(-a/2), unless ``measure`` has."""
-    assert matrix.exp_avg_sq_row is not None
-    assert sums.row_squares is not None
-    mean_square = _scaled(sums.row_squares, scalars.factor) / matrix.hidden_size
-    r = _average(matrix.exp_avg_sq_row, mean_square, matrix.beta2, scalars.skip)
-    if sums.weights is None:
-        sums.weights = row_weights(matrix, r)
-    sums.rows = torch.stack([r.count_nonzero().to(r.dtype), r.sum()])
+def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
+    """Update the matrix by Coupled Adam or by LEAN."""
+    if matrix.is_lean:
+        return lean(matrix, None if sums is None else sums.weights, scalars)
+    assert sums is not None
+    apply_coupled(matrix, sums, scalars)
+    return None
 
 
-def row_weights(matrix: Matrix, r: Tensor) -> Tensor:
-    """r_i^(-a/2), or 0 where r_i is 0, [rows]."""
+def apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
+    """Update nu [H], m [V, H] and e [V, H]."""
+    update_coupled(matrix, step_size(matrix, sums, scalars), scalars)
+
+
+def update_coupled(matrix: CoupledMatrix, rates: Tensor, scalars: Scalars) -> None:
+    """Update m and e, [rows, H], given each column's rate, [H]."""
+    m = moment(matrix, scaled_gradient(matrix, scalars), scalars)
+    values = _decayed(matrix, scalars)
+    values.addcmul_(m, rates, value=-1)
+    _write(matrix, values, scalars)
+
+
+def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor:
+    """Update r [V], m and e [V, H]; return what :func:`finish` needs for nu and d.
+
+    Args:
+        matrix: the matrix.
+        weights: w, [V]; None if the matrix has whole rows: r is then updated here.
+        scalars: the numbers of the step.
+
+    Returns:
+        sum_i u_i, sum_i (w_i g_i)^2 and k, one behind the other, [2 H + 1]; zeros if the step is
+        skipped.
+    """
+    grad = scaled_gradient(matrix, scalars)  # [V, H]
+    if weights is None:
+        weights = update_rows(matrix, grad.square().sum(1), scalars)  # [V]
+    active = (weights != 0)[:, None]  # [V, 1]
+    weighted = torch.where(active, weights[:, None] * grad, 0.0)  # [V, H]
+    m = moment(matrix, grad, scalars)  # [V, H]
+    step = torch.where(active, weights[:, None] * m, 0.0) * lean_rates(matrix, scalars)  # [V, H]
+    sums = torch.cat([step.sum(0), weighted.square().sum(0), active.sum(0).to(step.dtype)])
+    if matrix.mean_update is not None:
+        step = step - torch.where(active, matrix.mean_update, 0.0)
+    values = _decayed(matrix, scalars)
+    values.sub_(step)
+    _write(matrix, values, scalars)
+    return sums
+
+
+def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
+    """Update LEAN's nu [H] and d [H] from the sums over all ranks, [2 H + 1]."""
+    updates, squares, (count,) = sums.split([len(matrix.exp_avg_sq)] * 2 + [1])
+    nothing = count == 0  # the step was skipped, or no token has had a gradient
+    count = count.clamp(min=1)
+    nu, beta2 = matrix.exp_avg_sq, matrix.beta2
+    nu.copy_(torch.where(nothing, nu, beta2 * nu + (1 - beta2) * squares / count))
+    if matrix.mean_update is not None:
+        d = matrix.mean_update
+        d.copy_(torch.where(nothing, d, updates / count))
+
+
+def update_rows(matrix: CoupledMatrix, row_squares: Tensor, scalars: Scalars) -> Tensor:
+    """Update r from the sums of (factor g)^2 over all columns, [rows]; return w, [rows]."""
+    r, beta2 = matrix.exp_avg_sq_row, matrix.beta2
+    assert r is not None
+    new = _average(r, row_squares / matrix.hidden_size, beta2, scalars.skip)
+    exponent = matrix.group["row_exponent"] / 2
     # The inner `where` keeps the gradient of a differentiable step finite.
-    return torch.where(
-        r == 0, 0.0, torch.where(r == 0, 1.0, r) ** (-matrix.group["row_exponent"] / 2)
-    )
+    powers = torch.where(new == 0, 1.0, new / (1 - beta2 ** (scalars.t + 1))) ** -exponent
+    return torch.where((new == 0) | new.isinf(), 0.0, powers)
 
 
-def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Set ``sums.updates`` to the sum of w_i m_i over this rank's tokens, [H]."""
-    sums.updates = _weighted_moment(matrix, sums, scalars).sum(0)
+def lean_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
+    """The factor of w_i m_i in the update of e_i, [H]; 0 where nu is 0."""
+    group, t, nu = matrix.group, scalars.t, matrix.exp_avg_sq
+    lr = matrix.lr / _correction(matrix.beta1, t)
+    nu_hat = group["second_moment_scale"] * nu / _correction(matrix.beta2, t)
+    rates = lr / (torch.where(nu == 0, 1.0, nu_hat).sqrt() + group["eps"])
+    return torch.where(nu == 0, 0.0, rates).to(nu.dtype)
 
 
-def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update nu, m and e."""
-    rates = step_size(matrix, sums, scalars)
-    step = _weighted_moment(matrix, sums, scalars)
-    if sums.updates is not None:
-        assert sums.weights is not None
-        mean = sums.updates / sums.active
-        step = step - torch.where(sums.weights[:, None] == 0, 0.0, mean)
-    values = matrix.param if scalars.noise is None else matrix.param.float()
-    values.mul_(matrix.decay)
-    values.addcmul_(step, rates, value=-1)  # each column has one rate, the same for all rows
-    if scalars.noise is not None:
-        round_(matrix.param, values, scalars.noise)
+def step_size(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> Tensor:
+    """Update nu and its maximum; return the factor of m_i in the update of e_i, [H].
 
-
-def step_size(matrix: Matrix, sums: Sums, scalars: Scalars) -> Tensor:
-    """Update nu and its maximum; return the factor of w_i m_i in the update of e_i, [H].
-
-    This is all of the arithmetic on vectors [H]. All kernels except those in C and Triton call it.
     With ``amsgrad`` the running maximum is taken of the average nu; this is not the average of the
     rows' maxima.
     """
+    assert sums.columns is not None
     group, beta2, t = matrix.group, matrix.beta2, scalars.t
-    mean_square = _scaled(sums.squares, scalars.factor) / matrix.vocab_size
-    nu = _average(matrix.exp_avg_sq, mean_square, beta2, scalars.skip)
+    mean_square = scaled(sums.columns, scalars.factor) / matrix.vocab_size
+    nu = _average(matrix.exp_avg_sq, mean_square, beta2)
     if matrix.max_exp_avg_sq is not None:
         nu = torch.maximum(matrix.max_exp_avg_sq.clone(), nu)
-        _store(nu, matrix.max_exp_avg_sq, scalars.skip)
-    scale, lr = group["second_moment_scale"], matrix.lr / (1 - matrix.beta1**t)
-    if sums.rows is not None:
-        scale = scale * matrix.vocab_size / sums.active
-        lr = lr * sums.mean_row ** (group["row_exponent"] / 2)
-    rates: Tensor = lr / ((scale * nu / (1 - beta2**t)).sqrt() + group["eps"])
+        matrix.max_exp_avg_sq.copy_(nu)
+    denominator = (group["second_moment_scale"] * nu / (1 - beta2**t)).sqrt() + group["eps"]
+    rates: Tensor = matrix.lr / (1 - matrix.beta1**t) / denominator
     return rates.to(nu.dtype)
 
 
-def _weighted_moment(matrix: Matrix, sums: Sums, scalars: Scalars) -> Tensor:
-    """Update m once; return w_i m_i, [rows, columns]."""
-    if sums.moment is None:
-        grad, exp_avg, weight = matrix.grad, matrix.exp_avg, 1 - matrix.beta1
-        if isinstance(scalars.factor, Tensor) or scalars.factor != 1:  # clips, unscales, maximizes
-            grad = scalars.factor * grad.to(matrix.exp_avg_sq.dtype)
-        if exp_avg is None:
-            sums.moment = grad.to(matrix.exp_avg_sq.dtype)
-        else:
-            sums.moment = exp_avg.lerp_(
-                grad.to(exp_avg.dtype), weight.to(exp_avg) if isinstance(weight, Tensor) else weight
-            )
-        if matrix.group["differentiable"]:  # autograd saves it, but the next step overwrites it
-            sums.moment = sums.moment.clone()
-    return sums.moment if sums.weights is None else sums.weights[:, None] * sums.moment
+def scaled_gradient(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
+    """``factor`` g in the dtype of the arithmetic, [rows, columns]."""
+    grad = matrix.grad.to(matrix.exp_avg_sq.dtype)
+    if isinstance(scalars.factor, Tensor) or scalars.factor != 1:  # unscales, maximizes
+        grad = scalars.factor * grad
+    return grad
 
 
-def _average(
-    old: Tensor, mean_square: Tensor, beta2: float | Tensor, skip: Tensor | None
-) -> Tensor:
-    """Move an average of squares on by one step, and return it."""
-    new = beta2 * old + (1 - beta2) * mean_square.to(old.dtype)
-    _store(new, old, skip)
-    return new.to(old.dtype)
+def moment(matrix: CoupledMatrix, grad: Tensor, scalars: Scalars) -> Tensor:
+    """Update m, and return it; without one, the gradient."""
+    exp_avg, weight = matrix.exp_avg, scalars.weight
+    if exp_avg is None:
+        return grad
+    weight = weight.to(exp_avg) if isinstance(weight, Tensor) else weight
+    exp_avg.lerp_(grad.to(exp_avg.dtype), weight)
+    # Autograd saves the moment of a differentiable step, but the next step overwrites it.
+    return exp_avg.clone() if matrix.group["differentiable"] else exp_avg
 
 
-def _scaled(squares: Tensor, factor: float | Tensor) -> Tensor:
+def scaled(squares: Tensor, factor: float | Tensor) -> Tensor:
     """The sums of (factor g)^2; 0 if the factor is 0, even where a sum has overflowed to inf."""
     if isinstance(factor, Tensor):
         return torch.where(factor == 0, 0.0, squares * factor.square())
     return squares * factor**2 if factor else torch.zeros_like(squares)
 
 
-def _store(new: Tensor, old: Tensor, skip: Tensor | None) -> None:
+def _decayed(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:
+    """The parameter after weight decay, in place or, to be rounded at random, in float32."""
+    values = matrix.param if scalars.noise is None else matrix.param.float()
+    return values.mul_(scalars.decay)
+
+
+def _write(matrix: CoupledMatrix, values: Tensor, scalars: Scalars) -> None:
+    if scalars.noise is not None:
+        round_(matrix.param, values, scalars.noise)
+
+
+def _correction(beta: float | Tensor, t: float | Tensor) -> float | Tensor:
+    """1 - beta^t; 1 at t = 0, when nothing has been averaged yet."""
+    if isinstance(t, Tensor):
+        correction: Tensor = torch.where(t == 0, 1.0, 1 - beta**t)
+        return correction
+    return 1 - beta**t if t else 1.0
+
+
+def _average(
+    old: Tensor, mean_square: Tensor, beta2: float | Tensor, skip: Tensor | None = None
+) -> Tensor:
+    """Move an average of squares on by one step, unless it is skipped, and return it."""
+    new = (beta2 * old + (1 - beta2) * mean_square.to(old.dtype)).to(old.dtype)
     old.copy_(new if skip is None else torch.where(skip == 0, new, old))
+    return new

@@ -4,7 +4,7 @@
 importing it here would double the time that ``import coupled_adam`` takes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,14 +67,6 @@ def placed_as(x: Tensor, other: Tensor) -> Tensor:
     return placed
 
 
-def group_by_mesh(tensors: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by device mesh (plain ones together), as torch cannot mix them in one call."""
-    lists: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        lists.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    return lists.values()
-
-
 def shards(placement: Any, dimension: int) -> bool:
     """Whether a placement shards this dimension of a matrix."""
     # Not is_shard(), which is False for the strided shards of FSDP2 with tensor parallelism.
@@ -94,26 +86,39 @@ def ranks_over(p: Tensor, dimension: int) -> Ranks:
     return tuple((p.device_mesh, i) for i in splits(p, dimension))  # type: ignore[attr-defined]
 
 
-def all_reduce(vectors: Iterable[tuple[Any, str, Ranks]]) -> None:
-    """Replace vectors by their sums over ranks.
+class Reduction:
+    """Vectors that ranks add up, concatenated so that each process group has one all-reduce.
 
-    Vectors that are added over the same ranks are concatenated, so that they need only one
-    all-reduce for each process group or dimension of a mesh.
+    Nothing waits for the sums before :meth:`result` is called.
 
     Args:
-        vectors: an object and its attribute that holds the vector, or None, and the ranks.
+        vectors: each vector, and the ranks over which it is added; none to leave it as it is.
     """
-    groups: dict[Any, list[tuple[Any, str, Tensor]]] = {}
-    for owner, name, ranks in vectors:
-        if ranks and (vector := getattr(owner, name)) is not None:
-            groups.setdefault((ranks, vector.device), []).append((owner, name, vector))
-    for (ranks, device), members in groups.items():
+
+    def __init__(self, vectors: Sequence[tuple[Tensor, Ranks]]) -> None:
+        self._results = [vector for vector, _ in vectors]
+        groups: dict[Any, list[int]] = {}
+        for i, (vector, ranks) in enumerate(vectors):
+            if ranks:
+                groups.setdefault((ranks, vector.device), []).append(i)
+        self._groups = [
+            (members, self._start(members, ranks)) for (ranks, _), members in groups.items()
+        ]
+
+    def _start(self, members: list[int], ranks: Ranks) -> Tensor:
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
-        wide = torch.float64 if device.type == "cpu" else torch.float32
-        total = add_up(torch.cat([vector.to(wide) for *_, vector in members]), ranks)
-        sizes = [len(vector) for *_, vector in members]
-        for (owner, name, vector), added in zip(members, total.split(sizes)):
-            setattr(owner, name, added.to(vector))
+        wide = torch.float64 if self._results[members[0]].is_cpu else torch.float32
+        return add_up(torch.cat([self._results[i].to(wide) for i in members]), ranks, wait=False)
+
+    def result(self) -> list[Tensor]:
+        """The vectors, added up, in their order, dtypes and devices."""
+        for members, total in self._groups:
+            vectors = [self._results[i] for i in members]
+            sizes = [len(vector) for vector in vectors]
+            for i, vector, added in zip(members, vectors, arrived(total).split(sizes)):
+                self._results[i] = added.to(vector)
+        self._groups = []
+        return self._results
 
 
 def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
@@ -125,12 +130,14 @@ def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
     return (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
 
 
-def add_up(total: Tensor, ranks: Ranks) -> Tensor:
+def add_up(total: Tensor, ranks: Ranks, wait: bool = True) -> Tensor:
     """Add a vector over ranks.
 
     Args:
         total: this rank's vector, on any device.
         ranks: those over which to add, one process group or dimension after the other.
+        wait: whether to wait for the sum; otherwise :func:`arrived` does, and it may be on another
+            device.
     """
     if not ranks:
         return total
@@ -144,7 +151,14 @@ def add_up(total: Tensor, ranks: Ranks) -> Tensor:
         elif total.device.type not in [served.type for served in group_or_mesh._device_types]:
             total = total.to(group_or_mesh._device_types[0].type)
         total = collectives.all_reduce(total, "sum", group_or_mesh)
-    added: Tensor = collectives.wait_tensor(total).to(device)
+    return arrived(total).to(device) if wait else total
+
+
+def arrived(total: Tensor) -> Tensor:
+    """What :func:`add_up` has returned, once it is there."""
+    from torch.distributed import _functional_collectives as collectives
+
+    added: Tensor = collectives.wait_tensor(total)
     return added
 
 

@@ -15,9 +15,12 @@ SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The entries that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
 
 ROW_MOMENT = "exp_avg_sq_row"
-"""The entry of shape [V] that ``row_exponent`` and ``zero_sum`` add."""
+"""LEAN's entry of shape [V]."""
 
-MOMENTS = {"exp_avg", *SECOND_MOMENTS, ROW_MOMENT}
+MEAN_UPDATE = "mean_update"
+"""LEAN's entry of shape [H] with ``zero_sum``."""
+
+MOMENTS = {"exp_avg", *SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE}
 """All entries that a group's options may need."""
 
 HOW_TO_LOAD = (
@@ -37,9 +40,16 @@ def entries(group: Group) -> dict[str, int | None]:
     dims["exp_avg_sq"] = vocab_dim
     if group["amsgrad"]:
         dims["max_exp_avg_sq"] = vocab_dim
-    if group["row_exponent"] != 0 or group["zero_sum"]:
+    if is_lean(group):
         dims[ROW_MOMENT] = 1 - vocab_dim
+    if group["zero_sum"]:
+        dims[MEAN_UPDATE] = vocab_dim
     return dims
+
+
+def is_lean(group: Group) -> bool:
+    """Whether a group is coupled and updated by LEAN."""
+    return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
 
 
 def has_momentum(group: Group) -> bool:
@@ -63,27 +73,31 @@ def moment_dtype(p: Tensor) -> torch.dtype:
 
 
 def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
-    """Give a state exactly the entries that the group's options need.
+    """Create the state of a parameter that has none, or check that it fits the group's options.
 
-    A new state is all zeros, with the second moments in float32 or wider. Options may change
-    between two steps, and then an entry that is no longer needed is dropped, since nobody would
-    keep it up to date. One that is needed from now on begins: ``exp_avg`` at zero,
-    ``exp_avg_sq_row`` with the mean of ``exp_avg_sq`` for all tokens, and ``max_exp_avg_sq`` with
-    ``exp_avg_sq``.
+    A new state is all zeros, with the second moments in float32 or wider. Momentum may begin and
+    end between two steps; entries that are not the optimizer's are left alone.
 
     Raises:
-        RuntimeError: if an entry that stays does not fit the parameter. Nothing has been changed.
+        RuntimeError: if an entry is missing or does not fit. Nothing has been changed.
     """
     p, dims = group["params"][index], entries(group)
-    for name, dim in dims.items():
-        if name in state:
-            _check_entry(group, index, name, state[name], dim)
-    if state.keys() == {"step", *dims}:  # at all steps but the first
-        return
-    is_new = not state
+    is_new = not state.keys() & MOMENTS
+    if not is_new:
+        for name, dim in dims.items():
+            if name in state:
+                _check_entry(group, index, name, state[name], dim)
+            elif name != "exp_avg":
+                raise RuntimeError(
+                    f"the state of {describe(group, index)} has no {name}, which its options need. "
+                    "If they have been changed after the first step, "
+                    "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+                )
+    if state.keys() >= {"step", *dims} and not (MOMENTS - dims.keys()) & state.keys():
+        return  # at all steps but the first
     if is_new:
         _warn_of_rows_without_gradient(group, index)
-        state["step"] = _zero_step(group, p)
+        state.setdefault("step", _zero_step(group, p))
     for name in MOMENTS - dims.keys():
         state.pop(name, None)
     for name, dim in dims.items():
@@ -96,11 +110,6 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
             state[name] = torch.zeros(shape, dtype=moment_dtype(p), device=p.device)
         else:
             state[name] = sharded.zero_moment(p, dim, moment_dtype(p))
-        # An option that has been changed continues with what is known of all rows.
-        if name == ROW_MOMENT and not is_new:
-            state[name] += sharded.full_tensor(state["exp_avg_sq"].mean())
-        elif name == "max_exp_avg_sq" and not is_new:
-            state[name].copy_(state["exp_avg_sq"])
 
 
 def _zero_step(group: Group, p: Tensor) -> Tensor:
@@ -109,8 +118,8 @@ def _zero_step(group: Group, p: Tensor) -> Tensor:
     dtype = _get_scalar_dtype(is_fused=group["fused"])
     if (group["capturable"] or group["fused"]) and not p.is_cpu:
         return torch.zeros((), dtype=dtype, device=p.device)
-    # On a CPU a constant, whose value can be read even under FakeTensorMode.
-    return torch.tensor(0.0, dtype=dtype)
+    # On the CPU, whatever the default device: a constant, which even FakeTensorMode can read.
+    return torch.tensor(0.0, dtype=dtype, device="cpu")
 
 
 def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | None) -> None:
@@ -127,6 +136,11 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
             f"the state of {describe(group, index)} has {name} {list(value.shape)}; the shape "
             f"must be {list(shape)}. If 'coupled' was set after the first step, "
             "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+        )
+    if torch.promote_types(value.dtype, p.dtype) != value.dtype:
+        raise RuntimeError(
+            f"{describe(group, index)} is {p.dtype}, but {name} in its optimizer state is "
+            f"{value.dtype}. optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
     if type(p) in sharded.PLAIN and type(value) in sharded.PLAIN:  # nearly always
         return

@@ -1,8 +1,8 @@
-"""The order of the passes over all coupled matrices in one step.
+"""One step of all coupled matrices: the order of the passes, and the sums over ranks between them.
 
-:func:`measure` sums the squared gradients, and :func:`update` does the rest, once the factor that
-clips or unscales them is known. Both walk through the matrices with the passes of their kernels,
-and add the sums of all ranks between two passes.
+:func:`update_coupled` is the paper's algorithm, in two passes over memory: sums, which all ranks
+add up, then the update. :func:`update_lean` is one pass, whose sums the next step needs; see
+:mod:`coupled_adam.optim.reference`.
 """
 
 import dataclasses
@@ -11,67 +11,128 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import sharded
+from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import choose
-from coupled_adam.optim.matrix import Matrix, Scalars, Sums, number
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, as_python_number
 from coupled_adam.optim.rounding import noise_of
+from coupled_adam.optim.sharded import Reduction
+
+Stepping = list[tuple[CoupledMatrix, Scalars]]
 
 
-def measure(matrices: Sequence[Matrix], as_is: bool) -> list[Sums]:
-    """Sum the squared gradients, over all ranks; see :meth:`Kernel.measure`."""
-    results = [
-        matrix.kernel.measure(matrix, as_is and not matrix.absent and not matrix.group["maximize"])
-        for matrix in matrices
-    ]
-    vectors = []
-    for matrix, sums in zip(matrices, results):
-        if matrix.row_ranks or matrix.column_ranks:
-            vectors += [(sums, "squares", matrix.row_ranks), (sums, "present", matrix.row_ranks)]
-            vectors.append((sums, "row_squares", matrix.column_ranks))
-    sharded.all_reduce(vectors)
-    return results
+class Pending:
+    """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
+
+    def __init__(self) -> None:
+        self._sums: list[tuple[list[CoupledMatrix], Reduction]] = []
+
+    def add(self, matrices: list[CoupledMatrix], reduction: Reduction) -> None:
+        """Remember sums that are on their way."""
+        self._sums.append((matrices, reduction))
+
+    def finish(self) -> None:
+        """Wait for all sums, and update nu and d with them."""
+        while self._sums:
+            matrices, reduction = self._sums.pop()
+            for matrix, total in zip(matrices, reduction.result()):
+                reference.finish(matrix, total)
 
 
 def update(
-    matrices: Sequence[Matrix],
-    results: Sequence[Sums],
+    matrices: Sequence[CoupledMatrix],
     factor: Tensor | None,
     found_inf: Tensor | None,
+    pending: Pending,
 ) -> None:
-    """Update the states and parameters of matrices that have been measured.
+    """Update the states and parameters of coupled matrices.
 
     Args:
-        matrices: the matrices. With Adam's L2 penalty their gradients contain it.
-        results: what :func:`measure` has returned.
+        matrices: the matrices.
         factor: the gradients are multiplied with it; None for 1.
         found_inf: GradScaler's flag; nothing is changed unless it is 0.
+        pending: takes the sums that the next step needs.
     """
-    stepping: list[tuple[Matrix, Sums, Scalars]] = []
-    for matrix, sums in zip(matrices, results):
-        if (scalars := advance(matrix, sums, factor, found_inf)) is not None:
-            stepping.append((matrix, sums, scalars))
+    # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
+    matrices = [with_penalty(m, factor) if m.has_penalty else m for m in matrices]
+    update_coupled([m for m in matrices if not m.is_lean], factor, found_inf)
+    update_lean([m for m in matrices if m.is_lean], factor, found_inf, pending)
+
+
+def update_coupled(
+    matrices: Sequence[CoupledMatrix], factor: Tensor | None, found_inf: Tensor | None
+) -> None:
+    """Algorithm 1 of arXiv 2502.08441: sum the squared gradients over all rows, then update."""
+    all_sums = []
+    for matrix in matrices:
+        is_scaled = not matrix.has_penalty and (factor is not None or matrix.group["maximize"])
+        all_sums.append(matrix.kernel.sum_squares(matrix, found_inf is None and not is_scaled))
+    _add_up(matrices, all_sums)
+    # The last gradient may still be in the cache.
+    for matrix, sums in reversed([*zip(matrices, all_sums)]):
+        if (scalars := _advance(matrix, factor, found_inf)) is not None:
+            matrix.kernel.apply(matrix, sums, scalars)
+
+
+def update_lean(
+    matrices: Sequence[CoupledMatrix],
+    factor: Tensor | None,
+    found_inf: Tensor | None,
+    pending: Pending,
+) -> None:
+    """LEAN: update with the sums of the step before, and sum for the next one."""
+    stepping = [(m, scalars) for m in matrices if (scalars := _advance(m, factor, found_inf))]
+    # The first gradient is passed over twice: nothing moves the first time.
+    new = [
+        (m, scalars._replace(t=0.0, decay=1.0, weight=0.0, noise=None))
+        for m, scalars in stepping
+        if m.is_new or (not isinstance(scalars.t, Tensor) and scalars.t == 1)
+    ]
+    _lean_pass(new, pending)
+    pending.finish()
+    _lean_pass(stepping, pending)
+    if any(matrix.no_host_reads for matrix in matrices):
+        pending.finish()  # what records the step must see all of it
+
+
+def _lean_pass(stepping: Stepping, pending: Pending) -> None:
+    """Pass over the matrices, and start to add up what the ranks have summed."""
+    of_parts = [(m, m.kernel.sum_squares(m, False)) for m, _ in stepping if not m.has_whole_rows]
+    _add_up([m for m, _ in of_parts], [sums for _, sums in of_parts])
+    row_sums = dict(of_parts)
+    waiting = []
+    for matrix, scalars in stepping:
+        if (sums := row_sums.get(matrix)) is not None and sums.rows is not None:
+            squares = reference.scaled(sums.rows, scalars.factor)
+            sums.weights = reference.update_rows(matrix, squares, scalars)
+        total = matrix.kernel.apply(matrix, sums, scalars)
+        if total is not None and matrix.row_ranks:
+            waiting.append((matrix, total))
+        elif total is not None:
+            reference.finish(matrix, total)
+    if waiting:
+        reduction = Reduction([(total, matrix.row_ranks) for matrix, total in waiting])
+        pending.add([matrix for matrix, _ in waiting], reduction)
+
+
+def _add_up(matrices: Sequence[CoupledMatrix], all_sums: Sequence[Sums]) -> None:
+    """Add up the sums of all ranks: over rows those of columns, over columns those of rows."""
     vectors = []
-    for matrix, sums, scalars in stepping:
-        if matrix.exp_avg_sq_row is None:
-            continue
-        # What `measure` has computed holds for the gradient as it was.
-        if isinstance(scalars.factor, Tensor) or scalars.factor != 1:
-            sums.weights = sums.updates = None
-        matrix.kernel.weigh_rows(matrix, sums, scalars)
-        if matrix.group["zero_sum"] and sums.updates is None:
-            matrix.kernel.center(matrix, sums, scalars)
-        vectors.append((sums, "updates", matrix.row_ranks))
-        if matrix.shard is None:  # of a flattened matrix each rank has all of r
-            vectors.append((sums, "rows", matrix.row_ranks))
-    sharded.all_reduce(vectors)
-    for matrix, sums, scalars in reversed(stepping):  # the last gradient may still be in the cache
-        matrix.kernel.apply(matrix, sums, scalars)
+    for matrix, sums in zip(matrices, all_sums):
+        if sums.columns is not None:
+            vectors.append((sums.columns, matrix.row_ranks))
+        elif sums.rows is not None:
+            vectors.append((sums.rows, matrix.column_ranks))
+    for sums, total in zip(all_sums, Reduction(vectors).result()):
+        if sums.columns is not None:
+            sums.columns = total
+        else:
+            sums.rows = total
 
 
-def with_penalty(matrix: Matrix, factor: Tensor | None) -> Matrix:
+def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:
     """The matrix with ``factor * grad + weight_decay * param`` in place of the gradient."""
     grad = matrix.grad
-    if factor is not None:  # in the moments' dtype: what is clipped may be too small for half
+    if factor is not None:  # in the moments' dtype: what is unscaled may be too small for half
         grad = grad.to(matrix.exp_avg_sq.dtype) * factor.to(grad.device)
     if matrix.group["maximize"]:
         grad = -grad
@@ -82,37 +143,38 @@ def with_penalty(matrix: Matrix, factor: Tensor | None) -> Matrix:
     return penalized
 
 
-def advance(
-    matrix: Matrix, sums: Sums, factor: Tensor | None, found_inf: Tensor | None
+def _advance(
+    matrix: CoupledMatrix, factor: Tensor | None, found_inf: Tensor | None
 ) -> Scalars | None:
-    """Count the step; None if the host skips it, or if no rank has a gradient."""
-    if matrix.absent and sums.present is not None and not sums.present.item():
-        return None
+    """Count the step, and return its numbers; None if the host skips it."""
     skip = None
-    if found_inf is not None and matrix.kernel.skips:
+    if found_inf is not None and matrix.kernel.SKIPS_ON_DEVICE:
         skip = found_inf.to(matrix.param.device)  # the host need not wait for its value
     elif found_inf is not None and found_inf.item():
         return None
     t = _count(matrix, skip)
     scale: float | Tensor = 1.0
+    decay: float | Tensor = 1.0
     if not matrix.has_penalty:
         if factor is not None:
-            scale = number(factor.to(matrix.param.device), matrix.traced)
+            scale = as_python_number(factor.to(matrix.param.device), matrix.no_host_reads)
         if matrix.group["maximize"]:
             scale = -scale
-    noise = noise_of(matrix.group, matrix.parameter, t, matrix.position)
-    return Scalars(t, scale, skip, noise)
+        if weight_decay := matrix.group["weight_decay"]:
+            decay = 1 - matrix.lr * weight_decay
+    noise = noise_of(matrix.group, matrix.parameter, t, matrix.index)
+    return Scalars(t, scale, decay, 1 - matrix.beta1, skip, noise)
 
 
-def _count(matrix: Matrix, skip: Tensor | None) -> float | Tensor:
+def _count(matrix: CoupledMatrix, skip: Tensor | None) -> float | Tensor:
     """Increment the step, unless it is skipped, and return it."""
     step = matrix.step
-    if step.is_cpu and not matrix.traced and skip is None:
+    if step.is_cpu and not matrix.no_host_reads and skip is None:
         t: float = step.item() + 1
         step.fill_(t)
         return t
     step += 1 if skip is None else (skip == 0).to(step.device)
-    if matrix.kernel.skips:
+    if matrix.kernel.SKIPS_ON_DEVICE:
         return step
     # In float64, except on MPS, which lacks it: in float32 1 - beta^t would lose five digits.
     wide = step.dtype if step.device.type == "mps" else torch.float64

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
+from coupled_adam.text.documents import batched, documents
 from coupled_adam.text.hub import check_sizes, hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 _BATCH = 1_000_000  # characters per call of the tokenizer, which has its own threads
 
 
@@ -66,36 +66,18 @@ def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDA
     Each document is preceded by the tokenizer's BOS token, or by its EOS token if it has no other.
 
     Raises:
-        UsageError: if the text, as for ``data.text`` in a recipe, cannot be read or is empty.
+        UsageError: the text cannot be read, or is empty.
     """
     from tqdm import tqdm
-
-    from coupled_adam.text.documents import open_documents
-    from coupled_adam.text.source import Data
 
     # As models were trained: documents begin with BOS or, where there is none, follow EOS.
     first = tokenizer.bos_token_id
     if first is None:
         first = tokenizer.eos_token_id
     begin = [] if first is None else [first]
-    documents = open_documents(Data(text=str(text))).readers["train"]()
     with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
-        for batch in batched(documents, _BATCH, len):
+        for batch in batched(documents(text), _BATCH, len):
             encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
             piece = np.concatenate([np.array([*begin, *ids], np.int32) for ids in encoded])
             bar.update(len(piece))
             yield piece
-
-
-def batched(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in lists, each of which ends once the lengths in it add up to a size."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        batch.append(item)
-        total += length(item)
-        if total >= size:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch

@@ -23,14 +23,13 @@ from coupled_adam.embeddings import (
 from coupled_adam.embeddings.measures import MEASURES
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import clear_leftovers, read_text, write_atomically
+from coupled_adam.files import read_text, write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation import loading
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.training.loss import sequence_losses
-from coupled_adam.lab.training.schemas import check_evaluation
 from coupled_adam.runs import COUNTS, EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -80,7 +79,6 @@ def evaluate_run(
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
         )
-    clear_leftovers(run)
     path = run / EVALUATION
     evaluation = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
@@ -274,7 +272,6 @@ def _read(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(
             read_text(path), parse_constant=_number, parse_float=_number
         )
-        check_evaluation(content)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is not an evaluation: remove it, and it is made again ({one_line(error)})"

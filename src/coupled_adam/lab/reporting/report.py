@@ -12,7 +12,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import clear_leftovers, is_result, make_folder, new_folder
+from coupled_adam.files import new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
 from coupled_adam.lab.reporting.reading import read_runs
@@ -70,8 +70,6 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
         UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
     """
     given, out = out, out.resolve()  # so that a symbolic link stays one
-    if out.parent.is_dir():
-        clear_leftovers(out.parent, _is_own)
     if out.exists() and not _is_report(out):
         raise UsageError(
             f"--out {given} holds something other than a report, which would be lost: move it "
@@ -87,8 +85,8 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     columns, all_columns = shown_columns(rows), shown_columns(rows, more=True)
     notes = footnotes(rows, bold)
     # The folder appears as a whole, so that nobody sees one report's table beside another's page.
-    make_folder(out.parent)
-    with new_folder(out, _is_own) as folder:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(out) as folder:
         paper = results_table(rows, columns, notes=notes)
         results = [
             {"recipe": run.recipe.name, "settings": run.settings, "arm": run.arm, "seed": run.seed}
@@ -140,4 +138,9 @@ def _is_report(folder: Path) -> bool:
         return False
     # These name the program that made them; tables do not.
     signed = [path for path in entries if path.suffix in (".html", ".png")]
-    return not entries or (folder / "index.html" in signed and all(map(is_result, signed)))
+    return not entries or (folder / "index.html" in signed and all(map(_is_signed, signed)))
+
+
+def _is_signed(path: Path) -> bool:
+    """Whether a page or a picture names this program as the one that made it."""
+    return b"coupled-adam" in path.read_bytes()

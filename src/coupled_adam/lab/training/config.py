@@ -43,12 +43,10 @@ class Execution:
         them. None: each process takes its share of the batch at once.
     compile: whether to compile the model with ``torch.compile``.
     log: loggers in addition to ``metrics.jsonl``.
-    skip_damaged: whether to remove damaged checkpoints and resume from the newest intact one.
     """
 
     device: str = "cpu"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: int | None = None
     compile: bool = False
-    log: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    skip_damaged: bool = False
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)

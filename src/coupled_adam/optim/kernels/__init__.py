@@ -1,9 +1,9 @@
-"""Fast implementations of the passes over a matrix, ``measure``, ``center`` and ``apply``.
+"""Fast implementations of the two passes over a matrix, ``sum_squares`` and ``apply``.
 
 Each is a module that implements :class:`coupled_adam.optim.matrix.Kernel`: ``native`` is written in
-C, for CPUs; ``triton`` is for GPUs; ``operations`` uses torch's operations, for everything else.
-All are tested against :mod:`coupled_adam.optim.reference`, which is itself used where autograd or a
-compiler records the step, and for rare options.
+C, for CPUs; ``triton`` is for GPUs; ``blocks`` is the reference, block by block, for everything
+else. All are tested against :mod:`coupled_adam.optim.reference`, which is itself used where
+autograd or a compiler records the step.
 """
 
 import importlib.util
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim import reference
-from coupled_adam.optim.kernels import native, operations
-from coupled_adam.optim.matrix import OPTIONS, Kernel, Matrix
-from coupled_adam.optim.sharded import PLAIN
+from coupled_adam.optim.kernels import blocks, native
+from coupled_adam.optim.matrix import CoupledMatrix, Kernel, is_plain_memory
 
 
 def kernels() -> dict[str, str]:
@@ -45,48 +44,42 @@ def kernels() -> dict[str, str]:
     return status
 
 
-def choose(matrix: Matrix) -> Kernel:
+def choose(matrix: CoupledMatrix) -> Kernel:
     """Choose the kernel for a matrix, or a segment. Ranks of one matrix may choose different ones.
 
-    What a fast kernel does not serve goes to the reference: its ``serves`` names the options of
-    Coupled Adam that it implements, and all others must have their default.
+    The fast kernels take plain, strided memory that is there; everything else is the reference's.
     """
-    group, param = matrix.group, matrix.param
-    if group["fused"] is False or matrix.traced or isinstance(matrix.beta1, Tensor):
+    param = matrix.param
+    if matrix.no_host_reads:
         return reference
-    kernel: Kernel = operations
-    if param.is_cpu:
-        kernel = native if native.fits(matrix) else operations
-    elif (
-        (param.is_cuda or param.is_xpu)
-        and _fits_triton(matrix)
-        and _triton_works(param.device, param.dtype)
-    ):
+    if matrix.group["fused"] is False or isinstance(matrix.beta1, Tensor):
+        return blocks
+    if native.supports(matrix):
+        return native
+    if _supported_by_triton(matrix) and _triton_works(param.device, param.dtype):
         from coupled_adam.optim.kernels import triton
 
-        kernel = triton
-    for name, default in OPTIONS.items():
-        if group[name] != default and name not in kernel.serves:
-            return reference
-    return kernel
+        return triton
+    return blocks
 
 
-def _fits_triton(matrix: Matrix) -> bool:
-    """Whether the Triton kernel supports these tensors.
-
-    It needs plain tensors, as a subclass may have no memory of its own, and contiguous float32
-    second moments. The matrices may have any strides.
-    """
-    second = (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
-    moments = [moment for moment in second if moment is not None]
-    matrices = [x for x in (matrix.param, matrix.grad, matrix.exp_avg) if x is not None]
+def _supported_by_triton(matrix: CoupledMatrix) -> bool:
+    """Whether the Triton kernel supports these tensors, whose matrices may have any strides."""
+    param = matrix.param
+    if not (param.is_cuda or param.is_xpu):
+        return False
+    tensors = [*matrix.matrices, *matrix.vectors]
+    # LEAN needs whole rows in one program.
+    if matrix.is_lean and param.shape[1] > _WIDEST:
+        return False
     return (
-        matrix.param.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and all(type(x) in PLAIN and x.device == matrix.param.device for x in matrices + moments)
-        and all(x.dtype == torch.float32 and x.stride() == (1,) for x in moments)
+        param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and all(is_plain_memory(x) and x.device == param.device for x in tensors)
+        and all(x.dtype == torch.float32 and x.stride() == (1,) for x in matrix.vectors)
     )
 
 
+_WIDEST = 8192  # features that a program of the Triton kernel can hold
 _works: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 

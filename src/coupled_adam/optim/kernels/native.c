@@ -1,10 +1,11 @@
-/* Coupled Adam's update of a matrix [V, H] on a CPU, in two passes over memory.
+/* Coupled Adam's and LEAN's update of a matrix [V, H] on a CPU.
  *
- * coupled_adam_measure sums the squared gradient over each column. It also updates the first
- * moment, unless the gradient still has to be scaled or the step may be skipped. Python then adds
- * the sums of all ranks. coupled_adam_apply computes the step size of each column from the sums, and
- * updates the parameter. This is plain C that needs no header of Python or torch; native.py calls it
- * through ctypes. The passes themselves are in native_passes.h.
+ * Coupled Adam takes two passes over memory. coupled_adam_sum_squares sums the squared gradient over
+ * each column, and also updates the first moment, unless the gradient still has to be scaled or the
+ * step may be skipped; Python then adds the sums of all ranks; coupled_adam_apply computes the step size
+ * of each column and updates the parameter. coupled_adam_lean is LEAN in one pass. The formulas are in
+ * reference.py, the passes themselves in native_passes.h. This is plain C that needs no header of Python
+ * or torch; native.py calls it through ctypes.
  */
 
 #define _GNU_SOURCE /* for RTLD_DEFAULT */
@@ -17,64 +18,60 @@
 #include <string.h>
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define ROWS 4        /* rows that measure and center work on at a time; apply works on 2 */
+#define ROWS 4        /* rows that sum_squares works on at a time; apply works on 2 */
+#define LEAN_ROWS 4   /* rows that lean works on at a time */
 #define BLOCK 1024    /* bytes of a row that both loops of a pass work on before they go on */
-#define SUM_ROWS 128  /* times ROWS are summed in single precision before double precision */
-/* Bytes by which cache lines are prefetched before they are used, where measure and apply use them. */
-#define MEASURE_AHEAD 4096
+#define SUM_ROWS 128  /* times so many rows are summed in single precision before double precision */
+/* Bytes by which cache lines are prefetched before they are used. */
+#define SUM_AHEAD 4096
 #define APPLY_AHEAD 1024
+#define LEAN_AHEAD 3072
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };
-enum { GRAD, MOMENT, PARAM, UPDATE }; /* the kinds of rows */
+enum { GRAD, MOMENT, PARAM };                              /* the kinds of rows */
+enum { RATE, MEAN, UPDATES, SQUARES, VECTORS_OF_LEAN }; /* and of LEAN's vectors over the columns */
 
 /* One update of one matrix, filled in by native.py. Strides are between rows, in elements. */
 typedef struct {
     int32_t dtype, threads;
     int64_t rows, columns;
-    void *param, *grad, *exp_avg;
+    void *param, *grad, *exp_avg; /* exp_avg is NULL without momentum */
     int64_t param_stride, grad_stride, exp_avg_stride;
     void *exp_avg_sq, *max_exp_avg_sq; /* [H]; the maximum is NULL without amsgrad */
-    double *sums;                      /* [H]: written by measure, read by apply */
-    void *row_sums;                    /* [V]: sums of squares, written by measure; NULL if not needed */
-    /* r [V]. If it is not NULL, measure writes the rows' weights: r'^-exponent, where r' is beta2 r +
-     * row_share row_sums, and 0 where that is 0; and apply makes r' the new r. Otherwise center and
-     * apply read the weights; NULL for 1. */
-    void *exp_avg_sq_row;
-    void *weights;
-    double row_share, exponent;
-    /* With zero_sum: the sums over the rows of the updates, which are weights times the first moment or,
-     * without one, times factor times the gradient, [H]. Written by measure (for a factor of 1) or by
-     * center, read by apply. NULL without zero_sum. */
-    double *moment_sums;
-    double active;         /* the number of weights that are not 0: written with them, read by apply */
-    double weight;         /* 1 - beta1; exp_avg is NULL if this is 1 */
-    int32_t update_moment; /* measure updates the first moment, otherwise center or apply does */
-    double beta2;
-    /* The following fields are not for measure. nu becomes beta2 nu + share sums. The step size is
-     * lr / (sqrt(scale nu) + eps), where lr is already divided by 1 - beta1^t and scale by 1 - beta2^t;
-     * apply multiplies lr by the mean of r to the power of exponent if exp_avg_sq_row is not NULL, and
-     * otherwise that has been done. factor multiplies the gradient, decay the parameter. */
+    double weight;                     /* 1 - beta1 */
+    double beta2, scale, eps, lr;      /* the step size is lr / (sqrt(scale nu) + eps) */
+    double factor, decay;              /* of the gradient, of the parameter */
     int32_t stochastic;
-    double share, scale, eps, lr, factor, decay, vocab_size;
     uint32_t noise_key, noise_row, noise_column; /* see rounding.py */
+    /* Coupled Adam: nu becomes beta2 nu + share sums. */
+    int32_t update_moment; /* sum_squares updates the first moment, otherwise apply does */
+    double share;
+    /* Written by sum_squares, [H], read by apply; written by lean, [2 H + 1], as in reference.py. */
+    double *sums;
+    void *row_sums; /* [V]: written by sum_squares in the place of sums, for LEAN with cut rows */
+    /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, and the row's weight is
+     * (r / row_correction)^-exponent. If r is NULL, the weights are given. */
+    void *exp_avg_sq_row, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
+    double row_share, row_correction, exponent;
+    int32_t finish; /* whether lean updates nu and mean_update from its sums */
 } Update;
 
 /* One thread's share of the rows. */
 typedef struct {
     const Update *update;
-    int64_t first, last;           /* rows */
-    double *sums, *update_sums;   /* [H], NULL if not needed */
-    const void *step_size, *mean; /* for apply; see place in native_passes.h */
-    double active;
-    int64_t padded;               /* columns, rounded up to a multiple of 64 */
-    double *memory;               /* 6 times as many numbers, to work with */
+    int64_t first, last;   /* rows */
+    double *sums;          /* [H], or lean's [2 H + 1] */
+    const void *step_size; /* for apply; see place in native_passes.h */
+    int64_t padded;        /* columns, rounded up to a multiple of 64 */
+    double *memory;        /* 8 times as many numbers, to work with, of which sum_squares uses 4 */
 } Share;
 
 typedef void Pass(Share *);
 typedef struct {
-    Pass *measure, *center, *apply;
-    void (*step_sizes)(const Update *, void *step_size, void *mean);
+    Pass *sum_squares, *apply, *lean;
+    void (*step_sizes)(const Update *, void *step_size);
+    void (*finish)(const Update *);
 } Passes;
 
 static const uint32_t EVEN_COLUMNS[16] __attribute__((aligned(64))) = {
@@ -182,45 +179,36 @@ static void run(Pass *pass, Share *shares, int count) {
     }
 }
 
-/* Divide the rows among the threads. Each gets memory for 8 vectors over the columns, of which the last
- * two are for its sums; 2 more are left at the start. Returns the memory, or NULL if there is none. */
+/* Divide the rows among the threads. Each gets memory for 8 vectors over the columns, and for its sums;
+ * one more vector is left at the start. Returns the memory, or NULL if there is none. */
 static double *split(const Update *u, Share *shares, int *count) {
     *count = u->threads < 1 ? 1 : u->threads > MAX_THREADS ? MAX_THREADS : u->threads;
-    const int64_t padded = (u->columns + 63) / 64 * 64;
-    double *memory = aligned_alloc(64, (size_t)(2 + 8 * *count) * (size_t)padded * sizeof(double) + 64);
-    for (int i = 0; memory != NULL && i < *count; i++)
+    const int64_t padded = (u->columns + 63) / 64 * 64, each = 11 * padded + 64;
+    double *memory = aligned_alloc(64, (size_t)(padded + *count * each) * sizeof(double));
+    for (int i = 0; memory != NULL && i < *count; i++) {
+        double *own = memory + padded + i * each;
         shares[i] = (Share){.update = u,
                             .first = u->rows * i / *count,
                             .last = u->rows * (i + 1) / *count,
                             .padded = padded,
-                            .memory = memory + (2 + 8 * i) * padded};
+                            .memory = own,
+                            .sums = i ? own + 8 * padded : u->sums};
+    }
     return memory;
 }
 
 /* The size of the struct, which native.py compares with its own to detect another version. */
 int64_t coupled_adam_update_size(void) { return sizeof(Update); }
 
-/* Run a pass that sums over the rows, and add up the sums of all threads. Returns 1 if memory could not
- * be allocated. */
-static int sum(Pass *pass, Update *u, double *sums, double *update_sums) {
+/* Run a pass that sums over the rows, and add up the sums of all threads. */
+static int sum(Pass *pass, Update *u, int64_t size) {
     Share shares[MAX_THREADS];
     int count;
     double *memory = split(u, shares, &count);
     if (memory == NULL) return 1;
-    for (int i = 0; i < count; i++) {
-        double *own = shares[i].memory + 6 * shares[i].padded;
-        if (sums != NULL) shares[i].sums = i ? own : sums;
-        if (update_sums != NULL) shares[i].update_sums = i ? own + shares[i].padded : update_sums;
-    }
     run(pass, shares, count);
-    double active = shares[0].active;
-    for (int i = 1; i < count; i++) { /* in a fixed order, so that results are reproducible */
-        active += shares[i].active;
-        for (int64_t j = 0; sums != NULL && j < u->columns; j++) sums[j] += shares[i].sums[j];
-        for (int64_t j = 0; update_sums != NULL && j < u->columns; j++)
-            update_sums[j] += shares[i].update_sums[j];
-    }
-    if (sums != NULL && u->exp_avg_sq_row != NULL) u->active = active;
+    for (int i = 1; i < count; i++) /* in a fixed order, so that results are reproducible */
+        for (int64_t j = 0; u->sums != NULL && j < size; j++) u->sums[j] += shares[i].sums[j];
     free(memory);
     return 0;
 }
@@ -230,41 +218,26 @@ static const Passes *passes(const Update *u) { return &PASSES[coupled_adam_instr
 /* All of these return 0 on success, or 1 if memory could not be allocated; nothing has been changed
  * then. */
 
-/* Write sums, and row_sums, weights, active and moment_sums as described above. */
-int coupled_adam_measure(Update *u) {
-    const int known = u->exp_avg == NULL || u->update_moment; /* whether the updates are */
-    return sum(passes(u)->measure, u, u->sums, known ? u->moment_sums : NULL);
-}
+/* Write sums or row_sums. */
+int coupled_adam_sum_squares(Update *u) { return sum(passes(u)->sum_squares, u, u->columns); }
 
-/* Update the first moment unless measure has, and write moment_sums. */
-int coupled_adam_center(Update *u) { return sum(passes(u)->center, u, NULL, u->moment_sums); }
-
-/* Make r' the new r, as measure has computed it for the weights; return the sum over all rows. */
-static double update_rows(const Update *u) {
-    double total = 0;
-    for (int64_t i = 0; i < u->rows; i++)
-        if (u->dtype == FLOAT64) {
-            double *r = (double *)u->exp_avg_sq_row + i;
-            total += *r = u->beta2 * *r + u->row_share * ((const double *)u->row_sums)[i];
-        } else {
-            float *r = (float *)u->exp_avg_sq_row + i;
-            total += *r = (float)(u->beta2 * *r + u->row_share * ((const float *)u->row_sums)[i]);
-        }
-    return total;
-}
-
-/* Update r, nu and its maximum, the first moment unless measure or center has, and the parameter. */
+/* Update nu and its maximum, the first moment unless sum_squares has, and the parameter. */
 int coupled_adam_apply(Update *u) {
     Share shares[MAX_THREADS];
     int count;
     double *step_size = split(u, shares, &count);
     if (step_size == NULL) return 1;
-    double *mean = step_size + shares[0].padded;
-    memset(step_size, 0, 2 * (size_t)shares[0].padded * sizeof(double));
-    if (u->exp_avg_sq_row != NULL) u->lr *= pow(update_rows(u) / u->active, u->exponent);
-    passes(u)->step_sizes(u, step_size, mean);
-    for (int i = 0; i < count; i++) shares[i].step_size = step_size, shares[i].mean = mean;
+    memset(step_size, 0, (size_t)shares[0].padded * sizeof(double));
+    passes(u)->step_sizes(u, step_size);
+    for (int i = 0; i < count; i++) shares[i].step_size = step_size;
     run(passes(u)->apply, shares, count);
     free(step_size);
+    return 0;
+}
+
+/* Update r, the first moment and the parameter; write sums; with finish also update nu and mean_update. */
+int coupled_adam_lean(Update *u) {
+    if (sum(passes(u)->lean, u, 2 * u->columns + 1)) return 1;
+    if (u->finish) passes(u)->finish(u);
     return 0;
 }

@@ -1,4 +1,4 @@
-"""The two passes on a CPU, written in C (``native.c``) and called through ctypes.
+"""The passes on a CPU, written in C (``native.c``) and called through ctypes.
 
 They read and write each matrix as rarely as the algorithm allows. The library is compiled when the
 package is built; if no C compiler was available then, this kernel is not used.
@@ -13,19 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from coupled_adam.optim import reference
-from coupled_adam.optim.matrix import Matrix, Scalars, Sums
-from coupled_adam.optim.sharded import PLAIN
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums, is_plain_memory
 
-serves = frozenset(
-    {"coupled", "second_moment_scale", "row_exponent", "zero_sum", "vocab_dim"}
-    | {"stochastic_rounding"}
-)
-skips = False
+SKIPS_ON_DEVICE = False
 PATH = Path(__file__).with_name("libcoupled_adam.so")
 
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
-_WIDE = {torch.float32: torch.float32, torch.float64: torch.float64, torch.bfloat16: torch.float32}
 _ELEMENTS_PER_THREAD = 2**14  # updating so many takes twice as long as waking a thread of torch's
 
 
@@ -37,47 +30,109 @@ class _Record(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "columns")),
         *((name, ctypes.c_void_p) for name in ("param", "grad", "exp_avg")),
         *((f"{name}_stride", ctypes.c_int64) for name in ("param", "grad", "exp_avg")),
-        *((name, ctypes.c_void_p) for name in ("exp_avg_sq", "max_exp_avg_sq", "sums")),
-        *((name, ctypes.c_void_p) for name in ("row_sums", "exp_avg_sq_row", "weights")),
-        *((name, ctypes.c_double) for name in ("row_share", "exponent")),
-        ("moment_sums", ctypes.c_void_p),
-        ("active", ctypes.c_double),
-        ("weight", ctypes.c_double),
-        ("update_moment", ctypes.c_int32),
-        ("beta2", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_sq", "max_exp_avg_sq")),
+        *((name, ctypes.c_double) for name in ("weight", "beta2", "scale", "eps", "lr")),
+        *((name, ctypes.c_double) for name in ("factor", "decay")),
         ("stochastic", ctypes.c_int32),
-        *((name, ctypes.c_double) for name in ("share", "scale", "eps", "lr")),
-        *((name, ctypes.c_double) for name in ("factor", "decay", "vocab_size")),
         *((f"noise_{name}", ctypes.c_uint32) for name in ("key", "row", "column")),
+        ("update_moment", ctypes.c_int32),
+        ("share", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in ("sums", "row_sums")),
+        *((name, ctypes.c_void_p) for name in ("exp_avg_sq_row", "weights", "mean_update")),
+        *((name, ctypes.c_double) for name in ("row_share", "row_correction", "exponent")),
+        ("finish", ctypes.c_int32),
     ]
 
 
-def fits(matrix: Matrix) -> bool:
-    """Whether the library is built and supports these tensors.
+def supports(matrix: CoupledMatrix) -> bool:
+    """Whether the library is built and can read and write these tensors.
 
-    The matrices, on the CPU, must be plain tensors of the same dtype (float32, float64 or bfloat16)
-    with contiguous rows. The second moments, nu, its maximum and r, must be contiguous, and float64
-    if the matrices are float64, otherwise float32.
+    The matrices, on the CPU, must have the same dtype (float32, float64 or bfloat16) and contiguous
+    rows. The vectors must be contiguous, and float64 if the matrices are, otherwise float32.
     """
-    dtype = matrix.param.dtype
-    wide = _WIDE.get(dtype)
-    if wide is None or library() is None:
+    param = matrix.param
+    if param.dtype not in _DTYPES or library() is None:
         return False
-    # A subclass of Tensor may have no memory of its own.
-    for rows in (matrix.param, matrix.grad, matrix.exp_avg):
-        if rows is not None and not (
-            type(rows) in PLAIN and rows.dtype == dtype and rows.stride()[1] == 1
-        ):
+    wide = torch.float64 if param.dtype == torch.float64 else torch.float32
+    for x in matrix.matrices:
+        if not (is_plain_memory(x) and x.is_cpu and x.dtype == param.dtype and x.stride()[1] == 1):
             return False
-    for moment in (matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row):
-        if moment is not None and not (
-            type(moment) is Tensor and moment.dtype == wide and moment.is_contiguous()
-        ):
+    for x in matrix.vectors:
+        if not (is_plain_memory(x) and x.is_cpu and x.dtype == wide and x.is_contiguous()):
             return False
     return True
 
 
-def _record(matrix: Matrix) -> _Record:
+def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
+    """Sum the squared gradient, over the rows in float64; ``unscaled`` also update ``exp_avg``."""
+    record = _record(matrix)
+    if matrix.is_lean:
+        rows = torch.empty_like(matrix.exp_avg_sq_row)  # type: ignore[arg-type]
+        record.row_sums = rows.data_ptr()
+        _call("coupled_adam_sum_squares", record)
+        return Sums(rows=rows)
+    columns = torch.empty(record.columns, dtype=torch.float64, device="cpu")
+    record.sums = columns.data_ptr()
+    record.update_moment = unscaled and matrix.exp_avg is not None
+    _call("coupled_adam_sum_squares", record)
+    return Sums(columns, moment_is_updated=bool(record.update_moment), kernel_state=record)
+
+
+def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
+    """Update the matrix by Coupled Adam, given the sums over all ranks, or by LEAN."""
+    record: _Record
+    if matrix.is_lean:
+        record = _record(matrix)
+    else:
+        assert sums is not None
+        assert sums.columns is not None
+        record = sums.kernel_state
+        record.sums = sums.columns.data_ptr()  # the sums over all ranks may be another tensor
+    beta1, beta2, t, factor = matrix.beta1, matrix.beta2, scalars.t, scalars.factor
+    started = bool(t)  # otherwise LEAN measures the first gradient, and nothing moves
+    record.beta2, record.weight = beta2, scalars.weight
+    record.lr = matrix.lr / (1 - beta1**t) if started else 0.0
+    record.scale = matrix.group["second_moment_scale"] / (1 - beta2**t if started else 1.0)
+    record.eps, record.factor, record.decay = matrix.group["eps"], factor, scalars.decay
+    if scalars.noise is not None:
+        noise = scalars.noise
+        record.stochastic = True
+        record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
+    total = None
+    if matrix.is_lean:
+        total = _lean(matrix, sums, scalars, record)
+    else:
+        record.share = (1 - beta2) / matrix.vocab_size * factor * factor
+        _call("coupled_adam_apply", record)
+    # Tell autograd about the in-place change, as torch's own operations do.
+    increment_version([x for x in (*matrix.matrices, *matrix.vectors) if x is not matrix.grad])
+    return total
+
+
+def _lean(
+    matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars, record: _Record
+) -> Tensor | None:
+    """LEAN's pass; the sums over this rank's rows, or None where no other rank has rows."""
+    beta2 = matrix.beta2
+    total = torch.empty(2 * record.columns + 1, dtype=torch.float64, device="cpu")
+    record.sums = total.data_ptr()
+    if sums is not None and sums.weights is not None:
+        weights = sums.weights.contiguous()
+        record.weights = weights.data_ptr()
+    else:
+        assert matrix.exp_avg_sq_row is not None
+        record.exp_avg_sq_row = matrix.exp_avg_sq_row.data_ptr()
+        record.row_share = (1 - beta2) / matrix.hidden_size * scalars.factor**2
+        record.row_correction = 1 - beta2 ** (scalars.t + 1)
+        record.exponent = matrix.group["row_exponent"] / 2
+    if matrix.mean_update is not None:
+        record.mean_update = matrix.mean_update.data_ptr()
+    record.finish = matrix.has_whole_rows and not matrix.row_ranks
+    _call("coupled_adam_lean", record)
+    return None if record.finish else total
+
+
+def _record(matrix: CoupledMatrix) -> _Record:
     record, param, grad = _Record(), matrix.param, matrix.grad  # all zeros and NULL
     rows, columns = param.shape
     record.dtype, record.rows, record.columns = _DTYPES[param.dtype], rows, columns
@@ -90,94 +145,8 @@ def _record(matrix: Matrix) -> _Record:
     record.exp_avg_sq = matrix.exp_avg_sq.data_ptr()
     if matrix.max_exp_avg_sq is not None:
         record.max_exp_avg_sq = matrix.max_exp_avg_sq.data_ptr()
-    record.vocab_size = record.active = matrix.vocab_size
     record.weight, record.factor = 1 - matrix.beta1, 1.0
     return record
-
-
-def measure(matrix: Matrix, as_is: bool) -> Sums:
-    """Sum the squared gradient in float64; with ``as_is`` also update ``exp_avg``.
-
-    With whole rows it does the work of ``center``, too, unless that would need an ``exp_avg`` that
-    cannot be updated yet.
-    """
-    record, rows = _record(matrix), matrix.exp_avg_sq_row
-    sums = Sums(torch.empty(record.columns, dtype=torch.float64), memo=record)
-    record.sums = sums.squares.data_ptr()
-    updates_moment = as_is and matrix.exp_avg is not None
-    record.update_moment = updates_moment
-    if rows is not None:
-        sums.row_squares = torch.empty_like(rows)
-        record.row_sums = sums.row_squares.data_ptr()
-    if rows is not None and matrix.has_whole_rows and (updates_moment or matrix.exp_avg is None):
-        sums.weights = torch.empty_like(rows)
-        record.exp_avg_sq_row, record.weights = rows.data_ptr(), sums.weights.data_ptr()
-        record.beta2 = matrix.beta2
-        record.row_share = (1 - matrix.beta2) / matrix.hidden_size
-        record.exponent = matrix.group["row_exponent"] / 2
-        if matrix.group["zero_sum"]:
-            _new_updates(sums, record)
-    _call("coupled_adam_measure", record)
-    if updates_moment:
-        sums.moment = matrix.exp_avg
-    return sums
-
-
-def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Leave r to ``apply`` if ``measure`` has weighed the rows and no rank has others."""
-    if sums.weights is None or matrix.row_ranks:
-        reference.weigh_rows(matrix, sums, scalars)
-
-
-def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update ``exp_avg``, unless ``measure`` has, and sum it over the rows with their weights."""
-    record: _Record = sums.memo
-    _set_weights(sums, record)
-    record.factor = scalars.factor
-    _new_updates(sums, record)
-    _call("coupled_adam_center", record)
-    record.update_moment, sums.moment = True, matrix.exp_avg
-
-
-def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update nu, the first moment and the parameter, given the sums over all ranks."""
-    beta1, beta2, t, group = matrix.beta1, matrix.beta2, scalars.t, matrix.group
-    record, factor = sums.memo, scalars.factor
-    _set_weights(sums, record)
-    record.sums = sums.squares.data_ptr()  # the sums over all ranks may be other tensors
-    record.moment_sums = None if sums.updates is None else sums.updates.data_ptr()
-    record.beta2 = beta2
-    record.share = (1 - beta2) / matrix.vocab_size * factor * factor
-    record.scale = group["second_moment_scale"] / (1 - beta2**t)
-    record.eps = group["eps"]
-    record.lr = matrix.lr / (1 - beta1**t)
-    if sums.rows is not None:
-        record.exp_avg_sq_row = None  # r has been updated
-        count, total = sums.rows.tolist()
-        record.active = max(count, 1)
-        record.lr *= (total / record.active) ** (group["row_exponent"] / 2)
-    record.active = max(record.active, 1)  # no row has had a gradient
-    record.scale *= matrix.vocab_size / record.active
-    record.factor = factor
-    record.decay = matrix.decay
-    if scalars.noise is not None:
-        noise = scalars.noise
-        record.stochastic = True
-        record.noise_key, record.noise_row, record.noise_column = noise.key, noise.row, noise.column
-    _call("coupled_adam_apply", record)
-    # Tell autograd about the in-place change, as torch's own operations do.
-    moments = (matrix.exp_avg, matrix.exp_avg_sq, matrix.max_exp_avg_sq, matrix.exp_avg_sq_row)
-    increment_version([matrix.param, *(x for x in moments if x is not None)])
-
-
-def _set_weights(sums: Sums, record: _Record) -> None:
-    """Let the library read the weights, wherever they have been computed."""
-    record.weights = None if sums.weights is None else sums.weights.data_ptr()
-
-
-def _new_updates(sums: Sums, record: _Record) -> None:
-    sums.updates = torch.empty_like(sums.squares)
-    record.moment_sums = sums.updates.data_ptr()
 
 
 def _call(function: str, record: _Record) -> None:
@@ -192,12 +161,8 @@ def library() -> ctypes.CDLL | None:
         compiled = ctypes.CDLL(str(PATH))
         if compiled.coupled_adam_update_size() != ctypes.sizeof(_Record):
             return None  # built from another version of native.c
+        for verb in ("sum_squares", "apply", "lean"):
+            getattr(compiled, f"coupled_adam_{verb}").argtypes = (ctypes.POINTER(_Record),)
     except (OSError, AttributeError):  # not built, or built for another machine or version
         return None
-    for function in (
-        compiled.coupled_adam_measure,
-        compiled.coupled_adam_center,
-        compiled.coupled_adam_apply,
-    ):
-        function.argtypes = (ctypes.POINTER(_Record),)
     return compiled

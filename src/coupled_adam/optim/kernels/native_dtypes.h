@@ -24,14 +24,11 @@
 #include "native_passes.h"
 
 /* In the order of the enumeration of dtypes. */
-static const Passes TARGET(passes)[] = {
-    {TARGET(measure_float32), TARGET(center_float32), TARGET(apply_float32),
-     TARGET(step_sizes_float32)},
-    {TARGET(measure_float64), TARGET(center_float64), TARGET(apply_float64),
-     TARGET(step_sizes_float64)},
-    {TARGET(measure_bfloat16), TARGET(center_bfloat16), TARGET(apply_bfloat16),
-     TARGET(step_sizes_bfloat16)},
-};
+#define PASSES_OF(dtype)                                                                  \
+    {TARGET(sum_squares_##dtype), TARGET(apply_##dtype), TARGET(lean_##dtype),            \
+     TARGET(step_sizes_##dtype), TARGET(finish_##dtype)}
+static const Passes TARGET(passes)[] = {PASSES_OF(float32), PASSES_OF(float64), PASSES_OF(bfloat16)};
+#undef PASSES_OF
 
 #undef TARGET
 #undef VECTOR_BYTES

@@ -67,18 +67,14 @@ ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS 
 /* All that the loops over columns need to know of some rows. Missing rows are replaced by zeros. */
 typedef struct {
     const Update *update;
-    /* A row of the gradient, of the first moment and of the parameter, from column `origin` on; and a
-     * row of the updates, which are the first moment or, where there is none, the gradient, but for the
-     * factor `weight`. */
-    T *rows[4][ROWS];
+    /* A row of the gradient, of the first moment and of the parameter, from column `origin` on. */
+    T *rows[3][ROWS];
     int64_t origin;
-    WIDE weight[ROWS];
     VECTOR squares[ROWS][PIECES]; /* the sums of each row's squares, in lanes */
-    WIDE *sums, *update_sums; /* the columns' sums of squares and of updates, over some rows */
+    WIDE *sums;                   /* the columns' sums of squares, over some rows */
     const WIDE *step_size;
-    const WIDE *mean[ROWS];   /* the mean update; zeros for a row that must not move */
-    uint32_t key[ROWS];       /* of the random numbers */
-    int64_t row[ROWS];        /* negative for a row of zeros */
+    uint32_t key[ROWS];           /* of the random numbers */
+    int64_t row[ROWS];            /* negative for a row of zeros */
 } NAME(Rows);
 #define GROUP NAME(Rows)
 #define ROW(kind, r) (group->rows[kind][r] + start - group->origin)
@@ -112,29 +108,16 @@ ALWAYS_INLINE static void NAME(lerp)(const NAME(Lerp) *lerp, T *moment, const T 
     NAME(store)(moment, values, NULL);
 }
 
-/* Add the rows' updates to a cache line of their sums. */
-ALWAYS_INLINE static void NAME(sum)(WIDE *sums, const T *const *u, const WIDE *weight, int64_t i) {
-    for (int v = 0; v < VECTORS; v++) {
-        VECTOR update[ROWS];
-        for (int r = 0; r < ROWS; r++) update[r] = weight[r] * NAME(load)(u[r] + i, v);
-        VECTOR *total = (VECTOR *)(sums + i) + v;
-        *total += (update[0] + update[1]) + (update[2] + update[3]);
-    }
-}
-
 /* Sum the squared gradient over the rows and over the columns. With `moment` also update the first
- * moment; with `sum` also sum the updates over the rows. */
-ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t count, const int moment,
-                                       const int sum) {
+ * moment. */
+ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t count, const int moment) {
     const NAME(Lerp) lerp = NAME(lerp_of)(group->update, 1);
-    WIDE *sums = group->sums + start, *update_sums = group->update_sums + start;
-    const T *g[ROWS], *u[ROWS];
+    WIDE *sums = group->sums + start;
+    const T *g[ROWS];
     T *m[ROWS];
-    WIDE weights[ROWS];
     VECTOR squares[ROWS][PIECES];
     for (int r = 0; r < ROWS; r++) {
-        g[r] = ROW(GRAD, r), m[r] = ROW(MOMENT, r), u[r] = ROW(UPDATE, r);
-        weights[r] = group->weight[r];
+        g[r] = ROW(GRAD, r), m[r] = ROW(MOMENT, r);
         for (int piece = 0; piece < PIECES; piece++) squares[r][piece] = group->squares[r][piece];
     }
     for (int64_t i = 0; i < count; i += LINE) {
@@ -149,11 +132,10 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
             *total += (square[0] + square[1]) + (square[2] + square[3]);
         }
         for (int r = 0; r < ROWS; r++) {
-            PREFETCH(g[r] + i, MEASURE_AHEAD);
-            if (moment) PREFETCH(m[r] + i, MEASURE_AHEAD);
+            PREFETCH(g[r] + i, SUM_AHEAD);
+            if (moment) PREFETCH(m[r] + i, SUM_AHEAD);
             if (moment) NAME(lerp)(&lerp, m[r] + i, g[r] + i);
         }
-        if (sum) NAME(sum)(update_sums, u, weights, i);
     }
     for (int r = 0; r < ROWS; r++)
         for (int piece = 0; piece < PIECES; piece++) group->squares[r][piece] = squares[r][piece];
@@ -163,16 +145,10 @@ ALWAYS_INLINE static void NAME(square)(GROUP *group, int64_t start, int64_t coun
 typedef void NAME(Columns)(GROUP *group, int64_t start, int64_t count);
 #define COLUMNS __attribute__((noinline)) static void
 COLUMNS NAME(square_columns)(GROUP *group, int64_t start, int64_t count) {
-    NAME(square)(group, start, count, 0, 0);
-}
-COLUMNS NAME(square_sum_columns)(GROUP *group, int64_t start, int64_t count) {
-    NAME(square)(group, start, count, 0, 1);
+    NAME(square)(group, start, count, 0);
 }
 COLUMNS NAME(square_moment_columns)(GROUP *group, int64_t start, int64_t count) {
-    NAME(square)(group, start, count, 1, 0);
-}
-COLUMNS NAME(square_moment_sum_columns)(GROUP *group, int64_t start, int64_t count) {
-    NAME(square)(group, start, count, 1, 1);
+    NAME(square)(group, start, count, 1);
 }
 
 /* Update the first moment. */
@@ -189,26 +165,43 @@ COLUMNS NAME(moment_columns)(GROUP *group, int64_t start, int64_t count) {
     }
 }
 
-/* Sum the updates over the rows. */
-COLUMNS NAME(sum_columns)(GROUP *group, int64_t start, int64_t count) {
-    WIDE *sums = group->update_sums + start;
-    const T *u[ROWS];
-    WIDE weights[ROWS];
-    for (int r = 0; r < ROWS; r++) u[r] = ROW(UPDATE, r), weights[r] = group->weight[r];
-    for (int64_t i = 0; i < count; i += LINE) {
-        for (int r = 0; r < ROWS; r++) PREFETCH(u[r] + i, MEASURE_AHEAD);
-        NAME(sum)(sums, u, weights, i);
+#if IS_BFLOAT16
+/* The random numbers of a cache line of a row, whose first column is `column`. */
+ALWAYS_INLINE static void NAME(noise)(BITS *noise, uint32_t column, uint32_t key) {
+    for (int v = 0; v < VECTORS; v++) {
+        const BITS *even_columns = (const BITS *)EVEN_COLUMNS + v % PIECES;
+        BITS x = (*even_columns + (column + (uint32_t)(v / PIECES))) ^ key;
+        x = (x ^ (x >> 16)) * 0x85ebca6b; /* mix */
+        x = (x ^ (x >> 13)) * 0xc2b2ae35;
+        noise[v] = x ^ (x >> 16);
     }
 }
+#endif
 
-/* Update the parameter. */
+/* Store a cache line of a row of the parameter. */
+ALWAYS_INLINE static void NAME(store_param)(T *line, const VECTOR *values, const int stochastic,
+                                            uint32_t column, uint32_t key) {
+#if IS_BFLOAT16
+    if (stochastic) {
+        BITS noise[VECTORS];
+        NAME(noise)(noise, column, key);
+        NAME(store)(line, values, noise);
+        return;
+    }
+#else
+    (void)stochastic, (void)column, (void)key;
+#endif
+    NAME(store)(line, values, NULL);
+}
+
+/* Update the parameter by the first moment or, without one, by the gradient. */
 ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t count,
                                        const int stochastic) {
-    (void)stochastic;
-    const WIDE decay = (WIDE)group->update->decay, weight[2] = {group->weight[0], group->weight[1]};
+    const Update *update = group->update;
+    const int kind = update->exp_avg == NULL ? GRAD : MOMENT;
+    const WIDE decay = (WIDE)update->decay, factor = kind == GRAD ? (WIDE)update->factor : 1;
     const WIDE *step_sizes = group->step_size + start;
-    const WIDE *means[2] = {group->mean[0] + start, group->mean[1] + start};
-    const T *u[2] = {ROW(UPDATE, 0), ROW(UPDATE, 1)};
+    const T *u[2] = {ROW(kind, 0), ROW(kind, 1)};
     T *p[2] = {ROW(PARAM, 0), ROW(PARAM, 1)};
     for (int64_t i = 0; i < count; i += LINE) {
         for (int r = 0; r < 2; r++) {
@@ -217,26 +210,11 @@ ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t coun
             VECTOR values[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
                 const VECTOR *step_size = (const VECTOR *)(step_sizes + i) + v;
-                const VECTOR *mean = (const VECTOR *)(means[r] + i) + v;
-                const VECTOR step = weight[r] * NAME(load)(u[r] + i, v) - *mean;
+                const VECTOR step = factor * NAME(load)(u[r] + i, v);
                 values[v] = decay * NAME(load)(p[r] + i, v) - *step_size * step;
             }
-#if IS_BFLOAT16
-            if (stochastic) {
-                const uint32_t column = group->update->noise_column + (uint32_t)(start + i);
-                BITS noise[VECTORS];
-                for (int v = 0; v < VECTORS; v++) {
-                    const BITS *even_columns = (const BITS *)EVEN_COLUMNS + v % PIECES;
-                    BITS x = (*even_columns + (column + (uint32_t)(v / PIECES))) ^ group->key[r];
-                    x = (x ^ (x >> 16)) * 0x85ebca6b; /* mix */
-                    x = (x ^ (x >> 13)) * 0xc2b2ae35;
-                    noise[v] = x ^ (x >> 16);
-                }
-                NAME(store)(p[r] + i, values, noise);
-                continue;
-            }
-#endif
-            NAME(store)(p[r] + i, values, NULL);
+            const uint32_t column = update->noise_column + (uint32_t)(start + i);
+            NAME(store_param)(p[r] + i, values, stochastic, column, group->key[r]);
         }
     }
 }
@@ -257,10 +235,10 @@ static void NAME(over)(NAME(Columns) *columns, GROUP *group, int64_t start, int6
     columns(group, start, whole);
     if (rest == 0) return;
     start += whole;
-    T lines[4][ROWS][LINE] = {0};
+    T lines[3][ROWS][LINE] = {0};
     GROUP copy = *group;
     copy.origin = start;
-    for (int kind = 0; kind < 4; kind++)
+    for (int kind = 0; kind < 3; kind++)
         for (int r = 0; r < ROWS; r++) {
             copy.rows[kind][r] = lines[kind][r];
             if (group->rows[kind][r] != NULL)
@@ -275,10 +253,10 @@ static void NAME(over)(NAME(Columns) *columns, GROUP *group, int64_t start, int6
     }
 }
 
-/* r^-exponent, and 0 for a row that never had a gradient. Square roots are the same everywhere, unlike
+/* r^-exponent, and 0 for a row that never had a gradient, or whose squares overflow. Square roots are the same everywhere, unlike
  * pow, and faster: r^-3/8 is 1 / (r^1/4 r^1/8). */
 ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
-    if (r == 0) return 0;
+    if (r == 0 || isinf(r)) return 0;
     const int eighths = (int)(exponent * 8);
     if (eighths != exponent * 8 || eighths < 0 || eighths > 7) return (WIDE)pow(r, -exponent);
     WIDE root = SQRT(r), product = 1;
@@ -305,68 +283,49 @@ ALWAYS_INLINE static WIDE NAME(add_lanes)(const VECTOR *lanes) {
     return (quarter[0] + quarter[LANES / 8]) + (quarter[1] + quarter[LANES / 4 - 1]);
 }
 
-/* What a thread does in a pass. */
+/* What a thread does in a pass of Coupled Adam. */
 typedef struct {
     Share *share;
     NAME(Columns) *loops[2]; /* over columns; NULL if there is nothing to do */
-    int measures, moment;    /* whether it measures, and whether it updates the first moment */
+    int moment;              /* whether it updates the first moment */
     int count;               /* rows at a time */
     T *no_row;               /* zeros */
-    WIDE *no_mean;           /* zeros, the mean for a row that must not move */
-    double *total;           /* sums and update sums over all rows */
+    double *total;           /* sums over all rows */
     GROUP group;
 } NAME(Work);
 
 /* Go to the rows `row`, `row + run`, `row + 2 run`, ..., as far as they are below `last`. */
 static void NAME(go_to)(NAME(Work) *work, int64_t row, int64_t run, int64_t last) {
-    const Share *share = work->share;
-    const Update *u = share->update;
+    const Update *u = work->share->update;
     GROUP *group = &work->group;
     for (int r = 0; r < work->count; r++, row += run) {
         const int none = row >= last;
         group->row[r] = none ? -1 : row;
-        T *g = none ? work->no_row : (T *)u->grad + row * u->grad_stride;
-        T *m = none || u->exp_avg == NULL ? work->no_row : (T *)u->exp_avg + row * u->exp_avg_stride;
-        group->rows[GRAD][r] = g;
-        if (work->moment) group->rows[MOMENT][r] = m;
-        if (work->measures) continue;
-        group->rows[UPDATE][r] = u->exp_avg == NULL ? g : m;
-        group->weight[r] = none ? 0 : u->weights == NULL ? 1 : ((const WIDE *)u->weights)[row];
-        group->mean[r] = group->weight[r] == 0 ? work->no_mean : share->mean;
-        if (u->exp_avg == NULL) group->weight[r] *= (WIDE)u->factor;
-        if (share->step_size == NULL) continue;
+        group->rows[GRAD][r] = none ? work->no_row : (T *)u->grad + row * u->grad_stride;
+        if (u->exp_avg != NULL)
+            group->rows[MOMENT][r] = none ? work->no_row : (T *)u->exp_avg + row * u->exp_avg_stride;
+        if (work->share->step_size == NULL) continue;
         group->rows[PARAM][r] = none ? work->no_row : (T *)u->param + row * u->param_stride;
         group->key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
     }
 }
 
-/* When rows have been measured, their weights are known. So their updates, which are still in the
- * cache, are summed together with the next rows, while these are on their way from memory. */
-static void NAME(weigh_rows)(NAME(Work) *work) {
-    const Update *u = work->share->update;
+/* Write the sums of rows that are cut, of which other ranks or segments have the rest. */
+static void NAME(store_row_sums)(NAME(Work) *work) {
     GROUP *group = &work->group;
     for (int r = 0; r < ROWS; r++) {
         const int64_t row = group->row[r];
-        group->rows[UPDATE][r] = group->rows[u->exp_avg == NULL ? GRAD : MOMENT][r];
-        group->weight[r] = row >= 0;
-        const WIDE sum = NAME(add_lanes)(group->squares[r]);
+        if (row >= 0 && work->share->update->row_sums != NULL)
+            ((WIDE *)work->share->update->row_sums)[row] = NAME(add_lanes)(group->squares[r]);
         memset(group->squares[r], 0, sizeof group->squares[r]);
-        if (row < 0 || u->row_sums == NULL) continue;
-        ((WIDE *)u->row_sums)[row] = sum;
-        if (u->exp_avg_sq_row == NULL) continue;
-        const WIDE before = ((const WIDE *)u->exp_avg_sq_row)[row];
-        const WIDE weight = NAME(weight)((WIDE)(u->beta2 * before + u->row_share * sum), u->exponent);
-        ((WIDE *)u->weights)[row] = group->weight[r] = weight;
-        work->share->active += weight != 0;
     }
 }
 
 /* Add the sums over some rows to those over all rows, in double precision. */
 static void NAME(collect)(NAME(Work) *work) {
-    const int64_t size = 2 * work->share->padded;
     double *restrict total = work->total;
     WIDE *restrict sums = work->group.sums;
-    for (int64_t i = 0; i < size; i++) {
+    for (int64_t i = 0; i < work->share->padded; i++) {
         total[i] += (double)sums[i];
         sums[i] = 0;
     }
@@ -384,7 +343,7 @@ static void NAME(over_rows)(NAME(Work) *work, int64_t row, int64_t run, int64_t 
             if (work->loops[loop] != NULL)
                 NAME(over)(work->loops[loop], &work->group, start, stop);
     }
-    if (work->measures) NAME(weigh_rows)(work);
+    if (work->share->step_size == NULL) NAME(store_row_sums)(work);
 }
 
 /* A pass over a thread's rows, which are divided into `count` runs. */
@@ -393,16 +352,13 @@ static void NAME(pass)(NAME(Work) *work) {
     const Update *u = share->update;
     const int sums = share->step_size == NULL;
     const int64_t size = share->padded;
-    memset(share->memory, 0, (size_t)(sums ? 6 : 2) * (size_t)size * sizeof(double));
+    memset(share->memory, 0, (size_t)(sums ? 3 : 1) * (size_t)size * sizeof(double));
     work->no_row = (T *)share->memory;
-    work->no_mean = (WIDE *)(share->memory + size);
-    work->total = share->memory + 2 * size;
+    work->total = share->memory + size;
     GROUP *group = &work->group;
     group->update = u;
     group->step_size = share->step_size;
-    group->sums = (WIDE *)(share->memory + 4 * size);
-    group->update_sums = group->sums + size;
-    for (int r = 0; r < ROWS; r++) group->rows[UPDATE][r] = work->no_row;
+    group->sums = (WIDE *)(share->memory + 2 * size);
 
     const int64_t run = (share->last - share->first) / work->count;
     for (int64_t done = 0; done < run; done++) {
@@ -411,33 +367,14 @@ static void NAME(pass)(NAME(Work) *work) {
     }
     const int64_t rest = share->first + work->count * run;
     if (rest < share->last) NAME(over_rows)(work, rest, 1, share->last);
-    if (!sums) return;
-    if (work->measures && share->update_sums != NULL) /* of the last rows */
-        NAME(over)(NAME(sum_columns), group, 0, u->columns);
+    if (!sums || u->sums == NULL) return;
     NAME(collect)(work);
-    for (int64_t i = 0; i < u->columns; i++) {
-        const int64_t place = NAME(place)(i);
-        if (share->sums != NULL) share->sums[i] = work->total[place];
-        if (share->update_sums != NULL) share->update_sums[i] = work->total[size + place];
-    }
+    for (int64_t i = 0; i < u->columns; i++) share->sums[i] = work->total[NAME(place)(i)];
 }
 
-static void NAME(measure)(Share *share) {
-    const int moment = share->update->update_moment, sum = share->update_sums != NULL;
-    NAME(Work) work = {.share = share, .measures = 1, .moment = moment, .count = ROWS};
-    if (moment)
-        work.loops[0] = sum ? NAME(square_moment_sum_columns) : NAME(square_moment_columns);
-    else
-        work.loops[0] = sum ? NAME(square_sum_columns) : NAME(square_columns);
-    NAME(pass)(&work);
-}
-
-static void NAME(center)(Share *share) {
-    const Update *u = share->update;
-    NAME(Work) work = {.share = share, .count = ROWS};
-    work.moment = u->exp_avg != NULL && !u->update_moment;
-    if (work.moment) work.loops[0] = NAME(moment_columns);
-    work.loops[1] = NAME(sum_columns);
+static void NAME(sum_squares)(Share *share) {
+    NAME(Work) work = {.share = share, .moment = share->update->update_moment, .count = ROWS};
+    work.loops[0] = work.moment ? NAME(square_moment_columns) : NAME(square_columns);
     NAME(pass)(&work);
 }
 
@@ -453,13 +390,11 @@ static void NAME(apply)(Share *share) {
     NAME(pass)(&work);
 }
 
-/* Update nu and its maximum; compute each column's step size, and the mean of the rows' updates, which
- * is 0 without zero_sum. */
-static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
-    WIDE *step_size = step_sizes, *mean = means, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
+/* Update nu and its maximum; compute each column's step size. */
+static void NAME(step_sizes)(const Update *u, void *step_sizes) {
+    WIDE *step_size = step_sizes, *nu = u->exp_avg_sq, *maximum = u->max_exp_avg_sq;
     for (int64_t i = 0; i < u->columns; i++) {
-        const int64_t place = NAME(place)(i);
-        /* A gradient clipped to zero contributes zero, even where its sum has overflowed to inf. */
+        /* A gradient scaled to zero contributes zero, even where its sum has overflowed to inf. */
         const double share = u->share == 0 ? 0 : u->share * u->sums[i];
         nu[i] = (WIDE)(u->beta2 * nu[i] + share);
         WIDE highest = nu[i];
@@ -467,11 +402,213 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes, void *means) {
             if (maximum[i] > highest || maximum[i] != maximum[i]) highest = maximum[i];
             maximum[i] = highest;
         }
-        step_size[place] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
-        mean[place] = u->moment_sums == NULL ? 0 : (WIDE)(u->moment_sums[i] / u->active);
+        step_size[NAME(place)(i)] = (WIDE)(u->lr / (sqrt(highest * u->scale) + u->eps));
     }
 }
 
+/* LEAN, one pass. A row's weight must be known before the row is updated, so its squares are summed
+ * first. That a row is read twice costs nothing if the second time it is in the cache, and if the two
+ * sweeps alternate column by column: while a row is updated, the squares of the next are summed, and
+ * gradient and parameter stream at the same rate. Vectors over the columns lie side by side, a cache
+ * line of each after the other. */
+#define OF(kind) (VECTORS_OF_LEAN * LINE * (i / LINE) + (kind) * LINE)
+
+typedef struct {
+    const T *grad[LEAN_ROWS], *next[LEAN_ROWS]; /* the rows that are updated, and those after them */
+    T *moment[LEAN_ROWS], *param[LEAN_ROWS];
+    WIDE weight[LEAN_ROWS];                     /* of the first moment */
+    WIDE scaled[LEAN_ROWS];                     /* of the gradient: weight times factor */
+    WIDE moves[LEAN_ROWS];                      /* 1, or 0 for a row that must not move */
+    VECTOR squares[LEAN_ROWS][PIECES];          /* of the next rows, in lanes */
+    uint32_t key[LEAN_ROWS];
+} NAME(LeanRows);
+
+ALWAYS_INLINE static void NAME(lean_columns)(NAME(LeanRows) *rows, const Update *u, WIDE *restrict vectors,
+                                             int64_t start, int64_t count, const int moment,
+                                             const int stochastic) {
+    const NAME(Lerp) lerp = NAME(lerp_of)(u, u->factor);
+    const WIDE decay = (WIDE)u->decay;
+    VECTOR next_squares[LEAN_ROWS][PIECES];
+    memcpy(next_squares, rows->squares, sizeof next_squares);
+    for (int64_t i = 0; i < count; i += LINE) {
+        VECTOR updates[VECTORS], squares[VECTORS];
+        for (int v = 0; v < VECTORS; v++) {
+            updates[v] = ((const VECTOR *)(vectors + OF(UPDATES)))[v];
+            squares[v] = ((const VECTOR *)(vectors + OF(SQUARES)))[v];
+        }
+        for (int r = 0; r < LEAN_ROWS; r++) {
+            const T *g = rows->grad[r] + i, *next = rows->next[r] + i;
+            T *p = rows->param[r] + i;
+            PREFETCH(next, LEAN_AHEAD);
+            PREFETCH(p, LEAN_AHEAD);
+            if (moment) {
+                PREFETCH(rows->moment[r] + i, LEAN_AHEAD);
+                NAME(lerp)(&lerp, rows->moment[r] + i, g);
+            }
+            VECTOR values[VECTORS];
+            for (int v = 0; v < VECTORS; v++) {
+                const VECTOR weighted = rows->scaled[r] * NAME(load)(g, v);
+                VECTOR update = weighted;
+                if (moment) update = rows->weight[r] * NAME(load)(rows->moment[r] + i, v);
+                updates[v] += update;
+                squares[v] += weighted * weighted;
+                const VECTOR rate = ((const VECTOR *)(vectors + OF(RATE)))[v];
+                const VECTOR mean = ((const VECTOR *)(vectors + OF(MEAN)))[v];
+                values[v] = decay * NAME(load)(p, v) - (rate * update - rows->moves[r] * mean);
+                const VECTOR x = NAME(load)(next, v);
+                next_squares[r][v % PIECES] += x * x;
+            }
+            const uint32_t column = u->noise_column + (uint32_t)(start + i);
+            NAME(store_param)(p, values, stochastic, column, rows->key[r]);
+        }
+        for (int v = 0; v < VECTORS; v++) {
+            ((VECTOR *)(vectors + OF(UPDATES)))[v] = updates[v];
+            ((VECTOR *)(vectors + OF(SQUARES)))[v] = squares[v];
+        }
+    }
+    memcpy(rows->squares, next_squares, sizeof next_squares);
+}
+
+typedef void NAME(LeanColumns)(NAME(LeanRows) *, const Update *, WIDE *, int64_t, int64_t);
+#define LEAN_COLUMNS(name, moment, stochastic)                                                       \
+    __attribute__((noinline)) static void name(NAME(LeanRows) *rows, const Update *u, WIDE *vectors, \
+                                               int64_t start, int64_t count) {                       \
+        NAME(lean_columns)(rows, u, vectors, start, count, moment, stochastic);                      \
+    }
+LEAN_COLUMNS(NAME(lean_plain), 0, 0)
+LEAN_COLUMNS(NAME(lean_moment), 1, 0)
+#if IS_BFLOAT16
+LEAN_COLUMNS(NAME(lean_stochastic), 0, 1)
+LEAN_COLUMNS(NAME(lean_moment_stochastic), 1, 1)
+#endif
+
+/* A whole row; the last columns, fewer than a cache line, in copies that are filled up with zeros. */
+static void NAME(lean_row)(NAME(LeanColumns) *columns, NAME(LeanRows) *rows, const Update *u, WIDE *vectors) {
+    const int64_t whole = u->columns / LINE * LINE, rest = u->columns - whole;
+    columns(rows, u, vectors, 0, whole);
+    if (rest == 0) return;
+    const size_t bytes = (size_t)rest * sizeof(T);
+    T grad[LEAN_ROWS][LINE] = {0}, next[LEAN_ROWS][LINE] = {0};
+    T moment[LEAN_ROWS][LINE] = {0}, param[LEAN_ROWS][LINE] = {0};
+    NAME(LeanRows) copy = *rows;
+    for (int r = 0; r < LEAN_ROWS; r++) {
+        copy.grad[r] = memcpy(grad[r], rows->grad[r] + whole, bytes);
+        copy.next[r] = memcpy(next[r], rows->next[r] + whole, bytes);
+        copy.moment[r] = memcpy(moment[r], rows->moment[r] + whole, bytes);
+        copy.param[r] = memcpy(param[r], rows->param[r] + whole, bytes);
+    }
+    columns(&copy, u, vectors + VECTORS_OF_LEAN * whole, whole, LINE);
+    memcpy(rows->squares, copy.squares, sizeof copy.squares);
+    for (int r = 0; r < LEAN_ROWS; r++) {
+        if (u->exp_avg != NULL) memcpy(rows->moment[r] + whole, moment[r], bytes);
+        memcpy(rows->param[r] + whole, param[r], bytes);
+    }
+}
+
+/* The squares of some rows before the first of them is updated. */
+static void NAME(lean_first)(NAME(LeanRows) *rows, int64_t count) {
+    for (int r = 0; r < LEAN_ROWS; r++) {
+        const int64_t whole = count / LINE * LINE;
+        T last[LINE] = {0};
+        memcpy(last, rows->next[r] + whole, (size_t)(count - whole) * sizeof(T));
+        memset(rows->squares[r], 0, sizeof rows->squares[r]);
+        for (int64_t i = 0; i < count; i += LINE)
+            for (int v = 0; v < VECTORS; v++) {
+                const VECTOR x = NAME(load)(i < whole ? rows->next[r] + i : last, v);
+                rows->squares[r][v % PIECES] += x * x;
+            }
+    }
+}
+
+/* A row's weight from its squares, and the new r; or the weight that is given. */
+static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *squares) {
+    if (u->exp_avg_sq_row == NULL) return ((const WIDE *)u->weights)[row];
+    WIDE *r = (WIDE *)u->exp_avg_sq_row + row;
+    const double share = u->row_share == 0 ? 0 : u->row_share * NAME(add_lanes)(squares);
+    *r = (WIDE)(u->beta2 * *r + share);
+    return NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
+}
+
+static void NAME(lean)(Share *share) {
+    const Update *u = share->update;
+    const int64_t size = share->padded;
+    /* no_row must stay zeros: a missing row of the parameter has a place of its own */
+    memset(share->memory, 0, 8 * (size_t)size * sizeof(double));
+    WIDE *vectors = (WIDE *)share->memory;
+    double *total = share->memory + 4 * size;
+    T *no_row = (T *)(share->memory + 6 * size), *no_param = (T *)(share->memory + 7 * size);
+    const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
+    for (int64_t j = 0; j < u->columns; j++) {
+        const int64_t i = NAME(place)(j);
+        WIDE *of_line = vectors + OF(0) + i % LINE;
+        of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(u->lr / (sqrt(nu[j] * u->scale) + u->eps));
+        of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
+    }
+    NAME(LeanColumns) *columns = u->exp_avg == NULL ? NAME(lean_plain) : NAME(lean_moment);
+#if IS_BFLOAT16
+    if (u->stochastic)
+        columns = u->exp_avg == NULL ? NAME(lean_stochastic) : NAME(lean_moment_stochastic);
+#endif
+    /* Runs of adjacent rows that are far apart; then the rest, each a run of one row. */
+    NAME(LeanRows) rows;
+    int64_t active = 0, summed = 0;
+    int64_t first = share->first, run = (share->last - share->first) / LEAN_ROWS;
+    for (int last_rows = 0; last_rows < 2; last_rows++) {
+        for (int64_t done = -1; done < run; done++) {
+            for (int r = 0; r < LEAN_ROWS; r++) {
+                const int64_t row = first + r * run + done, next = row + 1;
+                const int is_next = done + 1 < run && next < share->last;
+                rows.next[r] = is_next ? (const T *)u->grad + next * u->grad_stride : no_row;
+                if (done < 0) continue;
+                const int is_row = row < share->last;
+                const WIDE weight = is_row ? NAME(lean_weight)(u, row, rows.squares[r]) : 0;
+                memset(rows.squares[r], 0, sizeof rows.squares[r]);
+                active += weight != 0;
+                rows.weight[r] = weight, rows.scaled[r] = weight * (WIDE)u->factor;
+                rows.moves[r] = weight != 0;
+                rows.grad[r] = weight != 0 ? (const T *)u->grad + row * u->grad_stride : no_row;
+                rows.param[r] = is_row ? (T *)u->param + row * u->param_stride : no_param;
+                rows.moment[r] = no_param;
+                if (is_row && u->exp_avg != NULL) rows.moment[r] = (T *)u->exp_avg + row * u->exp_avg_stride;
+                rows.key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
+            }
+            if (done < 0) {
+                NAME(lean_first)(&rows, u->columns);
+                continue;
+            }
+            NAME(lean_row)(columns, &rows, u, vectors);
+            if (++summed % SUM_ROWS && done + 1 < run) continue;
+            for (int64_t i = 0; i < size; i++) { /* in double precision */
+                WIDE *of_line = vectors + OF(0) + i % LINE;
+                total[i] += (double)of_line[UPDATES * LINE];
+                total[size + i] += (double)of_line[SQUARES * LINE];
+                of_line[UPDATES * LINE] = of_line[SQUARES * LINE] = 0;
+            }
+        }
+        first += LEAN_ROWS * run;
+        run = first < share->last;
+    }
+    for (int64_t j = 0; j < u->columns; j++) {
+        const int64_t i = NAME(place)(j);
+        share->sums[j] = total[i] == 0 ? 0 : total[i] * (double)vectors[OF(RATE) + i % LINE];
+        share->sums[u->columns + j] = total[size + i];
+    }
+    share->sums[2 * u->columns] = (double)active;
+}
+
+/* Update nu and the mean update from the sums over all rows. */
+static void NAME(finish)(const Update *u) {
+    WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
+    const double count = u->sums[2 * u->columns];
+    if (count == 0) return;
+    for (int64_t j = 0; j < u->columns; j++) {
+        nu[j] = (WIDE)(u->beta2 * nu[j] + (1 - u->beta2) * u->sums[u->columns + j] / count);
+        if (mean != NULL) mean[j] = (WIDE)(u->sums[j] / count);
+    }
+}
+
+#undef OF
+#undef LEAN_COLUMNS
 #undef LINE
 #undef LANES
 #undef PARTS

@@ -1,19 +1,17 @@
-"""The update on a GPU: three Triton kernels, the first and last of which pass over the matrices.
+"""The update on a GPU, in Triton.
 
-``_sums`` adds up the squared gradient, in parts of the rows; ``_finish`` does all arithmetic with
-vectors [H], which is :func:`coupled_adam.optim.reference.step_size` once more; ``_update`` changes
-the first moment and the parameter. With ``row_exponent`` or ``zero_sum``, ``_center`` takes the
-place of ``_sums``: it has whole rows, and so also gives each row's r and weight, and, of the first
-moment that it updates, the weighted sum of the rows. If the gradient is clipped it runs once the
-factor is known; without a first moment it has already run as if the factor were 1, and returns at
-once if it is. All sums have a fixed order, so that results are the same bits at every call, and
-nothing waits for the device, so that a step can be captured in a CUDA graph.
+Coupled Adam takes three kernels: ``_sums`` adds up the squared gradient, in parts of the rows;
+``_finish`` does all arithmetic with vectors [H], which is
+:func:`coupled_adam.optim.reference.step_size` once more; ``_update`` changes the first moment and
+the parameter. LEAN takes two: ``_lean`` passes over whole rows once, and ``_finish_lean`` adds up
+what its programs have summed. All sums have a fixed order, so that results are the same bits at
+every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
 import functools
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,291 +19,222 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coupled_adam.optim import reference
-from coupled_adam.optim.matrix import OPTIONS, Matrix, Scalars, Sums
+from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix, Scalars, Sums
 
-serves = frozenset(
-    {"coupled", "second_moment_scale", "row_exponent", "zero_sum", "vocab_dim"}
-    | {"stochastic_rounding"}
-)
-skips = True
+SKIPS_ON_DEVICE = True
 
 _SUMS_BLOCK = (16, 128)  # tokens and features that a program takes at a time; swapped for [H, V]
 _FINISH_BLOCK = (128, 16)
 _UPDATE_BLOCK = (8, 256)
-_CENTER_ELEMENTS = 2048  # of whole rows
+_LEAN_ELEMENTS = 2048  # of whole rows
 _AHEAD_BYTES = 48 * 1024
-_WIDEST = 8192  # features of whole rows, for which there are enough registers
 _PROGRAMS = 4  # of the kernels that add up, for each unit of the GPU: it runs them all at once
 # Multiplications and additions are rounded one by one: from the same step size every GPU computes
 # the same bits, and they are a CPU's.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-@dataclass
-class _Rows:
-    """What ``_center`` computes with whole rows; updates and counts in parts of the rows.
-
-    Attributes:
-        r: the new r, which ``_update`` stores, [rows].
-        weights: r^(-a/2), [rows].
-        updates: the sums of w_i m_i, [parts, columns]; None without ``zero_sum``.
-        counts: the number of rows with r > 0 and the sum of r, [parts, 2].
-        computed: whether all of this holds for the gradient as it is.
-    """
-
-    r: Tensor
-    weights: Tensor
-    updates: Tensor | None
-    counts: Tensor
-    computed: bool = False
-
-
 def check(device: torch.device, dtype: torch.dtype) -> None:
     """Raise what Triton raises where it cannot compile for this device and this dtype."""
     # Aligned as most matrices are: what is compiled here is then used for them.
     param, grad, exp_avg = torch.zeros(3, 16, 16, dtype=dtype, device=device)
-    matrix = Matrix(
-        group={**OPTIONS, "eps": 1e-8, "weight_decay": 0.0, "decoupled_weight_decay": True},
+    vectors = torch.zeros(3, 16, device=device)
+    coupled = CoupledMatrix(
+        group={**OPTIONS, "eps": 1e-8},
         parameter=param,
-        step=torch.zeros(()),
+        step=torch.zeros((), device=device),
         vocab_size=16,
         hidden_size=16,
         param=param,
         grad=grad,
         exp_avg=exp_avg,
-        exp_avg_sq=torch.zeros(16, device=device),
+        exp_avg_sq=vectors[0],
         max_exp_avg_sq=None,
         exp_avg_sq_row=None,
+        mean_update=None,
         lr=0.0,
         beta1=0.9,
         beta2=0.999,
-        traced=False,
+        no_host_reads=False,
         kernel=sys.modules[__name__],
     )
-    apply(matrix, measure(matrix, False), Scalars())
+    apply(coupled, sum_squares(coupled, False), Scalars())
+    lean = replace(
+        coupled, exp_avg=None, beta1=0.0, exp_avg_sq_row=vectors[1], mean_update=vectors[2]
+    )
+    apply(lean, None, Scalars())
 
 
-def measure(matrix: Matrix, as_is: bool) -> Sums:
-    """The sums, in float32; [parts, columns], over parts of the rows, where no rank has others.
+def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
+    """The sums over the rows, [parts, columns] where no rank has others; with LEAN over columns.
 
-    The first moment is left to ``apply``, as to update it here would move as many bytes, unless its
-    sum is needed: then ``_center`` updates it, here or in :func:`weigh_rows`.
+    The first moment is left to ``apply``, as to update it here would move as many bytes.
     """
-    grad, zero_sum = matrix.grad, matrix.group["zero_sum"]
+    grad = matrix.grad
     rows, columns = grad.shape
-    has_rows = _has_rows(matrix) and (as_is or zero_sum)
-    if has_rows and (as_is or matrix.exp_avg is None):
-        sums = Sums(_empty(grad, _center_grid(grad)[0], columns), memo=_new_rows(matrix))
-        _weigh(matrix, sums, Scalars(), sums.squares)
-        sums.memo.computed, sums.weights = True, sums.memo.weights
-        sums.squares = _whole(matrix, sums.squares)
-        return sums
     across, parts, block = _grid(grad)
-    squares = _empty(grad, parts, columns)
-    row_squares = None
-    if matrix.exp_avg_sq_row is not None and not has_rows:
-        row_squares = _empty(grad, across, rows)
+    sums = None if matrix.is_lean else _empty(grad, parts, columns)
+    row_sums = _empty(grad, across, rows) if matrix.is_lean else None
     if columns:
         with _device_of(grad):
             _sums[across, parts](
-                grad, *grad.stride(), squares, row_squares, rows, columns, *block, **_OPTIONS
+                grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS
             )
-    return Sums(
-        _whole(matrix, squares),
-        None if row_squares is None else row_squares.sum(0),
-        memo=_new_rows(matrix) if has_rows else None,
-    )
+    if row_sums is not None:
+        return Sums(rows=row_sums.sum(0))
+    assert sums is not None
+    return Sums(columns=sums.sum(0) if matrix.row_ranks else sums)
 
 
-def weigh_rows(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Give r and the weights, and with ``zero_sum`` the updates, for the scaled gradient."""
-    computed = sums.memo
-    if computed is None:
-        reference.weigh_rows(matrix, sums, scalars)
-        return
-    if sums.weights is None:  # the factor may not be 1
-        _weigh(matrix, sums, scalars, None)
-    sums.weights, sums.rows = computed.weights, _whole(matrix, computed.counts)
-    sums.updates = None if computed.updates is None else _whole(matrix, computed.updates)
-
-
-def center(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update ``exp_avg``, and sum it over this rank's rows, each with its weight."""
-    columns = matrix.grad.shape[1]
-    across, parts, block = _grid(matrix.grad)
-    updates = _empty(matrix.grad, parts, columns)
-    if columns:
-        _launch_center(
-            (across, parts), matrix, scalars, weights=sums.weights, updates=updates, block=block
-        )
-    sums.updates, sums.moment = updates.sum(0), matrix.exp_avg
-
-
-def apply(matrix: Matrix, sums: Sums, scalars: Scalars) -> None:
-    """Update nu and its maximum, then ``exp_avg`` unless it has been, r and ``param``."""
-    param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
-    group, noise, device = matrix.group, scalars.noise, param.device
-    beta1, beta2 = matrix.beta1, matrix.beta2
-    assert not isinstance(beta1, Tensor)
-    assert not isinstance(beta2, Tensor)
-    rows, columns = param.shape
-    rates = torch.empty_like(matrix.exp_avg_sq)
-    mean = None if sums.updates is None else torch.empty_like(rates)
-    factor, t = _on(device, scalars.factor), _on(device, scalars.t)
-    t = t if isinstance(t, Tensor) else int(t)
-    computed: _Rows | None = sums.memo
-    if columns:
-        with _device_of(param):
-            _finish[(_cdiv(columns, _FINISH_BLOCK[1]),)](
-                sums.squares,
-                _parts(sums.squares),
-                sums.updates,
-                sums.rows,
-                1 if sums.rows is None else sums.rows.numel() // 2,
-                matrix.exp_avg_sq,
-                matrix.max_exp_avg_sq,
-                rates,
-                mean,
-                columns,
-                t,
-                factor,
-                _on(device, matrix.lr),
-                scalars.skip,
-                # beta^t is computed from the logarithm, which single precision spoils least.
-                math.log(beta1) if beta1 else -math.inf,
-                math.log(beta2) if beta2 else -math.inf,
-                beta2,
-                (1 - beta2) / matrix.vocab_size,
-                group["second_moment_scale"],
-                float(matrix.vocab_size),
-                group["row_exponent"] / 2,
-                group["eps"],
-                *_FINISH_BLOCK,
-                **_OPTIONS,
-            )
-            if rows:
-                tall, wide = _block(param, _UPDATE_BLOCK)
-                _update[(_cdiv(rows, tall) * _cdiv(columns, wide),)](
-                    param,
-                    *param.stride(),
-                    grad,
-                    *grad.stride(),
-                    exp_avg,
-                    *_strides(exp_avg),
-                    rates,
-                    sums.weights,
-                    mean,
-                    None if computed is None else matrix.exp_avg_sq_row,
-                    None if computed is None else computed.r,
-                    rows,
-                    columns,
-                    None if sums.moment is not None else 1 - beta1,
-                    _on(device, matrix.decay),
-                    factor,
-                    scalars.skip,
-                    t if noise is not None else None,
-                    noise.row if noise is not None else 0,
-                    noise.column if noise is not None else 0,
-                    _signed(noise.salt) if noise is not None else 0,
-                    tall,
-                    wide,
-                    **_OPTIONS,
-                )
+def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
+    """Update the matrix by Coupled Adam, given the sums over all ranks, or by LEAN."""
+    assert not isinstance(matrix.beta1, Tensor)
+    assert not isinstance(matrix.beta2, Tensor)
+    total = None
+    with _device_of(matrix.param):
+        if matrix.is_lean:
+            total = _apply_lean(matrix, None if sums is None else sums.weights, scalars)
+        else:
+            assert sums is not None
+            _apply_coupled(matrix, sums, scalars)
     # As torch's operations tell autograd.
-    changed = [param, exp_avg, matrix.exp_avg_sq, matrix.max_exp_avg_sq]
-    changed.append(None if computed is None else matrix.exp_avg_sq_row)
-    torch.autograd.graph.increment_version([x for x in changed if x is not None])
+    changed = [x for x in (*matrix.matrices, *matrix.vectors) if x is not matrix.grad]
+    torch.autograd.graph.increment_version(changed)
+    return total
 
 
-def _has_rows(matrix: Matrix) -> bool:
-    """Whether a program can have whole rows, and r is kept."""
-    grad, exp_avg = matrix.grad, matrix.exp_avg
-    return (
-        matrix.exp_avg_sq_row is not None
-        and matrix.has_whole_rows
-        and grad.shape[1] <= _WIDEST
-        and grad.stride(1) == 1
-        and (exp_avg is None or exp_avg.stride(1) == 1)
+def _apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
+    """Launch ``_finish`` and ``_update``."""
+    param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
+    rows, columns = param.shape
+    assert sums.columns is not None
+    if not columns:
+        return
+    rates, device = torch.empty_like(matrix.exp_avg_sq), param.device
+    _finish[(_cdiv(columns, _FINISH_BLOCK[1]),)](
+        squares=sums.columns,
+        parts=1 if sums.columns.dim() == 1 else len(sums.columns),
+        exp_avg_sq=matrix.exp_avg_sq,
+        max_exp_avg_sq=matrix.max_exp_avg_sq,
+        rates=rates,
+        columns=columns,
+        share=(1 - matrix.beta2) / matrix.vocab_size,
+        factor=_on(device, scalars.factor),
+        skip=scalars.skip,
+        beta2=matrix.beta2,
+        **_of_step_size(matrix, scalars),
+        ROWS=_FINISH_BLOCK[0],
+        COLUMNS=_FINISH_BLOCK[1],
+        **_OPTIONS,
+    )
+    if not rows:
+        return
+    tall, wide = _block(param, _UPDATE_BLOCK)
+    _update[(_cdiv(rows, tall) * _cdiv(columns, wide),)](
+        param,
+        *param.stride(),
+        grad,
+        *grad.stride(),
+        exp_avg,
+        *_strides(exp_avg),
+        rates=rates,
+        rows=rows,
+        columns=columns,
+        **_of_parameter(matrix, scalars),
+        ROWS=tall,
+        COLUMNS=wide,
+        **_OPTIONS,
     )
 
 
-def _new_rows(matrix: Matrix) -> _Rows:
-    r, (parts, _) = matrix.exp_avg_sq_row, _center_grid(matrix.grad)
-    assert r is not None
-    updates = _empty(r, parts, matrix.grad.shape[1]) if matrix.group["zero_sum"] else None
-    return _Rows(torch.empty_like(r), torch.empty_like(r), updates, _empty(r, parts, 2))
-
-
-def _weigh(matrix: Matrix, sums: Sums, scalars: Scalars, squares: Tensor | None) -> None:
-    """Compute all of ``sums.memo`` for the scaled gradient, and the squares of the gradient."""
-    computed: _Rows = sums.memo
-    parts, block = _center_grid(matrix.grad)
-    _launch_center(
-        (1, parts),
-        matrix,
-        scalars,
-        weights=computed.weights,
-        updates=computed.updates,
-        block=block,
-        r=matrix.exp_avg_sq_row,
-        computed=computed,
-        squares=squares,
-    )
-    if computed.updates is not None:
-        sums.moment = matrix.exp_avg
-
-
-def _launch_center(
-    grid: tuple[int, int],
-    matrix: Matrix,
-    scalars: Scalars,
-    *,
-    weights: Tensor | None,
-    updates: Tensor | None,
-    block: tuple[int, int],
-    r: Tensor | None = None,
-    computed: _Rows | None = None,
-    squares: Tensor | None = None,
-) -> None:
-    grad, size = matrix.grad, block[0] * block[1]
-    exp_avg = None if updates is None else matrix.exp_avg
+def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Tensor | None:
+    """Launch ``_lean``, and ``_finish_lean`` if no other rank has rows."""
+    param, grad, exp_avg = matrix.param, matrix.grad, matrix.exp_avg
+    rows, columns = param.shape
+    parts, (tall, wide) = _lean_grid(grad)
+    sums = _empty(grad, parts, 2 * columns + 1)
     # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
-    bytes_ahead = size * grad.itemsize * (1 if exp_avg is None else 2)
+    bytes_ahead = tall * wide * grad.itemsize * (2 if exp_avg is None else 3)
     # Each thread has at least one widest load of 16 bytes; an AMD warp has twice the threads.
     lanes, elements = (64, 16 // grad.itemsize) if torch.version.hip else (32, 8)
-    with _device_of(grad):
-        _center[grid](
-            grad,
-            *grad.stride(),
-            exp_avg,
-            *_strides(exp_avg),
-            weights,
-            r,
-            None if computed is None else computed.r,
-            None if computed is None else computed.counts,
-            squares,
-            updates,
-            *grad.shape,
-            1 - matrix.beta1,
-            _on(grad.device, scalars.factor),
-            matrix.beta2,
-            (1 - matrix.beta2) / matrix.hidden_size,
-            matrix.group["row_exponent"] / 2,
-            scalars.skip,
-            computed is not None and computed.computed,
-            min(3, 1 + _AHEAD_BYTES // bytes_ahead),
-            *block,
-            **{**_OPTIONS, "num_warps": max(1, min(16, size // (elements * lanes)))},
+    _lean[(parts,)](
+        param,
+        *param.stride(),
+        grad,
+        *grad.stride(),
+        exp_avg,
+        *_strides(exp_avg),
+        nu=matrix.exp_avg_sq,
+        mean=matrix.mean_update,
+        r=None if weights is not None else matrix.exp_avg_sq_row,
+        weights=weights,
+        sums=sums,
+        rows=rows,
+        columns=columns,
+        beta2=matrix.beta2,
+        row_share=(1 - matrix.beta2) / matrix.hidden_size,
+        exponent=matrix.group["row_exponent"] / 2,
+        **_of_step_size(matrix, scalars),
+        **_of_parameter(matrix, scalars),
+        STAGES=min(3, 1 + _AHEAD_BYTES // bytes_ahead),
+        ROWS=tall,
+        COLUMNS=wide,
+        **{**_OPTIONS, "num_warps": max(1, min(16, tall * wide // (elements * lanes)))},
+    )
+    if matrix.row_ranks or not matrix.has_whole_rows:
+        return sums.sum(0)
+    if columns:
+        _finish_lean[(_cdiv(columns, _FINISH_BLOCK[1]),)](
+            sums=sums,
+            parts=parts,
+            nu=matrix.exp_avg_sq,
+            mean=matrix.mean_update,
+            columns=columns,
+            beta2=matrix.beta2,
+            ROWS=_FINISH_BLOCK[0],
+            COLUMNS=_FINISH_BLOCK[1],
+            **_OPTIONS,
         )
+    return None
 
 
-def _center_grid(matrix: Tensor) -> tuple[int, tuple[int, int]]:
+def _of_step_size(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
+    """The arguments that make a step size of a second moment."""
+    device, beta1, beta2 = matrix.param.device, matrix.beta1, matrix.beta2
+    t = _on(device, scalars.t)
+    return {
+        "t": t if isinstance(t, Tensor) else int(t),
+        "lr": _on(device, matrix.lr),
+        # beta^t is computed from the logarithm, which single precision spoils least.
+        "log_beta1": math.log(beta1) if beta1 else -math.inf,
+        "log_beta2": math.log(beta2) if beta2 else -math.inf,
+        "scale": matrix.group["second_moment_scale"],
+        "eps": matrix.group["eps"],
+    }
+
+
+def _of_parameter(matrix: CoupledMatrix, scalars: Scalars) -> dict[str, Any]:
+    """The arguments that change a parameter."""
+    device, noise = matrix.param.device, scalars.noise
+    t = _on(device, scalars.t)
+    return {
+        "weight": _on(device, scalars.weight),
+        "decay": _on(device, scalars.decay),
+        "factor": _on(device, scalars.factor),
+        "skip": scalars.skip,
+        "noise_t": None if noise is None else t if isinstance(t, Tensor) else int(t),
+        "first_row": 0 if noise is None else noise.row,
+        "first_column": 0 if noise is None else noise.column,
+        "salt": 0 if noise is None else _signed(noise.salt),
+    }
+
+
+def _lean_grid(matrix: Tensor) -> tuple[int, tuple[int, int]]:
     """The number of programs that take whole rows, and the block of each."""
     rows, columns = matrix.shape
     wide = max(16, triton.next_power_of_2(columns))
-    tall = max(1, _CENTER_ELEMENTS // wide)
-    most = _PROGRAMS * _units(matrix.device) * _CENTER_ELEMENTS // (tall * wide)
+    tall = max(1, _LEAN_ELEMENTS // wide)
+    most = _PROGRAMS * _units(matrix.device) * _LEAN_ELEMENTS // (tall * wide)
     return max(1, min(most, _cdiv(rows, tall))), (tall, wide)
 
 
@@ -325,15 +254,6 @@ def _units(device: torch.device) -> int:
         return 128
     units: int = torch.cuda.get_device_properties(device).multi_processor_count
     return units
-
-
-def _whole(matrix: Matrix, parts: Tensor) -> Tensor:
-    """Sums over parts of the rows, added up if other ranks have rows, too."""
-    return parts.sum(0) if matrix.row_ranks else parts
-
-
-def _parts(sums: Tensor) -> int:
-    return 1 if sums.dim() == 1 else len(sums)
 
 
 def _empty(like: Tensor, *shape: int) -> Tensor:
@@ -373,7 +293,7 @@ def _sums(  # type: ignore[no-untyped-def]
     row_stride,
     column_stride,
     sums,
-    row_sums,
+    row_sums,  # with LEAN in the place of sums
     rows,
     columns,
     ROWS: tl.constexpr,
@@ -390,130 +310,42 @@ def _sums(  # type: ignore[no-untyped-def]
         mask = (row < rows)[:, None] & inside[None, :]
         place = _place(row, row_stride, column, column_stride)
         g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        total += g * g
+        if sums is not None:
+            total += g * g
         if row_sums is not None:
             place = tl.program_id(0) * rows + row
             tl.store(row_sums + place, tl.sum(g * g, axis=1), mask=row < rows)
-    tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
+    if sums is not None:
+        tl.store(sums + part * columns + column, tl.sum(total, axis=0), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _center(  # type: ignore[no-untyped-def]
-    grad,
-    grad_row_stride,
-    grad_column_stride,
-    exp_avg,
-    exp_avg_row_stride,
-    exp_avg_column_stride,
-    weights,
-    r,
-    new_r,
-    counts,
-    squares,
-    updates,
-    rows,
-    columns,
-    weight,
-    factor,
-    beta2,
-    share,
-    exponent,
-    skip,
-    COMPUTED: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """With r a program has whole rows, and gives their weights; otherwise it reads these."""
-    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
-        if tl.load(skip) != 0:
-            return
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    count = tl.zeros((ROWS,), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)
-    factor = _number(factor).to(tl.float32)  # Triton's interpreter needs one of the above before
-    if COMPUTED:  # noqa: SIM102
-        if factor == 1:
-            return
-    for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None] & inside[None, :]
-        place = _place(row, grad_row_stride, column, grad_column_stride)
-        g = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        if squares is not None:
-            square += g * g
-        if r is not None:
-            old = tl.load(r + row, mask=row < rows, other=0.0)
-            new = beta2 * old + _scaled(tl.sum(g * g, axis=1), factor) * share  # (1 - beta2) / H
-            w = tl.where(new == 0, 0.0, _power(new, -exponent))
-            tl.store(new_r + row, new, mask=row < rows)
-            tl.store(weights + row, w, mask=row < rows)
-            count += tl.where(new != 0, 1.0, 0.0)
-            total += new
-        else:
-            w = tl.load(weights + row, mask=row < rows, other=0.0)
-        if updates is not None:
-            m = factor * g
-            if exp_avg is not None:
-                place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
-                m = _updated(m, exp_avg + place, mask, weight)
-            update += w[:, None] * m
-    if squares is not None:
-        tl.store(squares + part * columns + column, tl.sum(square, axis=0), mask=inside)
-    if updates is not None:
-        tl.store(updates + part * columns + column, tl.sum(update, axis=0), mask=inside)
-    if r is not None:
-        tl.store(counts + 2 * part, tl.sum(count, axis=0))
-        tl.store(counts + 2 * part + 1, tl.sum(total, axis=0))
-
-
-@triton.jit(do_not_specialize=["parts", "row_parts", "t"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["parts", "t"])  # type: ignore[untyped-decorator]
 def _finish(  # type: ignore[no-untyped-def]
     squares,
     parts,
-    updates,
-    counts,
-    row_parts,
     exp_avg_sq,
     max_exp_avg_sq,
     rates,
-    mean,
     columns,
-    t,
+    share,
     factor,
-    lr,
     skip,
+    beta2,
+    t,
+    lr,
     log_beta1,
     log_beta2,
-    beta2,
-    share,
     scale,
-    vocab_size,
-    exponent,
     eps,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if skip is not None:  # noqa: SIM102
+    if skip is not None:  # noqa: SIM102 - Triton would compile both sides of an `and`
         if tl.load(skip) != 0:
             return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    square = _total(squares, parts, column, columns, ROWS, COLUMNS)
-    lr = _number(lr).to(tl.float32)
-    if counts is not None:  # means over the rows with r > 0
-        pair = tl.arange(0, 2)
-        active, total = tl.split(_total(counts, row_parts, pair, 2, ROWS, 2))
-        active = tl.maximum(active, 1.0)
-        scale = tl.div_rn(scale * vocab_size, active)
-        lr *= _power(tl.div_rn(total, active), exponent)
-        if updates is not None:
-            update = _total(updates, row_parts, column, columns, ROWS, COLUMNS)
-            tl.store(mean + column, tl.div_rn(update, active), mask=inside)
+    square = _total(squares, parts, column, columns, columns, ROWS, COLUMNS)
     # share = (1 - beta2) / V
     mean_square = _scaled(square, _number(factor).to(tl.float32)) * share
     nu = beta2 * tl.load(exp_avg_sq + column, mask=inside, other=0.0) + mean_square
@@ -522,16 +354,12 @@ def _finish(  # type: ignore[no-untyped-def]
         maximum = tl.load(max_exp_avg_sq + column, mask=inside, other=0.0)
         nu = tl.maximum(maximum, nu, propagate_nan=tl.PropagateNan.ALL)
         tl.store(max_exp_avg_sq + column, nu, mask=inside)
-    # In float64, as 1 - beta^t loses five digits in float32.
-    t = _number(t).to(tl.float64)
-    correction1 = (1 - tl.exp(t * log_beta1)).to(tl.float32)
-    correction2 = (1 - tl.exp(t * log_beta2)).to(tl.float32)
-    denominator = tl.sqrt_rn(tl.div_rn(scale * nu, correction2)) + eps
-    tl.store(rates + column, tl.div_rn(tl.div_rn(lr, correction1), denominator), mask=inside)
+    rate = _step_size(nu, t, lr, log_beta1, log_beta2, scale, eps)
+    tl.store(rates + column, rate, mask=inside)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["t", "first_row", "first_column", "salt"]
+    do_not_specialize=["noise_t", "first_row", "first_column", "salt"]
 )
 def _update(  # type: ignore[no-untyped-def]
     param,
@@ -544,17 +372,13 @@ def _update(  # type: ignore[no-untyped-def]
     exp_avg_row_stride,
     exp_avg_column_stride,
     rates,
-    weights,
-    mean,
-    r,
-    new_r,
     rows,
     columns,
     weight,
     decay,
     factor,
     skip,
-    t,
+    noise_t,
     first_row,
     first_column,
     salt,
@@ -574,32 +398,158 @@ def _update(  # type: ignore[no-untyped-def]
     mask = (row < rows)[:, None] & inside[None, :]
     param += _place(row, param_row_stride, column, param_column_stride)
     p = tl.load(param, mask=mask, other=0.0).to(tl.float32)
-    place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
-    if exp_avg is not None and weight is None:  # _center has updated it
-        m = tl.load(exp_avg + place, mask=mask, other=0.0).to(tl.float32)
-    else:
-        grad += _place(row, grad_row_stride, column, grad_column_stride)
-        g = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
-        m = _number(factor).to(tl.float32) * g
-        if exp_avg is not None:
-            m = _updated(m, exp_avg + place, mask, weight)
-    if weights is not None:
-        w = tl.load(weights + row, mask=row < rows, other=0.0)
-        m = w[:, None] * m
-        if mean is not None:  # a row that never had a gradient does not move
-            center = tl.load(mean + column, mask=inside, other=0.0)
-            m -= tl.where((w == 0)[:, None], 0.0, center[None, :])
-        if r is not None:  # by the programs of the first columns
-            own = row < tl.where(block % across == 0, rows, 0)
-            tl.store(r + row, tl.load(new_r + row, mask=own, other=0.0), mask=own)
+    grad += _place(row, grad_row_stride, column, grad_column_stride)
+    m = _number(factor).to(tl.float32) * tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+    if exp_avg is not None:
+        place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
+        m = _updated(m, exp_avg + place, mask, _number(weight))
     p = _number(decay).to(tl.float32) * p - rate * m
-    if t is not None:  # round stochastically, as coupled_adam.optim.rounding does
-        key = _mix(_number(t).to(tl.uint32) ^ salt.to(tl.uint32))
-        token, feature = (row + first_row).to(tl.uint32), (column + first_column).to(tl.uint32)
-        random = _mix(_mix(_mix(token) ^ key)[:, None] ^ feature[None, :])
-        bits = (p.to(tl.uint32, bitcast=True) + (random >> 16)) & 0xFFFF0000
-        p = tl.where(p == p, bits.to(tl.float32, bitcast=True), p)
+    if noise_t is not None:
+        p = _rounded(p, row + first_row, column + first_column, noise_t, salt)
     tl.store(param, p.to(param.dtype.element_ty), mask=mask)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["t", "noise_t", "first_row", "first_column", "salt"]
+)
+def _lean(  # type: ignore[no-untyped-def]
+    param,
+    param_row_stride,
+    param_column_stride,
+    grad,
+    grad_row_stride,
+    grad_column_stride,
+    exp_avg,
+    exp_avg_row_stride,
+    exp_avg_column_stride,
+    nu,
+    mean,
+    r,  # None if the weights are given
+    weights,
+    sums,
+    rows,
+    columns,
+    beta2,
+    row_share,
+    exponent,
+    t,
+    lr,
+    log_beta1,
+    log_beta2,
+    scale,
+    eps,
+    weight,
+    decay,
+    factor,
+    skip,
+    noise_t,
+    first_row,
+    first_column,
+    salt,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """LEAN's pass over whole rows; of each program's rows the sums, [parts, 2 columns + 1]."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    sums += part * (2 * columns + 1)
+    if skip is not None:  # noqa: SIM102
+        if tl.load(skip) != 0:
+            tl.store(sums + 2 * columns, 0.0)  # no row counts: nothing is changed
+            return
+    column = tl.arange(0, COLUMNS)
+    inside = column < columns
+    second = tl.load(nu + column, mask=inside, other=0.0)
+    known = tl.where(second == 0, 1.0, second)
+    rate = _step_size(known, t, lr, log_beta1, log_beta2, scale, eps)
+    rate = tl.where(second == 0, 0.0, rate)
+    factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
+    row_correction = (1 - tl.exp((_number(t) + 1).to(tl.float64) * log_beta2)).to(tl.float32)
+    update = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    square = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    count = tl.zeros((ROWS,), dtype=tl.float32)
+    for first in tl.range(part * ROWS, rows, parts * ROWS, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)
+        mask = (row < rows)[:, None] & inside[None, :]
+        place = _place(row, grad_row_stride, column, grad_column_stride)
+        g = factor * tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+        if r is not None:
+            old = tl.load(r + row, mask=row < rows, other=0.0)
+            new = beta2 * old + tl.sum(g * g, axis=1) * row_share
+            tl.store(r + row, new, mask=row < rows)
+            unknown = (new == 0) | (new == float("inf"))
+            power = _power(tl.div_rn(tl.where(unknown, 1.0, new), row_correction), -exponent)
+            w = tl.where(unknown, 0.0, power)
+        else:
+            w = tl.load(weights + row, mask=row < rows, other=0.0)
+        active = (w != 0)[:, None]
+        weighted = tl.where(active, w[:, None] * g, 0.0)
+        step = weighted
+        if exp_avg is not None:
+            place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
+            m = _updated(g, exp_avg + place, mask, _number(weight))
+            step = tl.where(active, w[:, None] * m, 0.0)
+        update += step
+        square += weighted * weighted
+        count += tl.where(w != 0, 1.0, 0.0)
+        change = rate[None, :] * step
+        if mean is not None:
+            d = tl.load(mean + column, mask=inside, other=0.0)
+            change -= tl.where(active, d[None, :], 0.0)
+        place = _place(row, param_row_stride, column, param_column_stride)
+        p = decay * tl.load(param + place, mask=mask, other=0.0).to(tl.float32) - change
+        if noise_t is not None:
+            p = _rounded(p, row + first_row, column + first_column, noise_t, salt)
+        tl.store(param + place, p.to(param.dtype.element_ty), mask=mask)
+    tl.store(sums + column, rate * tl.sum(update, axis=0), mask=inside)
+    tl.store(sums + columns + column, tl.sum(square, axis=0), mask=inside)
+    tl.store(sums + 2 * columns, tl.sum(count, axis=0))
+
+
+@triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]
+def _finish_lean(  # type: ignore[no-untyped-def]
+    sums,
+    parts,
+    nu,
+    mean,
+    columns,
+    beta2,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """``reference.finish``, from the sums of all programs."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, width = column < columns, 2 * columns + 1
+    counts = _total(sums + 2 * columns, parts, tl.arange(0, COLUMNS), width, 1, ROWS, COLUMNS)
+    count = tl.sum(counts, axis=0)  # one of them is a count, the others are zeros
+    if count != 0:
+        squares = _total(sums + columns, parts, column, width, columns, ROWS, COLUMNS)
+        old = tl.load(nu + column, mask=inside, other=0.0)
+        new = beta2 * old + (1 - beta2) * tl.div_rn(squares, count)
+        tl.store(nu + column, new, mask=inside)
+        if mean is not None:
+            updates = _total(sums, parts, column, width, columns, ROWS, COLUMNS)
+            tl.store(mean + column, tl.div_rn(updates, count), mask=inside)
+
+
+@triton.jit
+def _step_size(nu, t, lr, log_beta1, log_beta2, scale, eps):  # type: ignore[no-untyped-def]
+    """lr / (sqrt(scale nu / (1 - beta2^t)) + eps) / (1 - beta1^t); uncorrected at t = 0."""
+    # In float64, as 1 - beta^t loses five digits in float32.
+    t = _number(t).to(tl.float64)
+    correction1 = tl.where(t == 0, 1.0, 1 - tl.exp(t * log_beta1)).to(tl.float32)
+    correction2 = tl.where(t == 0, 1.0, 1 - tl.exp(t * log_beta2)).to(tl.float32)
+    denominator = tl.sqrt_rn(tl.div_rn(scale * nu, correction2)) + eps
+    return tl.div_rn(tl.div_rn(_number(lr).to(tl.float32), correction1), denominator)
+
+
+@triton.jit
+def _rounded(p, row, column, t, salt):  # type: ignore[no-untyped-def]
+    """Round stochastically to bfloat16, as :mod:`coupled_adam.optim.rounding` does."""
+    key = _mix(_number(t).to(tl.uint32) ^ salt.to(tl.uint32))
+    random = _mix(_mix(_mix(row.to(tl.uint32)) ^ key)[:, None] ^ column.to(tl.uint32)[None, :])
+    bits = (p.to(tl.uint32, bitcast=True) + (random >> 16)) & 0xFFFF0000
+    return tl.where(p == p, bits.to(tl.float32, bitcast=True), p)
 
 
 @triton.jit
@@ -617,13 +567,15 @@ def _updated(g, exp_avg, mask, weight):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _total(sums, parts, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add up sums over parts of the rows, [parts, columns]."""
+def _total(  # type: ignore[no-untyped-def]
+    sums, parts, column, width, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Add up the first ``columns`` of [parts, width]."""
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, parts, ROWS):
         part = first + tl.arange(0, ROWS)
         mask = (part < parts)[:, None] & (column < columns)[None, :]
-        total += tl.load(sums + part[:, None] * columns + column[None, :], mask=mask, other=0.0)
+        total += tl.load(sums + part[:, None] * width + column[None, :], mask=mask, other=0.0)
     return tl.sum(total, axis=0)
 
 

@@ -8,11 +8,13 @@ and in the YAML file, below ``optimizer``, ``component_key: optimizer`` and ``va
 coupled_adam_w``.
 """
 
+from typing import Any
+
 from modalities.config.pydantic_if_types import PydanticPytorchModuleType
 from pydantic import BaseModel
 from torch import nn
 
-from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam import CoupledAdamW
 
 
 class CoupledAdamWConfig(BaseModel):
@@ -22,20 +24,13 @@ class CoupledAdamWConfig(BaseModel):
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    embeddings: str | dict[str, Any] = "coupled"
     wrapped_model: PydanticPytorchModuleType
 
 
-def coupled_adam_w(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    wrapped_model: nn.Module,
-) -> CoupledAdamW:
-    """Build the optimizer of a model that FSDP2 has sharded.
+def coupled_adam_w(wrapped_model: nn.Module, **options: Any) -> CoupledAdamW:
+    """Build the optimizer of a model that FSDP2 has sharded, with the groups of ``param_groups``.
 
-    With ``param_groups`` in the place of Modalities' own groups, which leave out parameters of
-    which a rank has no rows.
+    Modalities' own groups leave out parameters of which a rank has no rows.
     """
-    groups = param_groups(wrapped_model)
-    return CoupledAdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    return CoupledAdamW(wrapped_model, **options)

@@ -1,4 +1,8 @@
-"""Coupled Adam in ms-swift: ``--external_plugins ms_swift_plugin.py --optimizer coupled_adamw``."""
+"""Coupled Adam in ms-swift.
+
+With a file ``plugin.py`` that imports this module, write
+``--external_plugins plugin.py --optimizer coupled_adamw --optim_args embeddings=lean``.
+"""
 
 from swift.optimizers import OptimizerCallback, optimizers_map
 from torch import nn

@@ -1,9 +1,10 @@
 """Coupled Adam in torchtitan: an ``OptimizersContainer`` that knows one more optimizer.
 
-In your config registry, use ``default_coupled_adamw(...)`` in place of ``default_adamw(...)``.
+In your config registry, use ``default_coupled_adamw(lr=..., embeddings="lean")`` in the place of
+``default_adamw(lr=...)``.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from coupled_adam import LEAN, CoupledAdamW
+from coupled_adam import CoupledAdamW
+from coupled_adam.optim.param_groups import Embeddings, embedding_options
 
 
 class CoupledOptimizersContainer(OptimizersContainer):
@@ -23,9 +25,10 @@ class CoupledOptimizersContainer(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        if name == "CoupledAdamW":
-            return CoupledAdamW
-        return OptimizersContainer._resolve_optimizer_factory(name)
+        factory: Callable[..., Optimizer] = CoupledAdamW
+        if name != "CoupledAdamW":
+            factory = OptimizersContainer._resolve_optimizer_factory(name)
+        return factory
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.implementation == "fused_opt_states_bf16":
@@ -37,15 +40,15 @@ class CoupledOptimizersContainer(OptimizersContainer):
 
 
 def default_coupled_adamw(
-    lr: float = 8e-4, *, embeddings: Mapping[str, Any] = LEAN, **options: Any
+    lr: float = 8e-4, *, embeddings: Embeddings = "coupled", **options: Any
 ) -> CoupledOptimizersContainer.Config:
     """Coupled Adam for ``tok_embeddings`` and ``lm_head``, AdamW for the rest, in one optimizer.
 
-    ``embeddings`` are options of the embeddings alone; ``{}`` is the algorithm of the paper.
+    ``embeddings`` is as in :func:`coupled_adam.param_groups`.
     """
     options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
-    coupled = {**options, "weight_decay": 0.0, **embeddings, "coupled": True}
-    coupled["lr"] *= coupled.pop("lr_factor", 1.0)
+    coupled = {**options, "weight_decay": 0.0, **embedding_options(embeddings)}
+    coupled |= {"lr": coupled["lr"] * coupled.pop("lr_factor", 1.0), "coupled": True}
     return CoupledOptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(

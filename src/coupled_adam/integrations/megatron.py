@@ -1,6 +1,6 @@
 """Coupled Adam in Megatron-LM's registry of optimizers, for the word embeddings and the head.
 
-Import this file before the optimizer is built, and set ``optimizer="coupled_adam"`` in the
+Import this module before the optimizer is built, and set ``optimizer="coupled_adam"`` in the
 ``OptimizerConfig``; the command line's ``--optimizer`` has a fixed list of names. The registry is
 of models without tensor parallelism of the vocabulary here, and without the distributed optimizer:
 the rows of a matrix must lie on one rank, as matrices.

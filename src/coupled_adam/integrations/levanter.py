@@ -1,6 +1,6 @@
 """Coupled Adam in Levanter: ``optimizer: {type: coupled_adam, learning_rate: 6e-4}``.
 
-Import this file before the configuration is read.
+Import this module before the configuration is read.
 """
 
 from dataclasses import dataclass

@@ -153,10 +153,9 @@ def errors(small_recipe, text_file, tmp_path):
         "unknown logger": (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
         "bad steps": (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         "bad seeds": (("--seeds", "one"), "one: Input should be a valid integer"),
-        "a seed twice": (("--seeds", 2, 2, *recipe), "--seeds 2 2 names a seed twice"),
+        "a seed twice": (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
         "endless seeds": (("--seeds", 9999, *recipe), "must be from 1 to 1000"),
         "no seeds": (("--seeds", 0, *recipe), "must be from 1 to 1000"),
-        "an arm twice": (("--arms", "adamw,adamw", *recipe), "names an arm twice"),
         "bad device": (("--device", "tpu"), "--device: invalid choice: 'tpu' (choose from"),
         "no value": (("--steps",), "--steps: expected one argument"),
         "two lengths": (("--steps", 3, "training.tokens=999", *recipe), "they are 3 and 999"),
@@ -357,6 +356,16 @@ def test_resume_with_the_same_recipe(begun, small_recipe, tmp_path, monkeypatch)
     assert main(resume) == 0
     assert main([*resume, "--recipe", str(small_recipe), "--steps", "7"]) == 0
     assert asked == [begun, begun]
+
+
+def test_a_warmup_without_an_end_is_said(small_recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("coupled_adam.lab.comparison.compare", lambda *_, **__: None)
+    common = ["compare", "--recipe", str(small_recipe), "--out", str(tmp_path / "new")]
+    for steps, is_said in ((4, True), (5, False)):
+        assert main([*common, "--steps", str(steps), "--seeds", "1,3"]) == 0
+        shown = capsys.readouterr().out
+        assert ("The warmup of 4 steps does not end" in shown) == is_said
+        assert "seeds 1, 3" in shown
 
 
 @pytest.mark.parametrize("recipe", ["small.yaml", "tiny"])

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 DEFAULT_RECIPE = "demo"
 
-_MOST_SEEDS = 1000  # of one number, which is how many there are
-
 
 def _split(words: list[str]) -> list[str]:
     return [word for several in words for word in several.split(",")]
@@ -288,29 +286,15 @@ class Selection:
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
         if self.seeds is not None:
-            recipe = dataclasses.replace(recipe, seeds=_seeds(self.seeds))
+            seeds = sorted(self.seeds)
+            if len(seeds) == 1:  # how many there are
+                require(1 <= seeds[0] <= 1000, f"--seeds {seeds[0]} must be from 1 to 1000")
+                seeds = list(range(1, seeds[0] + 1))
+            recipe = dataclasses.replace(recipe, seeds=seeds)
         if self.arms is not None:
-            if len({*self.arms}) < len(self.arms):
-                raise UsageError(f"--arms {' '.join(self.arms)} names an arm twice")
             arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms}
             recipe = dataclasses.replace(recipe, arms=arms)
         return recipe
-
-
-def _seeds(numbers: list[int]) -> list[int]:
-    """The seeds that ``--seeds`` means: one number counts them, several name them."""
-    # As it was typed, since a count and a list look alike.
-    typed = f"--seeds {' '.join(map(str, numbers))}"
-    if len({*numbers}) < len(numbers):
-        raise UsageError(f"{typed} names a seed twice: each is run once")
-    if len(numbers) > 1:
-        return sorted(numbers)
-    if not 1 <= numbers[0] <= _MOST_SEEDS:
-        raise UsageError(
-            f"{typed}: one number is how many seeds there are, and must be from 1 to "
-            f"{_MOST_SEEDS}; several numbers are the seeds"
-        )
-    return list(range(1, numbers[0] + 1))
 
 
 def arm_name(name: str, recipe: Recipe) -> str:

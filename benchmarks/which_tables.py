@@ -192,7 +192,7 @@ def main() -> None:
     if options.out:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         record = {"versions": versions, "counts": counted, "results": results}
-        record["not built"] = not_built
+        record |= {"every": options.every, "not built": not_built}
         options.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from coupled_adam.lab.reporting.finished_run import COLUMNS
+from coupled_adam.lab.reporting.frame import COLUMNS
 from coupled_adam.lab.reporting.statistics import (
     SIGNIFICANCE,
     one_sided_t_test,

@@ -37,6 +37,7 @@ class CoupledAdamOracle:
     nu: Array = field(init=False)
     d: Array = field(init=False)
     largest_update: float = 0.0
+    largest_factor: float = 0.0
 
     def __post_init__(self) -> None:
         self.embeddings = np.array(self.embeddings, dtype=np.float64)
@@ -79,13 +80,15 @@ class CoupledAdamOracle:
         for j in np.flatnonzero(self.nu):
             nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**self.t)
             rates[j] = self.lr / (np.sqrt(nu_hat) + self.eps)
-        updates = np.zeros_like(self.embeddings)
+        updates, factors = np.zeros((2, *self.embeddings.shape))
         for i in range(len(self.embeddings)):
             self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
-            updates[i] = rates * weights[i] * self.m[i] / (1 - self.beta1**self.t)
+            factors[i] = rates * weights[i] / (1 - self.beta1**self.t)
+            updates[i] = factors[i] * self.m[i]
             self.embeddings[i] -= updates[i] - (self.d if self.zero_sum and weights[i] else 0)
         self.average(g, weights)
         self.largest_update = max(np.abs(updates).max(), np.abs(self.d).max())
+        self.largest_factor = factors.max()
         if weights.any():
             self.d = updates.sum(axis=0) / np.count_nonzero(weights)
 

@@ -498,7 +498,8 @@ def test_a_missing_package_is_one_line(arguments, missing, tmp_path):
     assert "[lab]" in line
 
 
-def test_recipes(capsys):
+def test_recipes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
     for words in (

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import decoders
-from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
+from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
 from decoders import V, full, train
 from processes import run_cases, run_on_ranks
 
@@ -45,6 +45,10 @@ def coupled(model):
     return CoupledAdamW(param_groups(model), lr=1e-2, amsgrad=True)
 
 
+def lean(model):
+    return CoupledAdamW(param_groups(model, **LEAN), lr=1e-2)
+
+
 def adamw(model):
     """With other groups than Coupled Adam's, in another order, and another learning rate."""
     head, *others = reversed(list(model.parameters()))
@@ -54,6 +58,8 @@ def adamw(model):
 
 def assert_equal(expected, actual, tolerance=ROUNDING):
     """Parameters and states of two models with their optimizers."""
+    for _, optimizer in (expected, actual):
+        optimizer.state_dict()  # what ranks are still adding up is complete then
     for (name, p), q in zip(expected[0].named_parameters(), actual[0].parameters()):
         torch.testing.assert_close(full(q), full(p), rtol=0, atol=tolerance, msg=name)
         theirs, ours = actual[1].state[q], expected[1].state[p]
@@ -111,9 +117,9 @@ def switch(pair, folder, group=None):
     set_optimizer_state_dict(model, optimizer, {**own, "state": state["optimizer"]["state"]})
 
 
-def uninterrupted():
+def uninterrupted(make=coupled):
     model = decoder()
-    optimizer = coupled(model)
+    optimizer = make(model)
     train(model, optimizer, range(END))
     return model, optimizer
 
@@ -141,22 +147,48 @@ def fresh(layout=None, make=coupled, seed=1):
     return model, make(model)
 
 
-def on_other_ranks(layouts, folder):
+def on_other_ranks(layouts, folder, make=coupled):
     """Any layout into any other."""
-    expected = uninterrupted()
+    expected = uninterrupted(make)
     for name, layout in layouts.items():
         if layout.here:
-            pair = fresh(layout, seed=0)
+            pair = fresh(layout, make, seed=0)
             train(*pair, range(HALF))
             save(pair, folder / name, layout.group)
     dist.barrier()
     for name in layouts:
         for layout in layouts.values():
             if layout.here:
-                pair = fresh(layout)
+                pair = fresh(layout, make)
                 load(pair, folder / name, layout.group)
                 train(*pair, range(HALF, END))
                 assert_equal(expected, pair)
+
+
+def lean_on_other_ranks(layouts, folder):
+    """What ranks are still adding up when it is saved is complete in the checkpoint."""
+    on_other_ranks(layouts, folder / "lean", lean)
+
+
+def lean_from_adamw(layouts, folder):
+    """LEAN's moments of AdamW's, on ranks as in one process."""
+    states = []
+    for layout in (None, layouts["3"]):
+        if layout is None or layout.here:
+            old = fresh(layout, adamw, seed=0)
+            train(*old, range(HALF))
+            optimizer = lean(old[0])
+            state = {i: copy.deepcopy(old[1].state[p]) for i, p in enumerate(params_of(optimizer))}
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            train(old[0], optimizer, range(HALF, END))
+            states.append((old[0], optimizer))
+    if len(states) == 2:
+        assert_equal(*states)
+
+
+def params_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def from_adamw(layouts, folder):
@@ -278,6 +310,8 @@ CASES = {
     case.__name__: case
     for case in (
         on_other_ranks,
+        lean_on_other_ranks,
+        lean_from_adamw,
         from_adamw,
         to_adamw,
         whole_state_dicts,
@@ -294,11 +328,12 @@ def test_checkpoints(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable")
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")
-        for name in ("1", "2", "3", "4", "2 x 2", "ddp"):
-            pair = fresh()
-            load(pair, tmp_path / name)
-            train(*pair, range(HALF, END))
-            assert_equal(uninterrupted(), pair)
+        for folder, make in ((tmp_path, coupled), (tmp_path / "lean", lean)):
+            for name in ("1", "2", "3", "4", "2 x 2", "ddp"):
+                pair = fresh(make=make)
+                load(pair, folder / name)
+                train(*pair, range(HALF, END))
+                assert_equal(uninterrupted(make), pair)
         for name in ("ddp", "3"):
             pair = fresh()
             switch(pair, tmp_path / f"adamw-{name}")

@@ -625,6 +625,16 @@ def test_embeddings_that_are_unfrozen_later(named_outright):
     assert optimizer.state[model.transformer.wte.weight]["exp_avg_sq"].shape == (H,)
 
 
+def test_embeddings_that_are_added_to_a_plain_list():
+    parameters = named(NAMED)
+    head = parameters.pop()
+    optimizer = CoupledAdamW(parameters, vocab_size=V)
+    with pytest.warns(UserWarning, match=r"\[40, 16\] that was added .*'coupled'") as caught:
+        optimizer.add_param_group({"params": [head]})
+    assert caught[0].filename == __file__
+    optimizer.add_param_group({"params": named({"other": (V, H)}), "coupled": True})
+
+
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_embeddings_that_are_unfrozen_later_beside_muon():
     model = gpt2()

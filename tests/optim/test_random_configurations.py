@@ -1,8 +1,7 @@
 """Everything at once, drawn at random: optimizers with all their options, step by step.
 
-Before each step the float64 oracle is given what the optimizer has stored, and takes the same step.
-So no error outlives a step, and all that is left of one are the roundings of what is stored.
-Uncoupled parameters are held against torch's own optimizer.
+Coupled matrices are compared with the float64 oracle as in ``cases.py``, and uncoupled parameters
+with torch's own optimizer.
 
 A test that fails prints its configuration.
 """
@@ -10,38 +9,17 @@ A test that fails prints its configuration.
 import io
 import random
 
-import numpy as np
 import pytest
 import torch
-from oracle import CoupledAdamOracle
 
 from coupled_adam import CoupledAdam, CoupledAdamW
+from optim.cases import assert_as_oracle, in_rows, laid_out, oracle_of
 
 DTYPES = (torch.float64, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 2, 3, 5, 8, 13, 31, 32, 33, 64, 127, 129, 509, 1000)
 COLUMNS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 100, 128, 255, 1031)
 LAYOUTS = ("contiguous", "contiguous", "transposed", "columns of more", "every other row")
 BETAS = ((0.9, 0.95), (0.9, 0.999), (0.0, 0.99), (0.0, 0.95), (0.9, 0.3), (0.05, 0.75))
-
-
-def tolerance(dtype):
-    """What a step may be wrong by, relative to the largest number: its roundings.
-
-    A number in half precision is rounded once or twice; others are sums over a thousand rows.
-    """
-    return (4 if dtype.itemsize == 2 else 160) * torch.finfo(dtype).eps
-
-
-def laid_out(values, layout):
-    """The same values [m, n] in other strides."""
-    m, n = values.shape
-    if layout == "transposed":
-        return values.T.contiguous().T
-    if layout == "columns of more":
-        return torch.cat([values.new_full((m, 1), 7.0), values, values], 1)[:, 1 : n + 1]
-    if layout == "every other row":
-        return values.repeat_interleave(2, 0)[::2]
-    return values.contiguous()
 
 
 class Configuration:
@@ -140,76 +118,6 @@ def reloaded(c, optimizer):
     return fresh
 
 
-def in_rows(tensor, group):
-    """In float64; a matrix with a row for each token, [V, H]."""
-    array = tensor.detach().double().numpy()
-    return (array.T if array.ndim == 2 and group["vocab_dim"] == 1 else array).copy()
-
-
-LEAN_STATE = {"exp_avg_sq": "nu", "exp_avg_sq_row": "r", "mean_update": "d", "exp_avg": "m"}
-
-
-def oracle_of(c, group, state, p):
-    """The oracle, with what the optimizer has stored of a matrix."""
-    names = ("lr", "eps", "weight_decay", "amsgrad", "maximize", "second_moment_scale")
-    oracle = CoupledAdamOracle(
-        in_rows(p, group),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        decoupled_weight_decay=c.cls is CoupledAdamW,
-        row_exponent=group.get("row_exponent", 0.0),
-        zero_sum=group.get("zero_sum", False),
-        **{name: group[name] for name in names},
-    )
-    if not state:
-        return oracle
-    oracle.t = int(state["step"])
-    if is_lean(group):
-        for name, ours in LEAN_STATE.items():
-            if name in state:
-                setattr(oracle, ours, in_rows(state[name], group))
-        return oracle
-    oracle.v = np.tile(in_rows(state["exp_avg_sq"], group), (len(oracle.m), 1))
-    if "exp_avg" in state:
-        oracle.m = in_rows(state["exp_avg"], group)
-    if group["amsgrad"]:
-        oracle.nu_max = in_rows(state["max_exp_avg_sq"], group)
-    return oracle
-
-
-def is_lean(group):
-    return bool(group.get("row_exponent") or group.get("zero_sum"))
-
-
-def assert_as_oracle(c, group, p, state, oracle, is_stepped):
-    """The parameter and the state, which after a step has what the options need, and no more."""
-    expected = {}
-    if state:
-        expected = {"step": np.array(float(oracle.t)), "exp_avg_sq": oracle.nu}
-        if group["betas"][0] != 0 if is_stepped else "exp_avg" in state:
-            expected["exp_avg"] = oracle.m
-        if group["amsgrad"]:
-            expected["max_exp_avg_sq"] = oracle.nu_max
-        if is_lean(group):
-            expected["exp_avg_sq_row"] = oracle.r
-        else:
-            expected["exp_avg_sq"] = oracle.v.mean(0)
-        if group.get("zero_sum"):
-            expected["mean_update"] = oracle.d
-        assert state.keys() == expected.keys()
-    # An L2 penalty is added to the gradient in the gradient's dtype, before anything else
-    has_penalty = oracle.weight_decay and c.cls is CoupledAdam
-    for name, tensor in {**state, "param": p}.items():
-        values = {**expected, "param": oracle.embeddings}[name]
-        scale, dtype = np.abs(values).max(), p.dtype if has_penalty else tensor.dtype
-        if name in ("mean_update", "param"):
-            # Sums, in which much may cancel, of what is stored as the moment.
-            scale, dtype = max(scale, oracle.largest_update), p.dtype
-        most = tolerance(dtype) * scale
-        error = np.abs(in_rows(tensor, group) - values).max()
-        assert error <= most + 1e-30, (name, error, most)
-
-
 def check(seed):
     """Take the steps of a configuration beside the oracle and torch."""
     c = Configuration(seed)
@@ -241,13 +149,13 @@ def check(seed):
         other.grad = other_grad * scale
 
         # One step by each, from the same place
-        oracles = [oracle_of(c, group, optimizer.state.get(p, {}), p) for group, p in c.matrices()]
+        oracles = [oracle_of(c.cls, group, p, optimizer.state.get(p)) for group, p in c.matrices()]
         optimizer.step()
         is_stepped = not is_missing and not overflows
         for (group, p), oracle, grad in zip(c.matrices(), oracles, grads):
             if is_stepped:
                 oracle.step(in_rows(grad, group))
-            assert_as_oracle(c, group, p, optimizer.state.get(p, {}), oracle, is_stepped)
+            assert_as_oracle(c.cls, group, p, optimizer.state.get(p, {}), oracle, is_stepped)
         if not overflows:
             control_parameter.grad = other_grad.clone()
             control.step()

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
 from coupled_adam.cli.parser import Positional
@@ -37,8 +37,6 @@ class Options(TokenizerOption, ModelOptions):
     model: the folder of a model or a run, a model's id on the hub, or a file with a matrix.
     out: the folder (or file) to write, which must not exist.
     undertrained: also repair the tokens that cannot be told from unused rows.
-    method: draw new rows like the healthy ones; or take the direction of the same token in the
-        other matrix, where input and output embeddings are not tied.
     recenter: subtract the mean from the output embeddings, which does not change the predictions.
     seed: of the rows drawn.
     text: show the loss on this text before and after.
@@ -49,7 +47,6 @@ class Options(TokenizerOption, ModelOptions):
     model: Annotated[str, Positional("MODEL")]
     out: Path
     undertrained: bool = False
-    method: Literal["sample", "partner"] = "sample"
     recenter: bool = False
     seed: WholeNumber = 0
     text: Path | None = None
@@ -61,7 +58,7 @@ def run(options: Options) -> None:
     """Repair, and say what was changed."""
     from rich.text import Text
 
-    from coupled_adam.embeddings.analysis import Source, find_tokenizer
+    from coupled_adam.embeddings.analysis import named_tokenizer, own_tokenizer
     from coupled_adam.embeddings.repair import Repair, model_folder, repair_model
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
@@ -77,13 +74,14 @@ def run(options: Options) -> None:
         raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     # Dead rows are found without a tokenizer; which tokens are unused, only it can tell.
     needed = options.undertrained or text is not None
-    tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
+    named = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
+    tokenizer = named or own_tokenizer(str(folder), None, needed)
     vocabulary = functools.partial(read_vocabulary, tokenizer)
     # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)
-    repair = Repair(options.undertrained, options.method, options.recenter, options.seed)
+    repair = Repair(options.undertrained, options.recenter, options.seed)
     with progress_bar("reading the embeddings") as progress:
         reports = repair_model(folder, out, repair, vocabulary, progress)
     if text is not None:
@@ -112,11 +110,11 @@ def _print(report: RepairedMatrix, number: int) -> None:
     summary = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     if report.mean_removed is not None:
         summary += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
-    columns = ("id", "token", "reason", "new value", "norm before", "after")
+    columns = ("id", "token", "reason", "norm before", "after")
     rows = []
     for row in report.rows[:number]:
         before = "–" if row.norm_before is None else f"{row.norm_before:.4g}"
         after = f"{row.norm_after:.4g}"
-        rows.append([str(row.row), row.token, row.reason, row.method, before, after])
-    title = f"{report.role}: {', '.join(report.tensors)}"
-    print_table(Table(columns, rows, title, [f"rows changed: {summary}"], left=(1, 2, 3)))
+        rows.append([str(row.row), row.token, row.reason, before, after])
+    notes = [f"rows changed: {summary}"]
+    print_table(Table(columns, rows, f"{report.role} matrix", notes, left=(1, 2)))

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -62,7 +63,12 @@ class ModelMatrix:
     in_block: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name!r} {list(self.parameter.shape)}"
+        return f"{self.name!r} {list(self.shape)}"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and columns."""
+        return self.parameter.shape
 
     @property
     def kinds(self) -> set[str]:
@@ -100,7 +106,7 @@ class ModelMatrix:
     @property
     def tokens(self) -> int:
         """The number of tokens, if it is a token embedding."""
-        return self.parameter.shape[self.vocab_dim]
+        return self.shape[self.vocab_dim]
 
     @property
     def may_embed_tokens(self) -> bool:
@@ -111,7 +117,7 @@ class ModelMatrix:
         classes = [type(m).__name__ for m in self.holders if _kind(m) != "layer"]
         names = [*classes, *_without_wrappers(self.name).split(".")[-3:]]
         words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", " ".join(names))
-        return 1 not in self.parameter.shape and not any(map(_is_of_no_tokens, words))
+        return 1 not in self.shape and not any(map(_is_of_no_tokens, words))
 
 
 def _kind(module: nn.Module) -> str:
@@ -206,7 +212,7 @@ def find_embeddings(
             f"couple={couple!r} cannot be combined with tables=, which already names the matrices "
             "to couple: leave one of the two out"
         )
-    given = _given_sizes(vocab_size)
+    given = given_sizes(vocab_size)
     matrices = _matrices_of(model)
     if tables is not None:
         coupled = _named_outright(model, matrices, tables, given or _configured_sizes(model))
@@ -274,7 +280,7 @@ def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
         path = _without_wrappers(m.name).split(".")
         for at, number in enumerate(path[:-2]):
             if number.isdigit():
-                feature = (".".join(path[at + 1 :]), m.parameter.shape)
+                feature = (".".join(path[at + 1 :]), m.shape)
                 elements[".".join(path[:at])].setdefault(number, []).append((feature, m))
     for of_list in elements.values():
         count = Counter(feature for element in of_list.values() for feature, _ in element)
@@ -284,7 +290,12 @@ def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
                     m.in_block = True
 
 
-def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+def given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+    """The sizes in ``vocab_size``; none for None.
+
+    Raises:
+        ValueError: if one is no positive integer.
+    """
     if vocab_size is None:
         return set()
     try:
@@ -326,8 +337,8 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
             m.sides = set()
     possible = [m for m in matrices if m.may_embed_tokens]
     outside = [m for m in possible if not m.in_block]
-    rows = {m.parameter.shape[0] for m in outside if m.is_table or m.is_linear}
-    rows |= {n for m in outside if m.is_hand_written for n in m.parameter.shape}
+    rows = {m.shape[0] for m in outside if m.is_table or m.is_linear}
+    rows |= {n for m in outside if m.is_hand_written for n in m.shape}
     sizes = {m.tokens for m in matrices if m.sides} | (stated & rows)
     if missing := given - sizes:
         tables = [m for m in matrices if m.is_table]
@@ -335,14 +346,15 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
             f"vocab_size={', '.join(map(str, sorted(missing)))}: no embedding or linear layer of "
             f"the model has this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
         )
+    # Of how many layers a number is the width: columns are no tokens.
+    widths = Counter(m.shape[1] for m in matrices if m.is_table or m.is_linear)
     if not sizes and not has_getters:
-        sizes = _size_of_a_pair(outside, _widths(matrices))
-    widths = _widths(matrices)
+        sizes = _size_of_a_pair(outside, widths)
     for m in outside:
-        if m.parameter.shape[0] in sizes and not m.sides:
+        if m.shape[0] in sizes and not m.sides:
             if m.is_table:
                 m.sides = {"input"}
-            elif m.is_linear and m.parameter.shape[0] not in widths:
+            elif m.is_linear and m.shape[0] not in widths:
                 m.sides = {"output"}
     # Another vocabulary may be larger and, where only a pair has told the size, smaller.
     least = math.inf if given else 1 if stated else 1 / 16
@@ -376,12 +388,11 @@ def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int])
                 m = by_parameter.get(p)
                 # The "input embeddings" of an encoder of images or sounds are a projection.
                 is_projection = m is not None and side == "input" and not m.is_table and m.is_linear
-                if m is None or is_projection or m.parameter.shape[0] == 1:
+                if m is None or is_projection or m.shape[0] == 1:
                     continue
                 # FSMT returns the decoder's table as output, and has a head beside it.
                 m.sides.add("input" if m.is_table and not m.is_tied else side)
-                shape = m.parameter.shape
-                if m.is_hand_written and shape[0] not in sizes and shape[1] in sizes:
+                if m.is_hand_written and m.shape[0] not in sizes and m.shape[1] in sizes:
                     m.vocab_dim = 1
     return has_getters
 
@@ -397,23 +408,18 @@ def _weights(embedding: Any) -> Iterator[Tensor]:
         yield weight
 
 
-def _widths(matrices: list[ModelMatrix]) -> Counter[int]:
-    """Of how many layers a number is the width: those columns that are no tokens."""
-    return Counter(m.parameter.shape[1] for m in matrices if m.is_table or m.is_linear)
-
-
 def _size_of_a_pair(outside: list[ModelMatrix], widths: Counter[int]) -> set[int]:
     """The rows of the largest table, if a head has as many; no size if there is no table.
 
     Raises:
         ValueError: if it has no such partner, or is one of several.
     """
-    tables = sorted((m for m in outside if m.is_table), key=lambda m: -m.parameter.shape[0])
+    tables = sorted((m for m in outside if m.is_table), key=lambda m: -m.shape[0])
     if not tables:
         return set()
-    n = tables[0].parameter.shape[0]
-    has_head = any(m.is_linear and m.parameter.shape[0] == n for m in outside)
-    is_alone = len(tables) == 1 or tables[1].parameter.shape[0] < n
+    n = tables[0].shape[0]
+    has_head = any(m.is_linear and m.shape[0] == n for m in outside)
+    is_alone = len(tables) == 1 or tables[1].shape[0] < n
     if has_head and is_alone and n not in widths:
         return {n}
     raise ValueError(_cannot_tell(tables))
@@ -429,20 +435,20 @@ def _alike(
     known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
     open_ones = [m for m in matrices if not m.sides]
     tables = [m for m in open_ones if m.is_table and not m.in_block and sizes]
-    others = {m.parameter.shape[0] for m in tables if m.parameter.shape[0] >= least * max(sizes)}
+    others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
     def looks_alike(m: ModelMatrix) -> bool:
-        rows, columns = m.parameter.shape
+        rows, columns = m.shape
         if not (m.is_table or m.is_linear):
             return m.is_hand_written and not m.in_block and not sizes.isdisjoint((rows, columns))
         if m.in_block:  # as the heads that predict several tokens ahead have it
             return rows in sizes and (m.is_table or (rows not in widths and rows > columns))
-        with_side = known["input" if m.is_table else "output"]
+        open_sizes = sizes - known["input" if m.is_table else "output"]
         if rows in sizes:
-            return rows not in with_side and rows >= columns
+            return rows in open_sizes and rows >= columns
         if m.is_linear and columns in sizes and columns > rows:  # of one-hot tokens, maybe
             return widths[columns] == 1
-        is_padded = any(20 * abs(rows - n) <= n for n in sizes - with_side) and rows > columns
+        is_padded = any(20 * abs(rows - n) <= n for n in open_sizes) and rows > columns
         return (m.is_table or rows not in widths) and (is_padded or rows in others)
 
     return [m for m in open_ones if m.parameter.requires_grad and looks_alike(m)]
@@ -512,7 +518,7 @@ def _vocab_dim(m: ModelMatrix, sizes: set[int]) -> int:
     """The dimension of a token embedding that indexes tokens, by its module or by its size."""
     if m.is_table:
         return 0
-    if dims := [dim for dim, length in enumerate(m.parameter.shape) if length in sizes]:
+    if dims := [dim for dim, length in enumerate(m.shape) if length in sizes]:
         return dims[0]
     if m.is_linear:
         return 0
@@ -577,17 +583,17 @@ def matrices_of_size(
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
     _mark_blocks(matrices)
     vocab_dims: dict[Tensor, int] = {}
-    for n in sorted(_given_sizes(vocab_size)):
-        fitting = [m for m in matrices if n in m.parameter.shape]
+    for n in sorted(given_sizes(vocab_size)):
+        fitting = [m for m in matrices if n in m.shape]
         if not fitting:
-            largest = sorted(matrices, key=lambda m: -max(m.parameter.shape))
+            largest = sorted(matrices, key=lambda m: -max(m.shape))
             raise ValueError(
                 f"vocab_size={n}: none of the parameters that were passed is a matrix with {n} "
                 f"rows or columns. The largest matrices: {listed(largest) or 'none'}. Pass the "
                 "number of rows of the embedding matrix, padding included"
             )
         found = [m for m in fitting if m.may_embed_tokens and not m.in_block]
-        dims = [0 if m.parameter.shape[0] == n else 1 for m in found]
+        dims = [0 if m.shape[0] == n else 1 for m in found]
         if not found:
             raise ValueError(
                 f"vocab_size={n}: the matrices of this size are named for something else, or as in "

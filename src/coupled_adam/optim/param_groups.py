@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -346,7 +346,9 @@ def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
             )
 
 
-def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) -> list[Group]:
+def arriving(
+    group: Group, others: list[Group], frozen: Mapping[Tensor, Group], vocab_sizes: Container[int]
+) -> list[Group]:
     """What to add to an optimizer for a group that arrives later.
 
     It has names if the other groups have, as nobody knows that :func:`param_groups` has given them
@@ -356,6 +358,7 @@ def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) 
         group: the group, as in torch; ``params`` and ``param_names`` are replaced.
         others: the optimizer's groups.
         frozen: as in :class:`ParamGroups`.
+        vocab_sizes: numbers of rows with which a matrix is named in a warning.
     """
     params = group["params"] if isinstance(group, dict) else {}
     if not others or isinstance(params, set | dict):  # torch refuses sets
@@ -383,6 +386,12 @@ def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) 
                 own["lr"] = own.pop("lr_factor") * group["lr"]
             arrived.append(own)
             params = [q for q in params if q is not p]
+        elif isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[0] in vocab_sizes:
+            warn(
+                f"a matrix {list(tensor.shape)} that was added has as many rows as there are "
+                "tokens and is not coupled: add it in a group with 'coupled': True, or False if it "
+                "is no embedding"
+            )
     group["params"] = params
     return [*arrived, group] if params or not arrived else arrived
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from coupled_adam.optim import reference
 from coupled_adam.optim.kernels import choose
@@ -21,10 +23,14 @@ Stepping = list[tuple[CoupledMatrix, Scalars]]
 
 
 class Pending:
-    """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
+    """Sums of LEAN's last step that ranks are adding up, which the next step needs.
+
+    Also which matrices have made a step, where the count of steps is on an accelerator.
+    """
 
     def __init__(self) -> None:
         self._sums: list[tuple[list[CoupledMatrix], Reduction]] = []
+        self._started = WeakTensorKeyDictionary()
 
     def add(self, matrices: list[CoupledMatrix], reduction: Reduction) -> None:
         """Remember sums that are on their way."""
@@ -36,6 +42,21 @@ class Pending:
             matrices, reduction = self._sums.pop()
             for matrix, total in zip(matrices, reduction.result()):
                 reference.finish(matrix, total)
+
+    def is_first(self, matrix: CoupledMatrix, t: float | Tensor) -> bool:
+        """Whether step ``t`` of the matrix, unless it is skipped, is its first."""
+        if not isinstance(t, Tensor):
+            return t == 1
+        if matrix.no_host_reads or isinstance(t, FakeTensor) or _is_capturing(t):
+            return matrix.is_new
+        step = matrix.step
+        if step not in self._started and t.item() > 1:  # the host waits in the first steps only
+            self._started[step] = True
+        return step not in self._started
+
+
+def _is_capturing(t: Tensor) -> bool:
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def update(
@@ -85,7 +106,7 @@ def update_lean(
     new = [
         (m, scalars._replace(t=0.0, decay=1.0, weight=0.0, noise=None))
         for m, scalars in stepping
-        if m.is_new or (not isinstance(scalars.t, Tensor) and scalars.t == 1)
+        if pending.is_first(m, scalars.t)
     ]
     _lean_pass(new, pending)
     pending.finish()

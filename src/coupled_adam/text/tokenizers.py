@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +23,12 @@ _BATCH = 1_000_000  # characters per call of the tokenizer, which has its own th
 def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or the hub, without running its code.
 
+    The name may also be that of a ``tokenizer.json``.
+
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer  # takes seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
     is_here = Path(name).exists()
     if is_here:
@@ -33,12 +36,17 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     else:
         reach_hub()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name,
-            revision=revision or "main",
-            local_files_only=is_here,
-            trust_remote_code=False,
-        )
+        tokenizer: PreTrainedTokenizerBase
+        if Path(name).is_file():
+            cls: Any = PreTrainedTokenizerFast  # which has no types
+            tokenizer = cls(tokenizer_file=str(name))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name,
+                revision=revision or "main",
+                local_files_only=is_here,
+                trust_remote_code=False,
+            )
         # Some mistakes in its file show only here, such as that nothing stands for what it does not
         # know: a hieroglyph is in no vocabulary.
         tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
@@ -47,12 +55,25 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
-        raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
+        text = f"{name} has no tokenizer that can be read ({reason}){_remedy(Path(name))}"
+        raise UsageError(text) from None
     # If files are missing, transformers creates some tokenizers with special tokens alone, or with
     # one more, which stands for a space.
     if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}) < 2:
         raise UsageError(f"{name} has no tokenizer that can be read (its vocabulary is empty)")
     return tokenizer
+
+
+def _remedy(folder: Path) -> str:
+    """What to do about a folder whose tokenizer cannot be read, if that is known."""
+    if folder.is_file():
+        return ""
+    # transformers asks for the code of the model's author first.
+    if (folder / "tokenizer.json").exists():
+        return f": --tokenizer {folder / 'tokenizer.json'} needs nothing else of the model"
+    if [*folder.glob("*.model")] and importlib.util.find_spec("sentencepiece") is None:
+        return ": SentencePiece models need a package: pip install sentencepiece"
+    return ""
 
 
 def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:

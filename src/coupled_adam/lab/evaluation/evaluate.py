@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,9 +22,8 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.measures import MEASURES
-from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import read_text, write_atomically
+from coupled_adam.errors import UsageError
+from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation import loading
@@ -95,10 +95,7 @@ def evaluate_run(
         loss = held_out_loss(model, tokens, length, sequences, losses)
         _merge(path, {**loss, "test_batches": batches})
     if not has_measures:
-        try:
-            counts = read_array(run / COUNTS)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        counts = np.load(run / COUNTS)
         # Those of a new model: the one that was loaded does not know which biases were frozen.
         number = parameters(recipe, trained.build_model)
         _merge(path, {"parameters": number, **measures(model, counts)})
@@ -140,6 +137,8 @@ def evaluate_model(
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
+    if downstream is not None:
+        downstream.check(tokenizer())
     model = loading.load_model(source, device, revision)
     loading.require_causal(model, source)
     result: dict[str, Any] = {
@@ -265,26 +264,8 @@ def _scores(
 
 def _read(path: Path) -> dict[str, Any]:
     """Read an evaluation from a file; it is empty if the file does not exist."""
-    if not path.exists():
-        return {}
-    # It may be another person's, and must hold nothing that a report cannot show.
-    try:
-        content: dict[str, Any] = json.loads(
-            read_text(path), parse_constant=_number, parse_float=_number
-        )
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is not an evaluation: remove it, and it is made again ({one_line(error)})"
-        ) from None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return content
-
-
-def _number(text: str) -> float:
-    """A finite number; 1e999 is JSON, too, and NaN is not."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not finite")
-    return number
 
 
 def _merge(path: Path, new: dict[str, Any]) -> None:

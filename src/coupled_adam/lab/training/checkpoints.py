@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
-from coupled_adam.embeddings.weights import check_distributed
+from coupled_adam.embeddings.weights import open_distributed
 from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
 from coupled_adam.lab.training.distributed import any_rank, on_rank_zero, rank
 from coupled_adam.runs import CHECKPOINTS, by_step, step_name
@@ -44,7 +44,7 @@ class Checkpoints(pl.Callback):
         *_, path = None, *by_step(self.folder).values()
         if path is not None and path.is_dir():
             try:
-                check_distributed(path)
+                open_distributed(path)
             except ValueError as error:
                 raise UsageError(f"{path} cannot be used ({error}): {_ADVICE}") from None
         return path

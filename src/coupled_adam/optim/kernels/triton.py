@@ -176,7 +176,8 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
         exponent=matrix.group["row_exponent"] / 2,
         **_of_step_size(matrix, scalars),
         **_of_parameter(matrix, scalars),
-        STAGES=min(3, 1 + _AHEAD_BYTES // bytes_ahead),
+        # More would not fit into the registers, and be put aside.
+        STAGES=1 if wide > 4096 else min(2, 1 + _AHEAD_BYTES // bytes_ahead),
         ROWS=tall,
         COLUMNS=wide,
         **{**_OPTIONS, "num_warps": max(1, min(16, tall * wide // (elements * lanes)))},

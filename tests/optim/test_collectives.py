@@ -1,0 +1,88 @@
+"""What LEAN sends on many ranks: counted in torch's fake process group, as rank 0 of 1,024."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coupled_adam import CoupledAdamW
+from optim.cases import CASES
+
+RANKS, V, H, MATRICES = 1024, 50_000, 16, 3
+
+
+class Collectives(TorchDispatchMode):
+    """The all-reduces and the waits for them, in order, with how many numbers were sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("all_reduce", "wait_tensor"):
+            self.events.append((name, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    yield init_device_mesh("cpu", (RANKS,))
+    dist.destroy_process_group()
+
+
+def counted(mesh, placement, steps=3, **options):
+    """The collectives of each step."""
+    shape = (-(-V // RANKS), H) if placement == Shard(0) else (64, H // RANKS or 1)
+    whole = (V, H) if placement == Shard(0) else (64, RANKS)
+    params = []
+    for _ in range(MATRICES):
+        values = torch.randn(shape)
+        params.append(nn.Parameter(of_rank(values, mesh, placement, whole)))
+    optimizer = CoupledAdamW([{"params": params, "coupled": True, **options}])
+    events = []
+    for _ in range(steps):
+        for p in params:
+            p.grad = of_rank(torch.randn(shape), mesh, placement, whole)
+        with Collectives() as seen:
+            optimizer.step()
+        events.append(seen.events)
+    return optimizer, events
+
+
+def of_rank(values, mesh, placement, whole):
+    stride = (whole[1], 1)
+    return DTensor.from_local(values, mesh, [placement], shape=whole, stride=stride)
+
+
+@pytest.mark.parametrize("name", ["LEAN", "LEAN, momentum", "rows", "zero-sum"])
+def test_one_all_reduce_which_no_step_waits_for(name, mesh):
+    """Of 2 H + 1 numbers for each matrix, of all matrices at once; the next step needs the sums."""
+    optimizer, (first, *others) = counted(mesh, Shard(0), **CASES[name])
+    sums = MATRICES * (2 * H + 1)
+    # The first gradient is passed over twice, and its sums are needed at once.
+    assert first == [("all_reduce", sums), ("wait_tensor", sums), ("all_reduce", sums)]
+    for events in others:
+        assert events == [("wait_tensor", sums), ("all_reduce", sums)]
+    with Collectives() as seen:
+        optimizer.state_dict()
+        optimizer.state_dict()
+    assert seen.events == [("wait_tensor", sums)]
+
+
+def test_coupled_adam_waits_for_one(mesh):
+    """Of H numbers for each matrix, before any is updated."""
+    for events in counted(mesh, Shard(0))[1]:
+        assert events == [("all_reduce", MATRICES * H), ("wait_tensor", MATRICES * H)]
+
+
+def test_rows_that_are_cut(mesh):
+    """Each row's sum of squares, of all matrices at once, is needed before the update."""
+    _, (first, *others) = counted(mesh, Shard(1), **CASES["LEAN"])
+    step = [("all_reduce", MATRICES * 64), ("wait_tensor", MATRICES * 64)]
+    assert first == 2 * step
+    assert others == [step, step]

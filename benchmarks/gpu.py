@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.cases import Case, parse_case
+from bench.machine import describe_machine
+from bench.optimizers import make_step
+from bench.steps import bench
+from bench.timing import Quartiles, now, sample_in_turn, step_sampler
 from torch import Tensor, nn
 
 from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.bench.cases import Case, check_memory, parse_case
-from coupled_adam.bench.machine import describe_machine
-from coupled_adam.bench.optimizers import make_step
-from coupled_adam.bench.steps import bench
-from coupled_adam.bench.timing import Quartiles, now, sample_in_turn, step_sampler
 from coupled_adam.files import write_atomically
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,6 @@ def steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for dtype in ("float32", "bfloat16")
         for clip in (False, True)
     ]
-    check_memory(cases, device)
     for timed in bench(cases, TIMED, device=device, seconds=options.seconds):
         case, name, ratio = timed.case, timed.optimizer, timed.ratio
         count = None

@@ -159,9 +159,8 @@ def test_slurm(code, resumed, tmp_path):
 
     program, command, *arguments = (tmp_path / "srun.txt").read_text().split()
     assert (program, command) == ("coupled-adam", "compare")
-    given = vars(cli._command_parser(command).parse_args(arguments))
-    assert (given["recipe"], given["out"]) == ("124M-5B", str(out))
-    assert given["resume"] == resumed
+    given = cli.parse(command, cli.load_command(command), arguments)
+    assert (given.recipe, given.out, given.resume) == ("124M-5B", out, resumed)
     requeued = tmp_path / "scontrol.txt"
     assert (requeued.read_text() if requeued.exists() else None) == (
         "requeue 17\n" if code == 75 else None

@@ -2,8 +2,8 @@
 
 A run is a folder, a comparison is a folder of runs, and nothing else carries state::
 
-    comparison.yaml            the recipe of all runs; sweep.yaml for a sweep
-    ARM-seed-SEED/             a run; in a sweep, in a folder for each setting
+    comparison.yaml            the recipe of all runs
+    ARM-seed-SEED/             a run
         config.yaml            the recipe, the arm and the seed: all that a run depends on
         environment.json       the software and the hardware
         metrics.jsonl          the log, a JSON object in each line
@@ -12,7 +12,6 @@ A run is a folder, a comparison is a folder of runs, and nothing else carries st
         checkpoints/           step-N, the last two
         model/                 in Hugging Face format, when the training is finished
         evaluation.json        the results
-        diverged.json          instead of a model, if a loss of a sweep's run was not finite
     report/                    made of the runs, at any time
 """
 
@@ -30,9 +29,7 @@ SECOND_MOMENTS = "second_moments"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 EVALUATION = "evaluation.json"
-DIVERGED = "diverged.json"
 COMPARISON = "comparison.yaml"
-SWEEP = "sweep.yaml"
 REPORT = "report"
 
 
@@ -47,10 +44,8 @@ def is_run(folder: Path) -> bool:
 
 
 def inner_runs(folder: Path) -> list[Path]:
-    """The runs in a folder, which is that of a comparison or a sweep if there are any."""
-    # In a sweep there is a folder for each setting in between.
-    patterns = (f"*/{CONFIG}", f"*/*/{CONFIG}")
-    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
+    """The runs in a folder, which is that of a comparison if there are any."""
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
 def step_name(step: int) -> str:

@@ -178,7 +178,7 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
     assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
     assert "0.75 to 0.81" not in shown  # of a measure that needs counts
     assert "<em>1.0" in page.read_text()  # the relative mean norm
-    run(capsys, tmp_path / "healthy.npy", "--html", page)
+    run(capsys, tmp_path / "healthy.npy", "--html", page, "--overwrite")
     assert "<em>" not in page.read_text()
 
 
@@ -367,72 +367,6 @@ def test_the_revision_is_that_of_the_model_s_own_tokenizer(monkeypatch):
     analysis.own_tokenizer("a/b", "v1", needed=True)
     analysis.named_tokenizer("other/one")
     assert asked == [("a/b", "v1"), ("other/one",)]
-
-
-def test_results_never_replace_what_is_read(tmp_path, capsys):
-    """Nor one another: the files are as they were."""
-    np.save(tmp_path / "m.npy", np.eye(3))
-    (tmp_path / "tokens").write_bytes(bytes(range(3)) * 2)
-    (tmp_path / "link").symlink_to("m.npy")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for arguments, message in {
-        ("--html", tmp_path / "m.npy"): "m.npy is read by this command",
-        ("--csv", tmp_path / "link"): "link is read by this command",
-        ("--tokens", tmp_path / "tokens", "--csv", tmp_path / "tokens"): "tokens is read by this",
-        ("--html", tmp_path / "a", "--csv", tmp_path / "a"): "--csv and --html ",
-    }.items():
-        code, out, err = run(capsys, tmp_path / "m.npy", *arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert message in err
-    code, _, err = run(capsys, tmp_path, "--csv", tmp_path / "m.npy")
-    assert (code, "m.npy exists, and is no earlier result of this command" in err) == (2, True)
-    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys):
-    """Nor do they replace anything but an earlier result, through links neither."""
-    folder = trained[0]
-    (tmp_path / "page.html").write_text("<html>mine</html>")
-    (tmp_path / "notes.md").write_text("made by coupled-adam")
-    (tmp_path / "link").symlink_to(folder / "config.yaml")
-    places = [folder, gpt2]
-    before = {path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()}
-    for out, message in {
-        folder / "config.yaml": "the folder of a run or a model: name a file outside",
-        folder / "metrics.jsonl": "the folder of a run or a model",
-        folder / "model" / "tokenizer.json": "the folder of a run or a model",
-        folder / "checkpoints" / "new.csv": "the folder of a run or a model",
-        gpt2 / "config.json": "the folder of a run or a model",
-        tmp_path / "link": "the folder of a run or a model",
-        tmp_path / "page.html": "exists, and is no earlier result of this command",
-        tmp_path / "notes.md": "exists, and is no earlier result of this command",
-    }.items():
-        for option in ("--csv", "--html", "--explore", "--export"):
-            code, shown, err = run(capsys, gpt2, option, out)
-            assert (code, shown, err.count("\n")) == (2, "", 1), err
-            assert f"{option} {out} " in err
-            assert message in err
-        assert main(["evaluate", str(gpt2), "--out", str(out)]) == 2
-        assert message in capsys.readouterr().err
-    assert before == {
-        path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()
-    }
-    # What this command has written, it may write again.
-    results = {"--csv": "a.csv", "--html": "a.html", "--explore": "map.html"}
-    results["--export"] = "a.parquet"
-    arguments = [x for option, name in results.items() for x in (option, tmp_path / name)]
-    for _ in range(2):
-        code, _, err = run(capsys, gpt2, *arguments)
-        assert code == 0, err
-    for _ in range(2):
-        assert main(["evaluate", str(gpt2), "--out", str(tmp_path / "a.json")]) == 0
-
-
-@pytest.mark.parametrize("option", ["--csv", "--html"])
-def test_a_page_or_table_that_cannot_be_written(option, gpt2, tmp_path, capsys):
-    code, out, err = run(capsys, gpt2, option, tmp_path / "missing" / "file")
-    assert (code, out) == (2, "")
-    assert f"{option}: there is no folder {tmp_path / 'missing'}" in err
 
 
 def test_rows_that_no_training_has_seen_are_mentioned(gpt2, capsys):

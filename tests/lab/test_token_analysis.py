@@ -158,7 +158,6 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours 'no such token'", "'no such token' is not a single token"),
         ("gpt2 --neighbours '#999'", "there is no token #999"),
         (f"gpt2 --neighbours '#{'9' * 5000}'", "there is no token #999"),
-        ("gpt2 --explore no/page.html", "--explore: there is no folder"),
         ("no-model --export m.csv", "--export m.csv must end in .parquet or .tsv"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
         ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),

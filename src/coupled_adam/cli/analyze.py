@@ -3,6 +3,8 @@
 Shows the measures of one or several models side by side, for the embeddings as they are, with their
 mean removed, and with their mean and their top principal directions removed. On request, names the
 tokens that were hardly trained, neighbours and hubs, and what changed from one model to another.
+
+example: coupled-adam analyze gpt2 --undertrained --html page.html
 """
 
 from __future__ import annotations
@@ -11,20 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from coupled_adam.cli.options import (
-    Count,
     ModelOptions,
+    OverwriteOption,
     TokenizerOption,
-    WholeNumber,
     WordSimilarityOption,
-    argument,
-    option,
+    write_file,
 )
-from coupled_adam.cli.outputs import check_files, write_file
+from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_table, progress_bar
 from coupled_adam.errors import UsageError, printable
+from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
@@ -32,54 +33,51 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
-    """The options of ``coupled-adam analyze``."""
+class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOption):
+    """The options of ``coupled-adam analyze``.
 
-    models: list[str] = argument(
-        "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a file: "
-        ".safetensors, .npy, .npz, .gguf, or vectors of word2vec, GloVe or fastText",
-        metavar="MODEL",
-    )
-    tensor: str | None = option("the name of the embeddings in the file")
-    counts: Path | None = option("a .npy file with a unigram count for each token")
-    text: Path | None = option("count the tokens of this file, or of this folder's files")
-    tokens: list[Path] | None = option("count these token files", metavar="FILE")
-    exclude: list[Literal["padding", "unseen"]] = option(
-        "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
-        "a count of zero)",
-        [],
-    )
-    top: WholeNumber | None = option(
-        "how many top principal directions to remove (default: H / 100, rounded up)", metavar="N"
-    )
-    all: bool = option(
-        "show all measures, also with the mean removed, and without the top directions",
-        default=False,
-    )
-    undertrained: bool = option("name the tokens that were hardly trained", default=False)
-    verify: bool = option(
-        "ask the model to repeat them, which shows those that it can write (needs [lab])",
-        default=False,
-    )
-    neighbours: list[str] | None = option(
-        "the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
-        "frequent ones), and the hubs",
-        metavar="TOKEN",
-        nargs="*",
-    )
-    duplicates: bool = option("name the rows that are nearly equal to another one", default=False)
-    compare: bool = option("show what changed from the first MODEL to the second", default=False)
-    show: Count = option(
-        "how many tokens a table in the terminal names; --json has all", 20, metavar="N"
-    )
-    csv: str | None = option("write all numbers as a table", metavar="FILE")
-    html: str | None = option("write a page with the table and pictures", metavar="FILE")
-    explore: str | None = option("write a page with a map of the tokens to explore", metavar="FILE")
-    export: str | None = option(
-        "write all that is known of each token as Parquet (.parquet, for embedding-atlas) or as "
-        "vectors and metadata for the embedding projector (.tsv)",
-        metavar="FILE",
-    )
+    models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
+        file with .safetensors, .npy, .npz, .gguf, or vectors of word2vec, GloVe or fastText.
+    tensor: the name of the embeddings in the file.
+    counts: a .npy file with a unigram count for each token.
+    text: count the tokens of this file, or of this folder's files.
+    tokens: count these token files.
+    exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
+        (with a count of zero).
+    top: how many top principal directions to remove (default: H / 100, rounded up).
+    all: show all measures, also with the mean removed, and without the top directions.
+    undertrained: name the tokens that were hardly trained.
+    verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
+    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most
+        frequent ones), and the hubs.
+    duplicates: name the rows that are nearly equal to another one.
+    compare: show what changed from the first MODEL to the second.
+    show: how many tokens a table in the terminal names; --json has all.
+    csv: write all numbers as a table.
+    html: write a page with the table and pictures.
+    explore: write a page with a map of the tokens to explore.
+    export: write all that is known of each token as Parquet (.parquet, for embedding-atlas) or as
+        vectors and metadata for the embedding projector (.tsv).
+    """
+
+    models: Annotated[list[str], Positional("MODEL")]
+    tensor: str | None = None
+    counts: Path | None = None
+    text: Path | None = None
+    tokens: list[Path] | None = None
+    exclude: list[Literal["padding", "unseen"]] | None = None
+    top: WholeNumber | None = None
+    all: bool = False
+    undertrained: bool = False
+    verify: bool = False
+    neighbours: list[str] | None = None
+    duplicates: bool = False
+    compare: bool = False
+    show: Count = 20
+    csv: Path | None = None
+    html: Path | None = None
+    explore: Path | None = None
+    export: Path | None = None
 
 
 def run(options: Options) -> None:
@@ -109,7 +107,7 @@ def run(options: Options) -> None:
             model,
             inputs,
             sets=sets,
-            exclude=options.exclude,
+            exclude=options.exclude or [],
             directions=options.top,
             tokens=options.neighbours or (),
             device=target,
@@ -140,7 +138,7 @@ def run(options: Options) -> None:
             comparisons = changes.compare_analyses(by_model[0], by_model[1], progress)
     # Pages are made before anything is printed, so that an error leaves no half of a result.
     listed = undertrained if options.undertrained else []
-    files: list[tuple[str, str, str | bytes]] = []
+    files: list[tuple[str, Path, str | bytes]] = []
     if options.csv is not None:
         files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
     if options.html is not None:
@@ -151,8 +149,8 @@ def run(options: Options) -> None:
         from coupled_adam.embeddings.explorer import export
 
         with progress_bar("neighbours for the export") as progress:
-            exported = export(undertrained, comparisons, options.export, progress)
-        files += [("--export", name, content) for name, content in exported.items()]
+            exported = export(undertrained, comparisons, str(options.export), progress)
+        files += [("--export", Path(name), content) for name, content in exported.items()]
     if options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page
 
@@ -227,14 +225,11 @@ def _check(options: Options) -> None:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    check_files(
-        [*options.models, options.counts, options.text, *(options.tokens or ())],
-        csv=options.csv,
-        html=options.html,
-        explore=options.explore,
-        export=options.export,
+    options.check_files(
+        csv=options.csv, html=options.html, explore=options.explore, export=options.export
     )
     if options.explore or options.export:
         from coupled_adam.embeddings.explorer import check_installed
 
-        check_installed(options.explore is not None, options.export)
+        export_to = None if options.export is None else str(options.export)
+        check_installed(options.explore is not None, export_to)

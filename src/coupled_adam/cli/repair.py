@@ -2,6 +2,8 @@
 
 Rows of the embeddings that are not finite or nearly zero get values like those of healthy rows. The
 rest of the model is copied as it is, and the model itself is never changed.
+
+example: coupled-adam repair my-model --out repaired --text validation.txt
 """
 
 from __future__ import annotations
@@ -10,19 +12,11 @@ import collections
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from coupled_adam.cli.options import (
-    Count,
-    ModelOptions,
-    TokenizerOption,
-    WholeNumber,
-    argument,
-    option,
-)
-from coupled_adam.cli.outputs import check_folder
+from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
+from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import (
     console,
     print_path,
@@ -30,30 +24,34 @@ from coupled_adam.cli.terminal import (
     progress_bar,
 )
 from coupled_adam.errors import UsageError
+from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.repair import RepairedMatrix
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(TokenizerOption, ModelOptions):
-    """The options of ``coupled-adam repair``."""
+    """The options of ``coupled-adam repair``.
 
-    model: str = argument(
-        "the folder of a model or a run, a model's id on the hub, or a file with a matrix"
-    )
-    out: Path = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
-    undertrained: bool = option(
-        "also repair the tokens that cannot be told from unused rows", default=False
-    )
-    recenter: bool = option(
-        "subtract the mean from the output embeddings, which does not change the predictions",
-        default=False,
-    )
-    seed: WholeNumber = option("of the rows drawn", 0)
-    text: Path | None = option("show the loss on this text before and after")
-    batches: Count | None = option("how many batches of the text to use (default: all)")
-    show: Count = option("how many rows the table names", 20, metavar="N")
+    model: the folder of a model or a run, a model's id on the hub, or a file with a matrix.
+    out: the folder (or file) to write, which must not exist.
+    undertrained: also repair the tokens that cannot be told from unused rows.
+    recenter: subtract the mean from the output embeddings, which does not change the predictions.
+    seed: of the rows drawn.
+    text: show the loss on this text before and after.
+    batches: how many batches of the text to use (default: all).
+    show: how many rows the table names.
+    """
+
+    model: Annotated[str, Positional("MODEL")]
+    out: Path
+    undertrained: bool = False
+    recenter: bool = False
+    seed: WholeNumber = 0
+    text: Path | None = None
+    batches: Count | None = None
+    show: Count = 20
 
 
 def run(options: Options) -> None:
@@ -69,7 +67,7 @@ def run(options: Options) -> None:
     if options.batches is not None and options.text is None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
     target = options.usable_device()
-    check_folder("--out", options.out)
+    check_output("--out", options.out)
     out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)
     if text is not None and folder.is_file():

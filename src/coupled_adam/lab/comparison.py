@@ -6,14 +6,14 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from coupled_adam import files
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import DivergedError, UsageError
 from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
@@ -68,16 +68,19 @@ def compare(
     cache: Path,
     resume: bool = False,
     on_start: Callable[[], object] = lambda: None,
+    on_report: Callable[[Report], object] = lambda _: None,
 ) -> Report | None:
     """Train and evaluate all runs into ``out``, and write its report.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
+    A run that diverges does not end the others: the report says that it is missing.
 
     Args:
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
             or more of them; an interrupted run continues from its last checkpoint.
         on_start: called when the folder and the corpus are there, before the first run starts.
+        on_report: called with the report, even if a run has diverged.
 
     Returns:
         The report, on rank 0; None on the others.
@@ -85,6 +88,7 @@ def compare(
     Raises:
         UsageError: if the folder is in use or not writable, or the text or the device cannot be
             used. An existing folder is left unchanged.
+        DivergedError: if runs have diverged, once all others are finished and reported.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
     with contextlib.ExitStack() as locks:
@@ -97,9 +101,16 @@ def compare(
                 for arm in recipe.arms
             ]
             on_start()
+            diverged: list[DivergedError] = []
+            finished = []
             with Progress(runs) as progress:
                 for run in runs:
-                    train(run, corpus, execution, progress)
+                    try:
+                        train(run, corpus, execution, progress)
+                    except DivergedError as error:  # on all processes alike
+                        diverged.append(error)
+                        continue
+                    finished.append(run)
                     # At once if no other process has to wait for it; otherwise after the group.
                     if world_size() == 1:
                         progress.say("testing")
@@ -109,9 +120,15 @@ def compare(
         if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
-        for run in runs:
+        for run in finished:
             evaluate_trained(run, corpus, execution)
-        return report([out], out / REPORT)
+        if not finished:
+            raise diverged[0]
+        written = report([out], out / REPORT)
+        on_report(written)
+        if diverged:
+            raise diverged[0]
+        return written
 
 
 def train_and_evaluate(
@@ -136,7 +153,7 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 def prepare_and_claim(
     file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
 ) -> Corpus:
-    """Prepare the corpus, then claim the folder of a comparison or a sweep, and describe it.
+    """Prepare the corpus, then claim the folder of a comparison, and describe it.
 
     A text that is mistyped, for example, thus leaves no folder behind.
 
@@ -168,7 +185,7 @@ def prepare_and_claim(
 
 
 def check_unused(out: Path, kind: str, resume: bool) -> None:
-    """Raise UsageError if a folder that holds no comparison, sweep or run cannot become one."""
+    """Raise UsageError if a folder that holds no comparison or run cannot become one."""
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
         is_used = not all(path.name.startswith(".") for path in out.iterdir())
@@ -176,31 +193,6 @@ def check_unused(out: Path, kind: str, resume: bool) -> None:
         raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
     if is_used:
         raise UsageError(f"--out {out} exists: continue it with --resume, or choose another folder")
-
-
-def check_same(
-    out: Path,
-    kind: str,
-    stored: Mapping[str, Any],
-    current: Mapping[str, Any],
-    may_differ: Callable[[str], bool],
-) -> None:
-    """Raise UsageError if a folder holds another comparison or sweep than is to be continued.
-
-    ``stored`` is what the folder has, ``current`` what is asked for; ``may_differ`` says whether a
-    setting, by its dotted key, may have another value.
-    """
-    # All differences at once, as the user typed them or left them out.
-    different = ", ".join(
-        f"{key}={there!r} there, {here!r} here"
-        for key, (there, here) in differences(stored, current).items()
-        if not may_differ(key)
-    )
-    if different:
-        raise UsageError(
-            f"--out {out} holds another {kind} ({different}): leave those options out "
-            "to continue it, or choose another folder"
-        )
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
@@ -220,5 +212,15 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
         section, _, option = key.partition(".")
         return key == "seeds" or (section == "arms" and option.partition(".")[0] not in shared)
 
-    check_same(out, "comparison", stored.to_dict(), recipe.to_dict(), may_differ)
+    # All differences at once, as the user typed them or left them out.
+    different = ", ".join(
+        f"{key}={there!r} there, {here!r} here"
+        for key, (there, here) in differences(stored.to_dict(), recipe.to_dict()).items()
+        if not may_differ(key)
+    )
+    if different:
+        raise UsageError(
+            f"--out {out} holds another comparison ({different}): leave those options out "
+            "to continue it, or choose another folder"
+        )
     return recipe.joined(stored)

@@ -1,39 +1,20 @@
-"""The sections ``model``, ``data`` and ``training`` of a recipe.
-
-The types say what each value may be, and the docstrings what it means. :mod:`recipe` checks the
-one with pydantic, and prints the other.
-"""
+"""The sections ``model``, ``data`` and ``training`` of a recipe."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from coupled_adam.errors import UsageError
-
-LARGEST = 10**15
-"""The limit of all counts: far larger than any in use, and exact as a float."""
-
-
-def require(condition: object, message: str) -> None:
-    """Raise UsageError with the message unless the condition is true."""
-    if not condition:
-        raise UsageError(message)
-
-
-def _not_a_bool(value: Any) -> Any:
-    """The value; pydantic would read ``true`` as 1."""
-    return str(value) if isinstance(value, bool) else value
-
-
-_Number = Annotated[float, BeforeValidator(_not_a_bool)]
-Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-Finite = Annotated[_Number, Field(allow_inf_nan=False)]
-Positive = Annotated[Finite, Field(gt=0)]
-NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[_Number, Field(ge=0, le=1)]
-Beta = Annotated[_Number, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+from coupled_adam.fields import (
+    LARGEST,
+    Beta,
+    Count,
+    NotNegative,
+    Positive,
+    PositiveOrInfinite,
+    Share,
+    require,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +37,8 @@ class Model:
 
     architecture: str
     # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
-    vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST)]
-    n_layer: Annotated[int, Field(strict=True, ge=1, le=1000)]  # more take too long to count
+    vocab_size: Annotated[Count, Field(ge=257)]
+    n_layer: Annotated[Count, Field(le=1000)]  # more take too long to count
     n_head: Count
     n_embd: Count
     n_positions: Count | None = None
@@ -121,18 +102,12 @@ class Data:
     tokens: str | None = None
     token_dtype: Literal["uint16", "uint32", "int64"] | None = None
     tokenizer: str | None = None
-    held_out: float = 0.05
-    max_tokens: int | None = None
-    max_held_out_tokens: int | None = None
+    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    max_tokens: Count | None = None
+    max_held_out_tokens: Count | None = None
 
     def __post_init__(self) -> None:
-        """Raise UsageError for values that are out of range or do not fit together."""
-        for name in ("max_tokens", "max_held_out_tokens"):
-            value = getattr(self, name)
-            require(
-                value is None or 1 <= value <= LARGEST,
-                f"data.{name}={value} must be 1 or more, and at most {LARGEST:g}",
-            )
+        """Raise UsageError for values that do not fit together."""
         sources = [name for name in ("text", "hub", "tokens") if getattr(self, name) is not None]
         require(
             len(sources) <= 1,
@@ -141,7 +116,6 @@ class Data:
         require(
             self.separator != "", "data.separator='' separates nothing: give some text, or null"
         )
-        require(0 < self.held_out < 0.5, f"data.held_out={self.held_out} must be between 0 and 0.5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +158,7 @@ class Training:
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.1
     decay_positions: bool = False
-    max_grad_norm: Annotated[_Number, Field(gt=0)] = 1.0
+    max_grad_norm: PositiveOrInfinite = 1.0
     precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
     evaluate_every: Count = 1000
     evaluation_batches: Count | None = None

@@ -49,13 +49,6 @@ class Machine:
         return {**dataclasses.asdict(self), "busy": self.busy}
 
 
-def memory(device: str) -> int:
-    """The bytes of memory of the machine or, for "cuda", of the GPU."""
-    if device == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def describe_machine(device: str) -> Machine:
     """Describe the machine in its current state. Call this before anything is timed."""
     return Machine(

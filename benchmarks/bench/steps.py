@@ -4,12 +4,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from bench.cases import Case
+from bench.optimizers import BASELINE, OPTIMIZERS, candidate, make_step
+from bench.results import Timed
+from bench.timing import sample_in_turn, step_sampler
 from torch import Tensor
-
-from coupled_adam.bench.cases import Case
-from coupled_adam.bench.optimizers import BASELINE, OPTIMIZERS, candidate, make_step
-from coupled_adam.bench.results import Timed
-from coupled_adam.bench.timing import sample_in_turn, step_sampler
 
 _LEAST_PAIRS, _MOST_PAIRS = 6, 100
 
@@ -25,7 +24,7 @@ def bench(
 
     Args:
         cases: the parameters that they update.
-        optimizers: names of :data:`~coupled_adam.bench.optimizers.OPTIMIZERS` (default: all).
+        optimizers: names of :data:`~bench.optimizers.OPTIMIZERS` (default: all).
         device: the device of parameters, gradients and states.
         seconds: approximate duration of each measurement; at least six pairs are timed.
     """

@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coupled_adam.bench.cases import Case
-from coupled_adam.bench.optimizers import BASELINE
-from coupled_adam.bench.timing import Quartiles
+from bench.cases import Case
+from bench.optimizers import BASELINE
+from bench.timing import Quartiles
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench.timing import Quartiles, now, sample_in_turn
 from torch import nn
 from torch.optim import Optimizer
 
 from coupled_adam import CoupledAdamW, param_groups
-from coupled_adam.bench.timing import Quartiles, now, sample_in_turn
-from coupled_adam.errors import UsageError
 from coupled_adam.lab.models import build_model, parameters
 from coupled_adam.lab.recipe import Recipe
 from coupled_adam.lab.training.loss import sequence_losses
@@ -74,10 +73,8 @@ def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> T
     Args:
         recipe: its model, batch size and optimizer options are used, but not its data.
         device: the device of the models.
-        steps: the number of timed steps of each optimizer; UsageError is raised below 2.
+        steps: the number of timed steps of each optimizer, 2 at least.
     """
-    if steps < 2:
-        raise UsageError(f"--steps {steps}: quartiles need 2 steps at least")
     coupled_step = _training_step(recipe, device, coupled=True)
     adamw_step = _training_step(recipe, device, coupled=False)
     # Two warmup steps of each: the first makes the state, and both fill the allocator's caches.

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bench.cases import Case
 from torch import nn
 from torch.optim import Optimizer
 
 from coupled_adam import LEAN, CoupledAdamW
-from coupled_adam.bench.cases import Case
 
 BASELINE = "AdamW fused"
 """The optimizer that every other one is compared with: torch's fastest AdamW."""

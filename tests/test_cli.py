@@ -23,7 +23,6 @@ from coupled_adam import cli
 from coupled_adam.cli import main
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
-from coupled_adam.errors import install
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
@@ -412,19 +411,6 @@ def test_a_comparison_is_no_model(command, tmp_path, capsys):
     (tmp_path / "runs" / "a" / "config.yaml").write_text("")
     assert main([command, str(tmp_path / "runs")]) == 2
     assert f"such as {tmp_path / 'runs' / 'a'}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("origin", "command"),
-    [
-        ('{"url": "file:///my%20clone", "dir_info": {}}', "pip install '/my clone[lab]'"),
-        (None, "pip install 'coupled-adam[lab]'"),
-    ],
-)
-def test_the_hint_installs_from_where_the_package_came(origin, command, monkeypatch):
-    monkeypatch.setattr("importlib.metadata.Distribution.read_text", lambda *_: origin)
-    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", lambda *_: origin)
-    assert install("lab") == command
 
 
 def test_embeddings_without_numpy():

@@ -134,7 +134,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
         ("--counts", "missing.npy"): "No such file",
         ("--tokens", "c.bin"): f"--tokens {tmp_path}/c.bin: token ids range from 448 to 448, but",
         ("--tokens", "missing.bin"): f"error: --tokens {tmp_path}/missing.bin: No such file",
-        ("--tokens", "odd.bin"): "odd.bin is damaged: 3 bytes of uint16. Copy or write it again\n",
+        ("--tokens", "odd.bin"): "odd.bin is damaged: 3 bytes of uint16. Copy or write it again",
     }.items():
         code, out, err = run(capsys, gpt2, arguments[0], tmp_path / arguments[1])
         assert (code, out, err.count("\n")) == (2, "", 1), err

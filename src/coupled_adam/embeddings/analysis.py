@@ -343,13 +343,15 @@ def _counted(
         assert tokenizer is not None
         given, pieces = f"--text {inputs.text}", token_pieces(inputs.text, tokenizer)
     else:
-        tokens = Tokens([token_file(path, rows) for path in inputs.tokens])
+        with refused("--tokens ", UsageError):
+            tokens = Tokens([token_file(path, rows) for path in inputs.tokens])
         starts = range(0, len(tokens), 2**24)
         bar = tqdm(starts, "counting tokens", disable=None, leave=False)
         pieces = (tokens[start : start + 2**24] for start in bar)
         given = f"--tokens {' '.join(map(str, inputs.tokens))}"
     counts = np.zeros(rows, dtype=np.int64)
-    with refused(f"{model}: {given}: "):
+    option = given.partition(" ")[0]
+    with refused(f"{model}: {given}: "), refused(f"{option} ", UsageError):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

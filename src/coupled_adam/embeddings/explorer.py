@@ -183,7 +183,7 @@ def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
     rows = np.flatnonzero(healthy)
     if share is None or len(rows) <= share:
         return rows
-    # Half of the sample at most is what the page is made for; the rest shows what is usual.
+    # Up to half of the sample are under-trained or unused rows, and the rest is random.
     preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
     preferred = preferred[healthy[preferred]][: share // 2]
     usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, preferred))

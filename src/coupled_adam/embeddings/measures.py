@@ -68,7 +68,7 @@ class Measure:
     """A number that is measured, and how it is shown."""
 
     key: str  # its name in Python, JSON, CSV and logs
-    label: str  # its name in tables, in words
+    label: str  # its name in tables
     symbol: str  # the letter for it in the paper; may be empty
     digits: int  # how many decimals to show
     better: Better | None  # which values are better; None for those that only describe

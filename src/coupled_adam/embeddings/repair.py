@@ -70,15 +70,14 @@ def why_not(source: str, config: Mapping[str, Any], role: str, recenter: bool = 
 
     The configuration is the model's, and the role as in :class:`EmbeddingMatrix`.
     """
-    import transformers
-
     path = Path(source)
     if path.suffix == ".npy" and path.is_file():
         return "--recenter needs a model with output embeddings" if recenter else ""
     names = config.get("architectures")
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    if path.is_file() or not hasattr(transformers, name or "-"):
+    if path.is_file() or not names or not _is_known(names):
         return "only folders of models that transformers loads, and .npy files, can be repaired"
+    if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob(f"{MODEL}/*.safetensors")]:
+        return "it has no safetensors: save the model as safetensors first"
     if config.get("quantization_config"):
         return "it is quantised: repair the model that it was made of"
     if not recenter:
@@ -97,6 +96,14 @@ def why_not(source: str, config: Mapping[str, Any], role: str, recenter: bool = 
             "positions like GPT-2's to take up the mean on the input side"
         )
     return ""
+
+
+def _is_known(architectures: object) -> bool:
+    """Whether transformers has the class of a model."""
+    import transformers  # takes seconds
+
+    name = architectures[0] if isinstance(architectures, list) else None
+    return isinstance(name, str) and hasattr(transformers, name)
 
 
 def dead_rows(embeddings: Tensor, on_rows: geometry.OnRows = None) -> dict[int, Reason]:
@@ -169,12 +176,13 @@ def repair_model(
 ) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
-    transformers loads the model in the dtype that it is stored in, and saves the copy; the
+    transformers loads the model in the dtype of its embeddings, and saves the copy; the
     tokenizer and all else beside the weights is copied. The row of the model's padding token may be
     zero.
 
     Args:
-        source: a folder with a model that transformers knows, or a ``.npy`` file with a matrix.
+        source: a folder with a model that transformers knows, as safetensors, or a ``.npy`` file
+            with a matrix.
         out: the folder or the file to write, which must not exist.
         vocabulary: a function that returns what V rows stand for.
 
@@ -240,7 +248,12 @@ def _load(folder: Path, recenter: bool) -> Any:
     cls = getattr(transformers, config["architectures"][0])
     try:
         model, loading = cls.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except Exception as error:  # of many types
         raise UsageError(f"{folder} cannot be loaded ({one_line(error)})") from None

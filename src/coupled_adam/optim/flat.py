@@ -206,7 +206,8 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     """Update the segments; with Coupled Adam then nu, of which each has updated its copy."""
     assert sums is not None
     width = len(matrix.exp_avg_sq)
-    total = torch.zeros(2 * width + 1, dtype=torch.float32, device=matrix.param.device)
+    wide = torch.float64 if matrix.param.is_cpu else torch.float32
+    total = torch.zeros(2 * width + 1, dtype=wide, device=matrix.param.device)
     for sub in sums.kernel_state:
         if scalars.noise is not None:
             noise = scalars.noise._replace(row=sub.tokens.start, column=sub.features.start)
@@ -221,7 +222,6 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
         of_segment = sub.matrix.kernel.apply(sub.matrix, weights, scalars)
         assert of_segment is not None
         updates, squares, count = of_segment.split([len(sub.matrix.exp_avg_sq)] * 2 + [1])
-        total = total.to(of_segment.dtype)
         total[:width][sub.features] += updates
         total[width:-1][sub.features] += squares
         if sub.features.start == 0:  # so that a row that is cut counts once

@@ -114,8 +114,7 @@ def token_file(path: Path, vocab_size: int, dtype: str | None = None) -> TokenFi
     if remainder or length < 0 or (offset and length != promised):
         promise = f", where its header says {promised} tokens" if offset else ""
         raise UsageError(
-            f"{path} is damaged: {size - offset} bytes of {dtype}{promise}. Copy or write it "
-            "again, or say its token_dtype"
+            f"{path} is damaged: {size - offset} bytes of {dtype}{promise}. Copy or write it again"
         )
     return TokenFile(str(path.resolve()), _DTYPES[dtype], offset, length)
 
@@ -127,5 +126,5 @@ def _check_width(path: Path, start: bytes, dtype: str) -> None:
     if len(numbers) >= 8 and numbers[:, 0].any() and not numbers[:, 1].any():
         raise UsageError(
             f"{path}: every second number is 0 if its tokens are read as {dtype}, so they seem to "
-            "be wider: say which with token_dtype, uint32 or int64"
+            f"be wider: write them as {dtype}, or say what they are (token_dtype in a recipe)"
         )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
 from coupled_adam.text.documents import batched, documents
-from coupled_adam.text.hub import check_sizes, hub_error, reach_hub
+from coupled_adam.text.hub import hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,9 +31,7 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
     is_here = Path(name).exists()
-    if is_here:
-        check_sizes(Path(name))  # since transformers reads the model's configuration, too
-    else:
+    if not is_here:
         reach_hub()
     try:
         tokenizer: PreTrainedTokenizerBase

@@ -102,19 +102,20 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
         "data": {k: v for k, v in dataclasses.asdict(data).items() if k not in BY_CONTENT},
     }
     folder = cache / content_hash(made_from)[:32]
+    path = folder / "corpus.json"
     process = f"another process that is preparing the corpus {folder}"
     try:
         # First without the lock, since a cache that holds the corpus may be read-only.
-        if not folder.exists():
+        if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
             with waiting_for(cache / f"{folder.name}.lock", process):
                 # Another process may have created it in the meantime; one that was killed has
                 # left what nobody else writes to.
                 for leftover in cache.glob(f".{folder.name}-*"):
                     shutil.rmtree(leftover)
-                if not folder.exists():
+                if not path.exists():
                     _make(source, tokenizer, data, vocab_size, folder)
-        facts = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "

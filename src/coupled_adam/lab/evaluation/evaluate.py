@@ -22,7 +22,7 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.measures import MEASURES
-from coupled_adam.errors import UsageError
+from coupled_adam.errors import UsageError, refused
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
@@ -231,7 +231,9 @@ def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
-    tokens, length = text_tokens(text, tokenizer), loading.block_length(model)
+    with refused("--text ", UsageError):
+        tokens = text_tokens(text, tokenizer)
+    length = loading.block_length(model)
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"

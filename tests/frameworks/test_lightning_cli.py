@@ -48,4 +48,5 @@ def test_lightning_cli(tmp_path):
     assert {name: tuple(value.shape) for name, value in state.items() if name != "step"} == {
         "exp_avg_sq": (4,),
         "exp_avg_sq_row": (V,),
+        "mean_update": (4,),
     }

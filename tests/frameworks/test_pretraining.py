@@ -78,7 +78,7 @@ def test_litgpt(config):
     ("embeddings", "shapes"),
     [
         ("coupled", {"exp_avg": (V, H), "exp_avg_sq": (H,)}),
-        ("lean", {"exp_avg_sq": (H,), "exp_avg_sq_row": (V,)}),
+        ("lean", {"exp_avg_sq": (H,), "exp_avg_sq_row": (V,), "mean_update": (H,)}),
     ],
 )
 def test_torchtitan(embeddings, shapes):

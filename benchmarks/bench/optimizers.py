@@ -46,7 +46,7 @@ def coupled(**options: Any) -> Candidate:
         groups: list[dict[str, Any]] = [{"params": [embedding], "coupled": True}]
         if params:
             groups.append({"params": params})
-        return CoupledAdamW(groups, lr=1e-4, max_grad_norm=clip, **options)
+        return CoupledAdamW(groups, lr=1e-4, **options)
 
     has_momentum = options.get("betas", (0.9, 0.999))[0] != 0
     return Candidate(make, matrices_moved=6 if has_momentum else 4)
@@ -83,10 +83,10 @@ def make_step(
 ) -> tuple[Optimizer, Callable[[], object]]:
     """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
     optimizer = candidate(name).make(embedding, params, 1.0 if clip else None)
-    if not clip or isinstance(optimizer, CoupledAdamW):
+    if not clip:
         return optimizer, optimizer.step
 
-    # As a training loop has to do for an optimizer that does not clip in its step.
+    # As a training loop does.
     def clip_and_step() -> None:
         nn.utils.clip_grad_norm_([embedding, *params], 1.0)
         optimizer.step()

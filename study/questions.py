@@ -373,7 +373,7 @@ RATES = (5e-3, 2e-2)
 
 
 def _alternatives() -> dict[str, Entry]:
-    """The runs of ``alternatives``, except both arms and lr_factor 0.25 at 5e-3: others have these."""
+    """All but both arms and lr_factor 0.25 at 5e-3, which other questions have."""
     # Weak penalties have no effect, and changes at the end do not affect the training.
     strong = ("centered_each_step", "mean_loss_1", "z_loss", "soft_cap")
     decay = {**ADAMW, "embedding_weight_decay": 0.1}

@@ -331,6 +331,30 @@ def test_the_mean_over_settings():
     assert f"it is {mean:.3f} higher" in readme
 
 
+def test_20_million_tokens_at_the_usual_betas():
+    """What the page says of n = -2, which has one seed, and of a = 0.5 against Coupled Adam."""
+    page = (ROOT / "docs/study/usual-betas.md").read_text(encoding="utf-8")
+    text = page.split("### 20M tokens")[1].split("<details")[0]
+    valid, test = (
+        {
+            name: {seed: run[key] for seed, run in runs("paper_ratio", name).items()}
+            for name in ("adamw n=0", "adamw n=-2", "coupled n=0", "coupled n=-2", "a=0.5 n=2")
+        }
+        for key in ("valid_loss", "test_loss")
+    )
+    higher, lower = map(float, re.findall(r"(0\.00\d)\s(?:higher|lower)", text))
+    assert higher == pytest.approx(valid["coupled n=-2"][1] - valid["coupled n=0"][1], abs=5.1e-4)
+    assert lower == pytest.approx(valid["adamw n=0"][1] - valid["adamw n=-2"][1], abs=5.1e-4)
+    lean, coupled = valid["a=0.5 n=2"], valid["coupled n=0"]
+    leads = [coupled[seed] - lean[seed] for seed in coupled]
+    shown = map(float, re.search(r"by (0\.\d+) to (0\.\d+)", text).groups())
+    assert [*shown] == pytest.approx([min(leads), max(leads)], abs=5.1e-4)
+    pairs = [[test[name][seed] for seed in coupled] for name in ("a=0.5 n=2", "coupled n=0")]
+    p = [stats.ttest_ind(*pairs).pvalue, stats.ttest_rel(*pairs).pvalue]
+    shown = map(float, re.search(r"p = (0\.\d+), paired (0\.\d+)", text).groups())
+    assert [*shown] == pytest.approx(p, abs=5.1e-3)
+
+
 def test_48_million_tokens():
     text = PAGE.split("After 48M tokens")[1].split("\n\n")[0]
     of_each = [("betas_48M", name) for name in ("a=0.75 0 0.99 n=2", "adamw 0 0.999 n=2")]

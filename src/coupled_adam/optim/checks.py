@@ -102,7 +102,8 @@ def _check_matrix(group: Group, index: int) -> None:
         _check_pieces(group, index, shards)
         return
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
-    if p.dim() == 2 and p.numel() > 0 and p.is_floating_point() and not partial:
+    is_supported = p.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if p.dim() == 2 and p.numel() > 0 and is_supported and not partial:
         return
     if partial:
         problem = (
@@ -122,7 +123,10 @@ def _check_matrix(group: Group, index: int) -> None:
     elif p.numel() == 0:
         problem = "it is empty. Move it to a group without coupled=True"
     else:
-        problem = f"its dtype is {p.dtype}, but coupling needs a real floating-point dtype"
+        problem = (
+            f"its dtype is {p.dtype}, but coupling needs float64, float32, bfloat16 or float16. "
+            "Move it to a group without coupled=True"
+        )
     raise ValueError(f"cannot couple {describe(group, index)}: {problem}")
 
 

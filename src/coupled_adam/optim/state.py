@@ -137,6 +137,11 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
             f"must be {list(shape)}. If 'coupled' was set after the first step, "
             "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
+    if value.dtype.itemsize < p.dtype.itemsize:  # every step would round to it
+        raise RuntimeError(
+            f"{describe(group, index)} is {p.dtype}, but {name} in its optimizer state is "
+            f"{value.dtype}. optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+        )
     if type(p) in sharded.PLAIN and type(value) in sharded.PLAIN:  # nearly always
         return
     if not (

@@ -261,7 +261,8 @@ def _step_of_ranks(state: State, shards: list[flat.FlatShard], p: Tensor) -> flo
     wide = torch.float32 if p.device.type == "mps" else torch.float64
     total = torch.tensor(loaded, dtype=wide, device=p.device)
     step, count = sharded.add_up(total, sharded.ranks_of(shards[0].process_group))
-    return step.item() / (count.item() or 1.0)
+    average: float = step.item() / (count.item() or 1.0)
+    return average
 
 
 def _flat_averages(group: Group, index: int, state: State, step: float) -> State:

@@ -4,6 +4,7 @@ Each entry of ``MODELS`` is a function that makes a model, and the names that ar
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,7 +104,73 @@ B = 256
 GPT = {"wte": table(1000), "wpe": table(64), "h": stack(2, fused())}
 BYTES = {"tok": table(B), "layers": stack(2, attention(kv=B, hidden=B))}
 
+PROJECTS = ("nanoGPT", "nanochat", "litgpt", "torchtitan", "OLMo-core", "T5")
+"""The names of models that begin so have the names and the configuration of these projects."""
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "nanoGPT": (
+        lambda: made(
+            {
+                "transformer": block(wte=table(1000), wpe=table(64), h=stack(2, fused())),
+                "lm_head": linear(H, 1000),
+            },
+            ("transformer.wte", "lm_head"),
+            config=SimpleNamespace(block_size=64, vocab_size=1000, n_embd=H),
+        ),
+        {"transformer.wte.weight"},
+    ),
+    "nanochat": (
+        lambda: made(
+            {
+                "transformer": block(wte=table(1000), h=stack(3, attention())),
+                "value_embeds": block(**{"0": table(1000, 16), "2": table(1000, 16)}),
+                "lm_head": linear(H, 1000),
+                "smear_gate": linear(24, 1),
+            },
+            config=SimpleNamespace(sequence_len=64, vocab_size=1000),
+        ),
+        {
+            "transformer.wte.weight",
+            "value_embeds.0.weight",
+            "value_embeds.2.weight",
+            "lm_head.weight",
+        },
+    ),
+    "litgpt": (
+        lambda: made(
+            {
+                "lm_head": linear(H, 1024),
+                "transformer": block(wte=table(1024), h=stack(2, attention())),
+            },
+            config=SimpleNamespace(vocab_size=1000, padded_vocab_size=1024, block_size=64),
+        ),
+        {"lm_head.weight", "transformer.wte.weight"},
+    ),
+    "torchtitan": (
+        model(
+            tok_embeddings=table(1000),
+            layers=block(**{"0": attention(), "1": attention()}),
+            output=linear(H, 1000),
+        ),
+        {"tok_embeddings.weight", "output.weight"},
+    ),
+    "OLMo-core": (
+        model(
+            embeddings=table(1000),
+            blocks=block(**{"0": attention(), "1": attention()}),
+            lm_head=block(w_out=linear(H, 1000)),
+        ),
+        {"embeddings.weight", "lm_head.w_out.weight"},
+    ),
+    "T5, untied": (
+        model(
+            shared=table(1000),
+            encoder=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
+            decoder=stack(2, block(relative_attention_bias=table(32, 4), q=linear(H, H))),
+            lm_head=linear(H, 1000),
+        ),
+        {"shared.weight", "lm_head.weight"},
+    ),
     # language models
     "gpt, tied": (
         model(("wte", "lm_head"), **GPT, lm_head=linear(H, 1000)),
@@ -186,7 +253,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
         ),
         {"word_embeddings.weight", "mlm.weight"},
     ),
-    "t5, shared": (
+    "T5, tied": (
         model(("shared", "lm_head"), shared=table(1000), lm_head=linear(H, 1000)),
         {"shared.weight"},
     ),

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from coupled_adam.bench.cases import parse_case
-from coupled_adam.bench.optimizers import OPTIMIZERS, make_step
+from bench.cases import parse_case
+from bench.optimizers import OPTIMIZERS, make_step
 
 
 def peak(step: Callable[[], object]) -> int:

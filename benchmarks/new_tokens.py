@@ -35,8 +35,7 @@ from coupled_adam.lab.data.tokenization import held_out_split
 from coupled_adam.lab.models import build_model
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.lab.training.environment import environment
-from coupled_adam.text.documents import python_documentation
-from coupled_adam.text.formats import passages
+from coupled_adam.text.documents import passages, python_documentation
 from coupled_adam.text.tokenizers import load_tokenizer
 
 NEW = 64
@@ -67,10 +66,10 @@ FACTORS = (0.25, 1.0, 4.0, 16.0)  # of the embeddings' rate; 64 and more if 16 i
 
 def optimizer_of(model: nn.Module, name: str, lr: float, factor: float) -> torch.optim.Optimizer:
     if name in ADAMW:
-        groups = param_groups(model, lr=factor * lr, **ADAMW[name])
+        groups = param_groups(model, {"lr": factor * lr, **ADAMW[name]})
         return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
-    groups = param_groups(model, lr_factor=factor, **(COUPLED | ACTIVE_ROWS)[name])
-    return CoupledAdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
+    embeddings = {"lr_factor": factor, **(COUPLED | ACTIVE_ROWS)[name]}
+    return CoupledAdamW(model, embeddings=embeddings, lr=lr, betas=BETAS, weight_decay=0.1)
 
 
 def fit(

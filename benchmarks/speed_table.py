@@ -1,7 +1,7 @@
-"""Create the tables and the picture of docs/speed.md from committed results of the command bench.
+"""Create the tables and the picture of docs/speed.md from committed results of speed.py.
 
-    coupled-adam bench --json > benchmarks/results/bench/amd-epyc-1.json
-    coupled-adam bench --json --clip > benchmarks/results/bench/amd-epyc-clip-1.json
+    python benchmarks/speed.py --json > benchmarks/results/bench/amd-epyc-1.json
+    python benchmarks/speed.py --json --clip > benchmarks/results/bench/amd-epyc-clip-1.json
     python benchmarks/speed_table.py
 
 There is a table for each processor, which combines all files with the same processor, instruction
@@ -18,8 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coupled_adam.bench.cases import Case
-from coupled_adam.bench.results import Timed, bench_picture
+from bench.cases import Case
+from bench.results import Timed, bench_picture
+
 from coupled_adam.files import write_atomically
 from coupled_adam.rendering.tables import Table
 

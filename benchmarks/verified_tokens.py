@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from coupled_adam.embeddings.analysis import Source, analyze_model
-from coupled_adam.embeddings.tokens import find_undertrained, verify_undertrained
+from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
+from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
 from coupled_adam.embeddings.vocabulary import read_vocabulary
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
@@ -81,7 +81,7 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
     if not (run.folder / "model").exists():
         train(run, corpus, Execution())
     unseen = (corpus.unigram_counts() == 0) & ok
-    (analysis,) = analyze_model(str(run.folder), Source())
+    (analysis,) = analyze_model(str(run.folder), AnalysisInputs())
     model = load_model(run.folder / "model", "cpu")
     result: dict[str, Any] = {"never seen": int(unseen.sum())}
     for share in SHARES:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings import mean_norm_ratio
 from text import batch, small_gpt2
 
@@ -24,7 +24,7 @@ options = parser.parse_args()
 ACCUMULATE = 2
 accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=not torch.cuda.is_available())
 model = small_gpt2()
-optimizer = CoupledAdamW(param_groups(model), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+optimizer = CoupledAdamW(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
 model, optimizer = accelerator.prepare(model, optimizer)
 accelerator.register_for_checkpointing(scheduler)

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from coupled_adam.embeddings import mean_norm_ratio
-from coupled_adam.transformers import CoupledAdamWFactory
+from coupled_adam.transformers import use_coupled_adam
 from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
@@ -49,12 +49,8 @@ args = TrainingArguments(
     report_to="none",
     use_cpu=not torch.cuda.is_available(),
 )
-trainer = Trainer(
-    small_gpt2(),
-    args,
-    train_dataset=Bytes(),
-    optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args}),
-)
+trainer = Trainer(small_gpt2(), args, train_dataset=Bytes())
+use_coupled_adam(trainer)
 trainer.train(resume_from_checkpoint=options.resume)
 trainer.save_model()
 ratio = mean_norm_ratio(trainer.model.lm_head.weight)

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam import CoupledAdamW
 from coupled_adam.embeddings import mean_norm_ratio
 from text import batch, small_gpt2
 
@@ -64,7 +64,7 @@ class LanguageModel(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Coupled Adam, and a learning-rate schedule that advances after each optimizer step."""
-        optimizer = CoupledAdamW(param_groups(self), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = CoupledAdamW(self, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

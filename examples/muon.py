@@ -18,7 +18,7 @@ options = parser.parse_args()
 
 model = small_gpt2()
 # One learning rate suits both: Muon's updates are scaled to the size of AdamW's.
-# groups={"lr_factor": 4} gives the embeddings a rate of their own.
+# embeddings={"lr_factor": 4} gives the embeddings a rate of their own.
 optimizer = MuonWithCoupledAdam(model, lr=3e-3, betas=(0.9, 0.95))
 if options.embeddings == "adamw":  # for comparison
     for group in optimizer.param_groups:

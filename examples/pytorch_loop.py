@@ -26,7 +26,7 @@ model = small_gpt2()
 groups = param_groups(model)
 print(groups)
 optimizer_class = CoupledAdamW if options.optimizer == "coupled" else torch.optim.AdamW
-optimizer = optimizer_class(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+optimizer = optimizer_class(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
 start = 0

@@ -13,6 +13,7 @@
 #     sbatch slurm.sh 124M-5B /scratch/runs/124M-5B
 set -u
 recipe=$1 out=$2
+export SLURM_KILL_BAD_EXIT=1 # the others would wait for a process that has failed
 
 resume=()
 if [ -e "$out/comparison.yaml" ]; then

@@ -56,9 +56,8 @@ def zero_sum(exponent: float) -> Variant:
     def build(model: PreTrainedModel, recipe: Recipe, arm: str) -> Optimizer:
         training, options = recipe.training, recipe.arm(arm)
         assert isinstance(options, AdamWArm)
-        groups = param_groups(
-            model, lr=options.lr_factor * training.lr, weight_decay=training.weight_decay
-        )
+        rate = {"lr": options.lr_factor * training.lr}
+        groups = param_groups(model, rate, weight_decay=training.weight_decay)
         for group in groups:
             if group.pop("coupled"):
                 group["exponent"] = exponent

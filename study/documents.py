@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from coupled_adam.text.documents import open_documents
-from coupled_adam.text.source import Data
+from coupled_adam.text.documents import documents
 from coupled_adam.text.tokenizers import load_tokenizer
 
 TOKENS = 512
@@ -34,9 +33,10 @@ def document_blocks(file: Path, tokenizer: Path, length: int) -> tuple[Tensor, T
     Returns:
         Blocks of token ids, [blocks, length + 1], and the number of each one's document, [blocks].
     """
-    documents = open_documents(Data(text=str(file), separator="\n\n")).readers["train"]()
     loaded = load_tokenizer(tokenizer)
-    encoded = loaded([*documents], add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = loaded([*documents(file, "\n\n")], add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]
     blocks, numbers = [], []
     for number, ids in enumerate(encoded):
         ids = [loaded.eos_token_id, *ids][: TOKENS + 1]

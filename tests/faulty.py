@@ -79,22 +79,12 @@ def of_a_checkpoint(path, *_):
     return path.parent.name == "checkpoints"
 
 
-def put_aside(path, target):
-    """Whether the new folder is about to get the name of one that has been put aside."""
-    return path.with_name(f".{Path(target).name}.coupled-adam-old").exists()
-
-
 def build_in(fault, number):
     if fault == "limit-of-one" and os.environ["RANK"] != "1":
         return
     if fault in ("limit", "limit-of-one"):  # a disk that has no room for larger files
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (number, number))
-        return
-    if fault in ("impatience", "absence"):
-        distributed.PATIENCE = float(number)
-        if fault == "absence" and os.environ["SLURM_PROCID"] == "1":  # before the others can know
-            kill()
         return
     loss = LanguageModel.loss
     places = {
@@ -104,8 +94,6 @@ def build_in(fault, number):
         "term": (evaluation, "write_atomically", terminated),
         "model": (training, "save_model", kill),
         "evaluation": (evaluation, "write_atomically", kill),
-        "aside": (Path, "rename", kill, put_aside),
-        "dissolve": (files, "_dissolve", kill),
         "figures": (reporting, "draw_all", kill),
         "page": (reporting, "report_page", kill),
         "nan": (LanguageModel, "loss", on_rank_one(not_finite, loss)),

@@ -89,17 +89,14 @@ class Laboratory:
         stderrs = [process.communicate()[1] for process in processes]
         raise AssertionError(f"step {step} was not reached: {stderrs}")
 
-    def srun(self, *arguments, others=(), **options):
-        """Two processes as SLURM starts them, with what it tells them.
-
-        The second one gets further options.
-        """
+    def srun(self, *arguments, **options):
+        """Two processes as SLURM starts them, with what it tells them."""
         told = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
         told |= {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NAME": "train", "SLURM_NODEID": "0"}
         told |= {"SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost"}
         return [
             Process(
-                self.command(*arguments, *(others if rank else ()), **options),
+                self.command(*arguments, **options),
                 {**os.environ, **told, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             )
             for rank in range(2)
@@ -135,7 +132,7 @@ class Laboratory:
         return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in metrics]
 
     def checkpoints(self, out):
-        return sorted(path.stem for path in (self.folder / out / "checkpoints").glob("*.json"))
+        return sorted(path.name for path in (self.folder / out / "checkpoints").glob("step-*"))
 
 
 def close(weights, expected, tolerance):

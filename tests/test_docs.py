@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 import coupled_adam
 import token_models
 from coupled_adam import cli
-from coupled_adam.lab.explained import explained
-from coupled_adam.lab.recipe import load_recipe, override, parse_overrides
+from coupled_adam.cli.recipes import explained
+from coupled_adam.lab.recipe import load_recipe, load_values
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
@@ -96,12 +96,10 @@ def test_commands(block):
     for command in commands(block):
         ours = of_ours(command)
         if ours is not None:
-            ours = cli._overrides_first(ours)
-            options = vars(cli._command_parser(cli._command_name(ours)).parse_args(ours[1:]))
-            if options.get("recipe") and ours[0] != "sweep":  # whose values are lists
-                recipe = load_recipe(options["recipe"])
-                override(recipe, parse_overrides(options["overrides"]))
-                assert options.get("arm") in (None, *recipe.arms)
+            options = cli.parse(ours[0], cli.load_command(ours[0]), ours[1:])
+            if getattr(options, "recipe", None):
+                recipe = options.recipe_of(load_values(options.recipe))
+                assert getattr(options, "arm", None) in (None, *recipe.arms)
         elif command[0] == "make":
             assert f"\n{command[1]}:" in makefile
         elif command[:2] == ["python", "-m"]:
@@ -232,14 +230,14 @@ SETUP = {
     "docs/evaluation.md": for_evaluation,
     "docs/frameworks.md": for_frameworks,
     "docs/optimizer.md": for_optimizer,
-    "docs/study/2-scaled.md": for_study,
+    "docs/study/usual-betas.md": for_study,
     "docs/switching.md": for_switching,
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
 @pytest.mark.filterwarnings("ignore:in the first step only")  # of a batch of a few tokens
-@pytest.mark.filterwarnings("ignore:param group 0 was constructed with betas")  # a page about it
+@pytest.mark.filterwarnings("ignore:param group 2 was constructed with betas")  # a page about it
 @pytest.mark.parametrize(
     "page",
     [

@@ -71,7 +71,7 @@ def test_pytorch_loop(tmp_path):
     states = [checkpoint["optimizer"]["state"] for checkpoint in saved]
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
     shapes = [tuple(state["exp_avg_sq"].shape) for state in saved[0]["optimizer"]["state"].values()]
-    assert shapes[0] == (64,)  # the coupled group comes first
+    assert shapes[-1] == (64,)  # the coupled group comes last
 
 
 def test_huggingface_trainer(tmp_path):
@@ -84,8 +84,9 @@ def test_huggingface_trainer(tmp_path):
     assert run(*arguments, "--out", cut, "--resume")[0] == 40
     assert_equal(whole, cut)
     state = torch.load(cut / "checkpoint-40" / "optimizer.pt", weights_only=True)
-    assert state["param_groups"][0]["coupled"]
-    assert state["state"][0]["exp_avg_sq"].shape == (64,)
+    (table,) = state["param_groups"][-1]["params"]
+    assert state["param_groups"][-1]["coupled"]
+    assert state["state"][table]["exp_avg_sq"].shape == (64,)
 
 
 def test_accelerate_loop(tmp_path):
@@ -158,9 +159,8 @@ def test_slurm(code, resumed, tmp_path):
 
     program, command, *arguments = (tmp_path / "srun.txt").read_text().split()
     assert (program, command) == ("coupled-adam", "compare")
-    given = vars(cli._command_parser(command).parse_args(arguments))
-    assert (given["recipe"], given["out"]) == ("124M-5B", str(out))
-    assert given["resume"] == resumed
+    given = cli.parse(command, cli.load_command(command), arguments)
+    assert (given.recipe, given.out, given.resume) == ("124M-5B", out, resumed)
     requeued = tmp_path / "scontrol.txt"
     assert (requeued.read_text() if requeued.exists() else None) == (
         "requeue 17\n" if code == 75 else None

@@ -1,16 +1,15 @@
 """Readers of files that come from elsewhere, given damaged and made-up ones.
 
 Each reads, or raises its documented error with the name of the file in one line: no other
-exception, no endless loop, no memory for what a file only promises, no file elsewhere.
+exception, no endless loop, no memory for what a file only promises.
 
 ``make test`` tries some of each kind, ``make test-slow`` ten times as many.
-``COUPLED_ADAM_FUZZ_EXAMPLES=20000 pytest tests/test_fuzz.py -k recipes`` tries for long, and
+``COUPLED_ADAM_FUZZ_EXAMPLES=20000 pytest tests/test_fuzz.py -k documents`` tries for long, and
 ``--hypothesis-seed=N`` tries others.
 """
 
 import ast
 import contextlib
-import copy
 import gzip
 import io
 import json
@@ -18,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import warnings
 import zipfile
 from pathlib import Path
@@ -26,48 +24,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-import yaml
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 
 import coupled_adam
 from coupled_adam.embeddings import load_embeddings, read_word_similarity
-from coupled_adam.embeddings.analysis import Source, analyze_model
-from coupled_adam.embeddings.analysis_tables import analyses_csv, analyses_json
-from coupled_adam.embeddings.similarity import _FORMATS
 from coupled_adam.errors import UsageError
-from coupled_adam.lab.evaluation.evaluate import evaluate_run
-from coupled_adam.lab.recipe import (
-    load_recipe,
-    override,
-    parse_overrides,
-    parse_recipe,
-    recipe_names,
-)
-from coupled_adam.lab.reporting.reading import read_runs
-from coupled_adam.lab.reporting.report import report
-from coupled_adam.text.documents import open_documents
-from coupled_adam.text.source import Data
-from coupled_adam.text.token_files import Tokens, find_token_files
-from lab.test_reporting import make_run
+from coupled_adam.lab.data.source import open_source
+from coupled_adam.lab.sections import Data
+from coupled_adam.text.documents import documents
+from coupled_adam.text.token_files import Tokens
 
 EXAMPLES = 0.5 * settings.default.max_examples
 EXAMPLES = float(os.environ.get("COUPLED_ADAM_FUZZ_EXAMPLES", EXAMPLES))
 HEADROOM = 2**31  # bytes of memory that a reader may take, besides what the process has
 SECONDS = 60  # for one input
-SECRET = "secret-of-another"  # a folder that no reader is given
-SMALL = load_recipe("tiny")
 
 pytestmark = pytest.mark.fuzz
 
 
-def fuzz(*strategies, share=1.0):
+def fuzz(*strategies):
     """As given; the folder of a test is used by all of its examples, one after the other."""
     return lambda test: settings(
-        max_examples=max(1, round(EXAMPLES * share)),
+        max_examples=max(1, round(EXAMPLES)),
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         database=None,
@@ -78,10 +58,6 @@ class Hang(BaseException):
     """That no reader catches."""
 
 
-opened: list[str] = []
-sys.addaudithook(lambda what, args: opened.append(str(args[0])) if what == "open" else None)
-
-
 def hang(*_):
     raise Hang
 
@@ -89,7 +65,6 @@ def hang(*_):
 @contextlib.contextmanager
 def reading(path, *errors):
     """Reading succeeds, or raises one of these errors, whose message names the path."""
-    opened.clear()
     signal.signal(signal.SIGALRM, hang)
     signal.alarm(SECONDS)
     try:
@@ -106,7 +81,6 @@ def reading(path, *errors):
         assert "\n" not in message.strip(), message
     finally:
         signal.alarm(0)
-    assert not [name for name in opened if SECRET in name]
 
 
 @pytest.fixture(autouse=True)
@@ -126,57 +100,7 @@ def memory():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder to read from, beside one that holds a secret of each kind."""
-    base = tmp_path_factory.mktemp("fuzz")
-    secret = base / SECRET
-    secret.mkdir()
-    save_file({"wte.weight": torch.ones(3, 2)}, secret / "model.safetensors")
-    (base / "read").mkdir()
-    return base / "read"
-
-
-ODD = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 3),
-    st.sampled_from([255, 2**16, 2**31, 2**32, 2**40, 2**63, -(2**63), 2**64, 10**30, 10**400]),
-    st.floats(),
-    st.sampled_from(["", "\0", "\ud800", "a\nb", "\x1b[31m", "[/x]", "[bold]", "$\\frac{", "=1+1"]),
-    st.sampled_from([f"../{SECRET}/model.safetensors", f"/tmp/{SECRET}", "/dev/zero", "..", "."]),
-    st.text(max_size=8),
-    st.sampled_from([[], {}, [[]], [None], [1.5, "a"], {"a": {}}, {"class_path": "os.system"}]),
-)
-
-
-@st.composite
-def changed(draw, value):
-    """A copy of nested lists and dicts in which a few places hold something odd, or nothing."""
-    value = json.loads(json.dumps(value))
-    for _ in range(draw(st.integers(1, 3))):
-        place, key = None, None
-        inner = value
-        while isinstance(inner, dict | list) and inner:
-            place = inner
-            keys = sorted(inner) if isinstance(inner, dict) else range(len(inner))
-            key = draw(st.sampled_from(keys))
-            inner = place[key]
-            if draw(st.integers(0, 3)) == 0:
-                break
-        action = draw(st.sampled_from(["replace", "replace", "remove", "add"]))
-        if place is None or action == "replace":
-            odd = copy.deepcopy(draw(ODD))
-            if place is None:
-                return odd
-            place[key] = odd
-        elif action == "remove":
-            del place[key]
-        elif isinstance(place, dict):
-            place[draw(st.text(max_size=5) | st.sampled_from(sorted(place)))] = copy.deepcopy(
-                draw(ODD)
-            )
-        else:
-            place.append(copy.deepcopy(draw(ODD)))
-    return value
+    return tmp_path_factory.mktemp("fuzz")
 
 
 NUMBERS = [
@@ -211,76 +135,6 @@ def mutated(draw, whole):
     return bytes(content)
 
 
-def as_json(value):
-    return json.dumps(value).encode()
-
-
-def mixed(value):
-    """The JSON of a value, changed in its structure or in its text."""
-    return changed(value).map(as_json) | mutated(as_json(value))
-
-
-def check_recipe(recipe):
-    """It says what it is, and all that becomes a folder is a name."""
-    assert recipe.steps >= 1
-    assert recipe.warmup_steps >= 0
-    assert parse_recipe(yaml.safe_dump(recipe.to_dict()), "again") == recipe
-    for name in (recipe.name, *recipe.arms):
-        assert Path(name).name == name
-        assert len(os.fsencode(f"{name}-seed-{max(recipe.seeds)}")) < 256
-    for arm in recipe.arms:
-        assert recipe.arm(arm).label.isprintable()
-
-
-TEXTS = [yaml.safe_dump(load_recipe(name).to_dict()) for name in ("tiny", "tiny-sgd")]
-RECIPES = st.one_of(
-    st.text(),
-    st.text(alphabet="[]{}&*!|>-?:,'\"#%@ \nabc<01.~"),
-    *(mutated(text.encode()).map(lambda b: b.decode(errors="replace")) for text in TEXTS),
-    *(changed(yaml.safe_load(t)).map(lambda v: yaml.safe_dump(v, sort_keys=False)) for t in TEXTS),
-)
-
-
-@fuzz(RECIPES)
-def test_recipes(text):
-    with reading("the source", UsageError):
-        check_recipe(parse_recipe(text, "the source"))
-
-
-@fuzz(RECIPES | st.binary(), share=0.5)
-def test_recipe_files(folder, content):
-    path = folder / "recipe.yaml"
-    data = content if isinstance(content, bytes) else content.encode(errors="surrogatepass")
-    path.write_bytes(b"extends: tiny\n" + data)
-    with reading(path, UsageError):
-        check_recipe(load_recipe(str(path)))
-
-
-def keys(value, prefix=""):
-    for key, inner in value.items():
-        yield prefix + key
-        if isinstance(inner, dict):
-            yield from keys(inner, f"{prefix}{key}.")
-
-
-KEYS = st.sampled_from(list(keys(SMALL.to_dict()))) | st.text(max_size=5)
-
-
-@fuzz(
-    st.lists(
-        st.tuples(
-            st.lists(KEYS, min_size=1, max_size=2).map(".".join),
-            ODD.map(lambda v: yaml.safe_dump(v).removesuffix("...\n")) | st.text(max_size=20),
-        ).map("=".join)
-        | st.text(max_size=10),
-        max_size=3,
-    )
-)
-def test_overrides(arguments):
-    with reading("", UsageError):
-        check_recipe(override(SMALL, parse_overrides(arguments)))
-
-
 def token_bytes(header, tail):
     return np.array(header, "<i8").astype("<i4").tobytes() + tail
 
@@ -299,7 +153,7 @@ TOKEN_FILES = st.binary(max_size=64) | st.builds(
 @fuzz(
     TOKEN_FILES,
     TOKEN_FILES,
-    st.sampled_from([None, "uint16", "uint32"]),
+    st.sampled_from([None, "uint16", "uint32", "int64"]),
     st.none() | st.integers(1, 50),
 )
 def test_token_files(folder, train, valid, dtype, limit):
@@ -309,7 +163,7 @@ def test_token_files(folder, train, valid, dtype, limit):
     (place / "val.bin").write_bytes(valid)
     with reading(place, UsageError):
         data = Data(tokens=str(place), token_dtype=dtype, max_tokens=limit)
-        for split, files in find_token_files(data, 300).items():
+        for split, files in open_source(data, 300).files.items():
             tokens = Tokens(files, place)
             assert len(tokens[:]) == len(tokens) <= len(train if split == "train" else valid) // 2
 
@@ -342,20 +196,13 @@ def test_word_similarity_files(folder, case):
     (place / name).write_bytes(content)
     with reading(place / name, ValueError):
         (found,) = read_word_similarity(place).values()
-        (highest,) = (f.highest for f in _FORMATS.values() if f.file == name)
         assert len(found.pairs) == len(found.ratings) > 0
-        assert all(0 <= rating <= highest for rating in found.ratings)
+        assert np.isfinite(found.ratings).all()
         assert all(first and second for first, second in found.pairs)
 
 
 WEIGHTS = {"wte.weight": torch.randn(6, 4), "bias": torch.ones(4)}
 STORED = save(WEIGHTS)
-ENTRY = {"dtype": "F32", "shape": [6, 4], "data_offsets": [0, 96]}
-
-
-def safetensors_of(header):
-    text = header if isinstance(header, bytes) else as_json(header)
-    return len(text).to_bytes(8, "little") + text + bytes(96)
 
 
 def load(path):
@@ -372,32 +219,12 @@ def size_of(path):
     return sum(file.stat().st_size for file in paths if file.is_file())
 
 
-@fuzz(
-    mutated(STORED)
-    | st.binary()
-    | st.one_of(
-        mixed({"wte.weight": ENTRY, "__metadata__": {"format": "pt"}}),
-        st.fixed_dictionaries(
-            {
-                "dtype": st.sampled_from(["F4", "F8_E4M3", "F8_E8M0", "BF16", "I64", "C64", "U8"]),
-                "shape": st.lists(st.integers(-1, 10) | st.just(2**40), max_size=4),
-                "data_offsets": st.tuples(st.integers(-1, 96), st.integers(0, 97)),
-            }
-        ).map(lambda entry: {"wte.weight": entry}),
-    ).map(safetensors_of)
-)
+@fuzz(mutated(STORED) | st.binary())
 def test_safetensors(folder, content):
     path = folder / "one.safetensors"
     path.write_bytes(content)
     with reading(path, ValueError):
         load(path)
-
-
-def npy_of(descr, shape, order):
-    """A header that says so, whatever that is, and some zeros."""
-    header = f"{{'descr': {descr!r}, 'fortran_order': {order}, 'shape': {shape!r}}}"
-    padded = header.encode(errors="replace").ljust(117) + b"\n"
-    return b"\x93NUMPY\x01\0" + len(padded).to_bytes(2, "little") + padded + bytes(60)
 
 
 def npy(matrix):
@@ -406,17 +233,7 @@ def npy(matrix):
     return file.getvalue()
 
 
-@fuzz(
-    mutated(npy(np.ones((5, 3), np.float32)))
-    | st.binary()
-    | st.builds(
-        npy_of,
-        st.sampled_from(["<f4", ">f2", "|O", "<c8", "<f16", "<U9", [("a", "<f4", (9, 9))]])
-        | st.text(max_size=4),
-        st.tuples(st.integers(-2, 5) | st.just(2**40), st.integers(-2, 5) | st.just(2**62)) | ODD,
-        st.booleans(),
-    )
-)
+@fuzz(mutated(npy(np.ones((5, 3), np.float32))) | st.binary())
 def test_arrays(folder, content):
     path = folder / "one.npy"
     path.write_bytes(content)
@@ -456,127 +273,6 @@ def test_checkpoints(folder, content):
         load(path)
 
 
-@pytest.fixture(scope="module")
-def distributed(folder):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(WEIGHTS, checkpoint_id=folder / "dcp")
-    return {path.name: path.read_bytes() for path in (folder / "dcp").iterdir()}
-
-
-@fuzz(st.data())
-def test_distributed_checkpoints(folder, distributed, data):
-    name = data.draw(st.sampled_from(sorted(distributed)))
-    for file, content in distributed.items():
-        (folder / "dcp" / file).write_bytes(content)
-    (folder / "dcp" / name).write_bytes(data.draw(mutated(distributed[name])))
-    with reading(folder / "dcp", ValueError):
-        load(folder / "dcp")
-
-
-CONFIG = {"architectures": ["GPT2LMHeadModel"], "tie_word_embeddings": True, "vocab_size": 6}
-INDEX = {"metadata": {}, "weight_map": {"wte.weight": "a.safetensors", "bias": "a.safetensors"}}
-
-
-@fuzz(mixed(CONFIG), st.just(as_json(INDEX)) | mixed(INDEX), st.booleans())
-def test_model_folders(folder, config, index, whole):
-    place = folder / "model"
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
-    (place / "config.json").write_bytes(config)
-    if not whole:
-        (place / "model.safetensors.index.json").write_bytes(index)
-    (place / ("model" if whole else "a")).with_suffix(".safetensors").write_bytes(STORED)
-    with reading(place, UsageError):
-        analyses = analyze_model(str(place), Source())
-        json.loads(analyses_json(analyses))
-        assert not any(
-            line.startswith(("=", "+", "@")) for line in analyses_csv(analyses).split(",")
-        )
-
-
-@pytest.fixture(scope="module")
-def runs(folder):
-    """A comparison of seconds, and the content of its files."""
-    small = override(SMALL, {"model.vocab_size": 300, "model.n_embd": 8, "model.n_layer": 1})
-    for arm, loss in (("adamw", 3.0), ("coupled_adam", 2.5)):
-        make_run(folder / "runs", small, arm, 1, loss)
-    paths = [path for path in (folder / "runs").rglob("*") if path.is_file()]
-    return {path: path.read_bytes() for path in sorted(paths)}
-
-
-@st.composite
-def damaged(draw, files):
-    """A file of the first run, and what it is to hold."""
-    run = next(iter(files)).parent
-    names = ("config.yaml", "evaluation.json", "metrics.jsonl", "environment.json")
-    name = draw(st.sampled_from(names) | st.sampled_from(sorted(map(str, files))))
-    path = run / name
-    whole = files[path]
-    content = mutated(whole)
-    if path.suffix in (".json", ".yaml"):
-        content |= changed(yaml.safe_load(whole)).map(as_json)
-    elif path.suffix == ".jsonl":
-        lines = [json.loads(line) for line in whole.splitlines()]
-        content |= changed(lines).map(
-            lambda v: b"\n".join(map(as_json, v if isinstance(v, list) else [v]))
-        )
-    elif path.suffix == ".npy":
-        numbers = st.lists(st.floats() | st.integers(-5, 2**62), min_size=1, max_size=4)
-        content |= numbers.map(lambda v: npy(np.resize(np.array(v), 300)))
-    return path, draw(content)
-
-
-@contextlib.contextmanager
-def holding(files, path, content):
-    path.write_bytes(content)
-    try:
-        yield
-    finally:
-        path.write_bytes(files[path])
-
-
-@fuzz(st.data(), share=0.2)
-def test_run_folders(folder, runs, data):
-    path, content = data.draw(damaged(runs))
-    with holding(runs, path, content), reading(folder / "runs", UsageError):
-        finished, left_out = read_runs([folder / "runs"])
-        assert len(finished) + len(left_out) in (1, 2)
-        for run in finished:
-            assert run.parameters >= 0
-            assert run.label
-            for array in (run.embeddings(), run.probabilities(), *run.second_moments().values()):
-                assert np.isfinite(array).all()
-
-
-@pytest.mark.pixels
-@fuzz(st.data(), share=0.005)
-def test_reports(folder, runs, data):
-    """Of all that can be read: the whole report can be made."""
-    path, content = data.draw(damaged(runs))
-    out = folder / "report"
-    with holding(runs, path, content), reading(folder / "runs", UsageError):
-        table = report([folder / "runs"], out)
-        Console(file=io.StringIO()).print(table)
-        page = (out / "index.html").read_text()
-        assert "<script" not in page
-        json.loads((out / "results.json").read_text())
-    assert {p.name for p in folder.parent.iterdir()} == {"read", SECRET}
-
-
-@fuzz(st.data(), share=0.1)
-def test_evaluations(folder, runs, data):
-    path = next(path for path in runs if path.name == "evaluation.json")
-    whole = {**json.loads(runs[path]), "test_batches": None}
-    content = data.draw(mixed(whole))
-
-    def corpus():
-        raise UsageError(f"{path}: the test loss is gone")
-
-    with holding(runs, path, content), reading(path.parent, UsageError):
-        assert "test_loss" in evaluate_run(path.parent, corpus)
-
-
 ROWS = "".join(json.dumps({"text": f"row {i}", "id": i}) + "\n" for i in range(5)).encode()
 
 
@@ -584,7 +280,8 @@ ROWS = "".join(json.dumps({"text": f"row {i}", "id": i}) + "\n" for i in range(5
     st.one_of(
         st.tuples(st.just("a.txt"), st.binary()),
         st.tuples(st.just("a.jsonl"), mutated(ROWS)),
-        st.tuples(st.just("a.json"), mixed([{"text": "a"}, {"text": "b", "c": 1}])),
+        st.tuples(st.just("a.json"), mutated(b'[{"text": "a"}, {"text": "b", "c": 1}]')),
+        st.tuples(st.just("a.csv"), mutated(b'id,text\n1,"a, b"\n2,c\n')),
         st.tuples(st.just("a.txt.gz"), mutated(gzip.compress(ROWS, mtime=0))),
     )
 )
@@ -593,16 +290,16 @@ def test_documents(folder, case):
     path = folder / name
     path.write_bytes(content)
     with reading(path, UsageError):
-        documents = list(open_documents(Data(text=str(path))).readers["train"]())
-        assert documents
-        assert all(document.strip() for document in documents)
+        found = [*documents(path)]
+        assert found
+        assert all(document.strip() for document in found)
 
 
 def test_nothing_in_the_source_executes_data():
     """No unpickling, evaluating, or loading of code, but by the classes that are named here."""
     forbidden = {"pickle.load", "pickle.loads", "yaml.unsafe_load", "yaml.full_load"}
     forbidden |= {"eval", "exec", "os.system", "torch.jit.load"}
-    allowed_bases = {"pickle._Unpickler", "yaml.SafeLoader"}
+    allowed_bases = {"pickle.Unpickler", "yaml.SafeLoader"}
     source = Path(coupled_adam.__file__).parent
     calls = 0
     for path in source.rglob("*.py"):
@@ -629,8 +326,3 @@ def test_nothing_in_the_source_executes_data():
             if name.endswith("from_pretrained") and "AutoTokenizer" not in name:
                 assert given.get("use_safetensors") == "True", where
     assert calls > 1000
-
-
-def test_recipes_of_the_package_pass_their_own_checks():
-    for name in recipe_names():
-        check_recipe(load_recipe(name))

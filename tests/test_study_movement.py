@@ -5,13 +5,13 @@ import json
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 from study import accuracy, movement
 from study.questions import QUESTIONS
 from study.run import recipe_of
 
 from coupled_adam import CoupledAdamW
 from coupled_adam.lab.data.corpus import prepare_corpus
-from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.recipe import override
 
 SMALL = {
@@ -167,10 +167,11 @@ def test_the_harness_reads_the_tasks(files, tmp_path, monkeypatch):
     tasks = tmp_path / "tasks"
     tasks.mkdir()
     accuracy.write_tasks(files, tasks, lambda answer: len(answer) < 12)
-    loaded = Downstream([f"local_{name}" for name in accuracy.TASKS], tasks)._loaded
+    names = [f"local_{name}" for name in accuracy.TASKS]
+    loaded = TaskManager(include_path=str(tasks), include_defaults=False).load(names)["tasks"]
 
     def requests(name):
-        task = loaded[f"local_{name}"]["tasks"][f"local_{name}"]
+        task = loaded[f"local_{name}"]
         (document,) = task.test_docs()
         built = task.construct_requests(document, task.fewshot_context(document, 0))
         return [request.args for request in (built if isinstance(built, list) else [built])]

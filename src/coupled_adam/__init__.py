@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coupled_adam.optim.conversion import to_adam_state_dict
     from coupled_adam.optim.coupled_adam import CoupledAdam, CoupledAdamW
+    from coupled_adam.optim.find_embeddings import embedding_parameters
     from coupled_adam.optim.flat import FlatShard
     from coupled_adam.optim.kernels import kernels
     from coupled_adam.optim.muon import MuonWithCoupledAdam
     from coupled_adam.optim.param_groups import LEAN, param_groups
-    from coupled_adam.optim.token_embeddings import embedding_parameters
 
 __version__ = "0.1.0"
 
@@ -38,7 +38,7 @@ _MODULES = {
     "CoupledAdamW": "coupled_adam",
     "FlatShard": "flat",
     "MuonWithCoupledAdam": "muon",
-    "embedding_parameters": "token_embeddings",
+    "embedding_parameters": "find_embeddings",
     "kernels": "kernels",
     "param_groups": "param_groups",
     "to_adam_state_dict": "conversion",

@@ -27,7 +27,7 @@ def couple(engine: Any) -> None:
 
     Raises:
         TypeError: if the engine's optimizer is not a :class:`coupled_adam.CoupledAdam`.
-        ValueError: under ZeRO 3, with offloading, elastic checkpoints or ``max_grad_norm``, and if
+        ValueError: under ZeRO 3, with offloading or elastic checkpoints, and if
             the pieces are not where DeepSpeed says. Nothing has been changed then.
     """
     # DeepSpeed wraps the optimizer, except under ZeRO 0.
@@ -51,11 +51,6 @@ def couple(engine: Any) -> None:
         raise ValueError(
             "offload_optimizer and elastic_checkpoint are not supported with coupled matrices: "
             "leave them out of zero_optimization"
-        )
-    if inner.max_grad_norm is not None:
-        raise ValueError(
-            f"max_grad_norm={inner.max_grad_norm} would clip each param group by itself, as "
-            "DeepSpeed steps them one after the other: use its gradient_clipping"
         )
     # All pieces are checked before any group is changed.
     flat_shards = [

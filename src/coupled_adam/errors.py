@@ -2,12 +2,8 @@
 
 import contextlib
 import difflib
-import importlib.metadata
-import json
-import shlex
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
-from urllib.parse import unquote, urlparse
 
 E = TypeVar("E", bound=BaseException)
 
@@ -84,17 +80,5 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str, most: int = 1)
 
 
 def install(extra: str) -> str:
-    """The command that installs an extra of this package, from where the package came from.
-
-    That is the folder that was given to pip, which may be a clone, or otherwise a package index.
-    """
-    # pip records where a package came from, unless it was an index.
-    name = "coupled-adam"
-    try:
-        origin = importlib.metadata.distribution(name).read_text("direct_url.json")
-        url = json.loads(origin)["url"] if origin else ""
-    except importlib.metadata.PackageNotFoundError:  # the folder src is on the path, no more
-        return f"pip install '.[{extra}]' (in the folder that holds its pyproject.toml)"
-    if url.startswith("file:"):
-        return f"pip install {shlex.quote(f'{unquote(urlparse(url).path)}[{extra}]')}"
-    return f"pip install '{name}[{extra}]'"
+    """The command that installs an extra of this package, also where it came from a folder."""
+    return f"pip install 'coupled-adam[{extra}]'"

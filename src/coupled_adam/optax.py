@@ -1,6 +1,6 @@
 r"""Coupled Adam for JAX, as gradient transformations of optax (extra ``[jax]``).
 
-The update is Algorithm 1 of arXiv 2502.08441, with the two options that go beyond the paper; see
+The updates are Algorithm 1 of arXiv 2502.08441 and LEAN, which goes beyond the paper; see
 :mod:`coupled_adam.optim.reference` for the formulas. Everything is a pure function of gradients and
 state, so that it can be used under ``jit``, ``vmap`` and ``scan``. Under ``jit`` a matrix may be
 sharded in any way: means are over all of it, and the compiler inserts the all-reduce. In
@@ -8,7 +8,9 @@ sharded in any way: means are over all of it, and the compiler inserts the all-r
 whole matrices.
 """
 
+import functools
 import math
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,14 +34,17 @@ class ScaleByCoupledAdamState(NamedTuple):
         count: the number of steps, int32 [].
         mu: the first moments, with the shapes of the matrices; None without momentum (``b1=0``).
         nu: the shared second moments, [H] for each matrix, in float32 or wider.
-        nu_row: with ``row_exponent`` > 0 or ``zero_sum`` the mean squared gradients of each token,
-            [V] for each matrix, in the dtype of ``nu``; otherwise None.
+        nu_row: with LEAN the mean squared gradients of each token, [V] for each matrix, in the
+            dtype of ``nu``; otherwise None.
+        mean_update: with ``zero_sum`` what the last step moved the mean embedding by, learning rate
+            included, [H] for each matrix, in the dtype of ``nu``; otherwise None.
     """
 
     count: Any  # an Array, but for mypy a field cannot be named as a method of tuples
     mu: optax.Updates | None
     nu: optax.Updates
     nu_row: optax.Updates | None
+    mean_update: optax.Updates | None
 
 
 def scale_by_coupled_adam(
@@ -50,18 +55,19 @@ def scale_by_coupled_adam(
     mu_dtype: Any = None,
     *,
     vocab_axis: int = 0,
-    second_moment_scale: float | jax.Array = 1.0,
-    row_exponent: float | jax.Array = 0.0,
+    second_moment_scale: jax.typing.ArrayLike = 1.0,
+    row_exponent: float = 0.0,
     zero_sum: bool = False,
+    learning_rate: optax.ScalarOrSchedule = 1.0,
 ) -> optax.GradientTransformation:
-    """Rescale the gradients of embedding matrices by Coupled Adam (arXiv 2502.08441).
+    """Rescale the gradients of embedding matrices by Coupled Adam (arXiv 2502.08441) or LEAN.
 
     The counterpart of :func:`optax.scale_by_adam` in which all tokens of a matrix share one second
     moment. Every parameter must be an embedding matrix; :func:`coupled_adamw` is for a whole model.
 
     Args:
-        b1: decay rate of the first moment. If it is the number 0, there is none, and the state has
-            no matrix.
+        b1: decay rate of the first moment. With the Python number 0 there is none, and the state
+            has no matrix; with an array there always is.
         b2: decay rate of the second moments.
         eps: term added to the denominator.
         eps_root: term added inside the square root, for gradients through the update.
@@ -70,90 +76,116 @@ def scale_by_coupled_adam(
         second_moment_scale: positive factor of the shared second moment, the 2^-n of Scaled Coupled
             Adam (Sec. 6.1).
         row_exponent: a between 0 and 1. With a > 0 the step size of each token also depends on its
-            own mean squared gradient, to the power -a/2. This goes beyond the paper.
-        zero_sum: whether to subtract the mean of all tokens' updates from each, so that the mean
-            embedding does not move. This goes beyond the paper, too. With either of them, tokens
-            that never had a gradient neither count in a mean nor move.
+            own mean squared gradient, to the power -a/2: this is LEAN, beyond the paper.
+        zero_sum: whether each step gives back what the one before moved the mean embedding by, so
+            that it stays where it is; this is LEAN, too.
+        learning_rate: what the updates are multiplied with afterwards, which ``zero_sum`` must
+            know if it changes. A step of rate 0 gives nothing back; the next one does.
 
     Returns:
         A gradient transformation. Its updates have the dtypes of the gradients.
 
     Raises:
+        TypeError: if ``vocab_axis``, ``row_exponent`` or ``zero_sum`` is an array. What the state
+            consists of depends on them: :func:`optax.inject_hyperparams` needs them in
+            ``static_args``.
         ValueError: if an option is out of range; in ``init``, if a parameter is not a non-empty,
             real, floating-point matrix.
     """
+    _check_static(vocab_axis=vocab_axis, row_exponent=row_exponent, zero_sum=zero_sum)
     if vocab_axis not in (0, 1):
         raise ValueError(f"Invalid vocab_axis: {vocab_axis!r} (0 for [V, H], 1 for [H, V])")
-    # optax.inject_hyperparams passes arrays, whose values may not be known yet.
+    if not 0 <= row_exponent <= 1:
+        raise ValueError(f"Invalid row_exponent: {row_exponent} (must be between 0 and 1)")
+    # optax.inject_hyperparams passes an array, whose value may not be known yet.
     if isinstance(second_moment_scale, int | float) and not 0 < second_moment_scale < math.inf:
         raise ValueError(
             f"Invalid second_moment_scale: {second_moment_scale} (must be positive and finite)"
         )
-    if isinstance(row_exponent, int | float) and not 0 <= row_exponent <= 1:
-        raise ValueError(f"Invalid row_exponent: {row_exponent} (must be between 0 and 1)")
-
-    # Known when the transformation is made, so that the state has one structure from then on.
-    has_momentum = not (isinstance(b1, int | float) and b1 == 0)
-    has_rows = zero_sum or not (isinstance(row_exponent, int | float) and row_exponent == 0)
-
-    def zero_moments(params: optax.Params, axis: int) -> optax.Updates:
-        return jax.tree.map(
-            lambda p: jnp.zeros(p.shape[axis], jnp.promote_types(p.dtype, jnp.float32)), params
-        )
+    has_momentum = not (isinstance(b1, numbers.Real) and b1 == 0)
+    is_lean = zero_sum or row_exponent > 0
 
     def init_fn(params: optax.Params) -> ScaleByCoupledAdamState:
+        def zeros(axis: int) -> optax.Updates:
+            return jax.tree.map(
+                lambda p: jnp.zeros(p.shape[axis], jnp.promote_types(p.dtype, jnp.float32)), params
+            )
+
         jax.tree_util.tree_map_with_path(_check_matrix, params)
         return ScaleByCoupledAdamState(
             count=jnp.zeros([], jnp.int32),
             mu=optax.tree.zeros_like(params, dtype=mu_dtype) if has_momentum else None,
-            nu=zero_moments(params, 1 - vocab_axis),
-            nu_row=zero_moments(params, vocab_axis) if has_rows else None,
+            nu=zeros(1 - vocab_axis),
+            nu_row=zeros(vocab_axis) if is_lean else None,
+            mean_update=zeros(1 - vocab_axis) if zero_sum else None,
         )
 
-    def average(grads: optax.Updates, moments: optax.Updates, axis: int) -> optax.Updates:
-        """The moving averages of the mean squares over an axis."""
-        return jax.tree.map(
-            lambda g, moment: (
-                b2 * moment + (1 - b2) * jnp.square(g.astype(moment.dtype)).mean(axis)
-            ).astype(moment.dtype),
-            grads,
-            moments,
-        )
+    def average(old: jax.Array, square: jax.Array) -> jax.Array:
+        return (b2 * old + (1 - b2) * square).astype(old.dtype)
 
-    def rescale(g: jax.Array, m: jax.Array, nu: jax.Array, *row: jax.Array) -> jax.Array:
-        """The update of a matrix from its bias-corrected moments; ``row`` is empty or one [V]."""
-        m = m.astype(nu.dtype)
-        if row:
-            r = jnp.expand_dims(row[0], 1 - vocab_axis)
-            active, count = r > 0, jnp.maximum((r > 0).sum(), 1)
-            nu = nu * r.size / count
-            relative = jnp.where(active, r, 1) / (r.sum() / count)
-            m = jnp.where(active, m * relative ** (-row_exponent / 2), 0)
-            if zero_sum:
-                m = jnp.where(active, m - m.sum(vocab_axis, keepdims=True) / count, 0)
-        denominator = jnp.sqrt(second_moment_scale * nu + eps_root) + eps
-        return (m / jnp.expand_dims(denominator, vocab_axis)).astype(g.dtype)
+    def denominators(nu: jax.Array, count: jax.Array) -> jax.Array:
+        nu_hat = optax.tree.bias_correction(nu, b2, count)
+        return jnp.sqrt(second_moment_scale * nu_hat + eps_root) + eps
+
+    # Of one matrix: a count, learning rate, gradient [V, H], bias-corrected first moment [V, H], nu
+    # [H], r [V] and d [H], as in the formulas, to an update [V, H] and the new nu, r and d.
+
+    def coupled(count: Any, _: Any, g: Any, m: Any, nu: Any) -> tuple[jax.Array, ...]:
+        nu = average(nu, jnp.square(g.astype(nu.dtype)).mean(vocab_axis))
+        denominator = jnp.expand_dims(denominators(nu, count), vocab_axis)
+        return (m.astype(nu.dtype) / denominator).astype(g.dtype), nu
+
+    def lean(count: Any, lr: Any, g: Any, m: Any, nu: Any, r: Any, *d: Any) -> tuple[Any, ...]:
+        dtype, g, m = g.dtype, g.astype(nu.dtype), m.astype(nu.dtype)
+        # The first gradient is passed over twice, with the same weights, so that one sum serves.
+        is_first = count == 1
+        squares = jnp.square(g).mean(1 - vocab_axis)
+        r = average(jnp.where(is_first, average(r, squares), r), squares)
+        # The inner `where`, here and below, keeps gradients through the update finite. A token with
+        # r = 0 has had no gradient, and the squares of one with inf have overflowed.
+        r_hat = jnp.where(r == 0, 1, optax.tree.bias_correction(r, b2, count + 1))
+        w = jnp.where((r == 0) | jnp.isinf(r), 0, r_hat ** (-row_exponent / 2)).astype(nu.dtype)
+        w = jnp.expand_dims(w, 1 - vocab_axis)
+        active = w != 0
+        k = active.sum(dtype=nu.dtype)
+
+        def mean(x: jax.Array) -> jax.Array:  # over the tokens that have had a gradient
+            return jnp.where(active, x, 0).sum(vocab_axis) / jnp.maximum(k, 1)
+
+        # No sum needs another, so that devices that share a matrix exchange all of them at once.
+        weighted_squares, mean_moment = mean(jnp.square(w * g)), mean(w * m)
+        known = jnp.where(is_first, average(nu, weighted_squares), nu)
+        rate = 1 / denominators(jnp.where(known == 0, 1, known), count)
+        rate = jnp.where(known == 0, 0, rate).astype(nu.dtype)
+        nu = jnp.where(k == 0, nu, average(known, weighted_squares))
+        update = jnp.where(active, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
+        if d:
+            given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)
+            update -= jnp.where(active, jnp.expand_dims(given_back, vocab_axis), 0)
+            moved = lr * rate * mean_moment + jnp.where(lr == 0, d[0], 0)
+            d = (jnp.where(k == 0, d[0], moved).astype(nu.dtype),)
+        return update.astype(dtype), nu, r, *d
 
     def update_fn(
         updates: optax.Updates, state: ScaleByCoupledAdamState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByCoupledAdamState]:
         del params
+        lr = learning_rate(state.count) if callable(learning_rate) else learning_rate
         count = optax.safe_increment(state.count)
-        mu = updates if state.mu is None else optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu, nu_row = average(updates, state.nu, vocab_axis), None
-        if state.nu_row is not None:
-            nu_row = average(updates, state.nu_row, 1 - vocab_axis)
-        seconds = [nu] if nu_row is None else [nu, nu_row]
-        mu_hat, *hats = (
-            optax.tree.bias_correction(moment, decay, count)
-            for moment, decay in zip([mu, *seconds], [b1, b2, b2])
+        mu, mu_hat = None, updates
+        if state.mu is not None:
+            mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+            mu_hat = optax.tree.bias_correction(mu, b1, count)
+            mu = optax.tree.cast_like(mu, state.mu)
+        means = [tree for tree in state[2:] if tree is not None]
+        step = functools.partial(lean if is_lean else coupled, count, lr)
+        results = jax.tree.map(step, updates, mu_hat, *means)  # a tuple for each matrix
+        updates, *means = (
+            jax.tree.map(lambda _, result, i=i: result[i], updates, results)
+            for i in range(1 + len(means))
         )
-        if state.mu is None:
-            mu = None
-        else:
-            mu = jax.tree.map(lambda new, old: new.astype(old.dtype), mu, state.mu)
-        new_state = ScaleByCoupledAdamState(count, mu, nu, nu_row)
-        return jax.tree.map(rescale, updates, mu_hat, *hats), new_state
+        means += [None] * (3 - len(means))
+        return updates, ScaleByCoupledAdamState(count, mu, *means)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -169,13 +201,13 @@ def coupled_adamw(
     mask: Any = None,
     *,
     labels: Any,
-    coupled_b1: jax.typing.ArrayLike | None = None,
+    coupled_b1: float | None = None,
     coupled_b2: jax.typing.ArrayLike | None = None,
-    second_moment_scale: float | jax.Array = 1.0,
-    row_exponent: float | jax.Array = 0.0,
+    second_moment_scale: jax.typing.ArrayLike = 1.0,
+    row_exponent: float = 0.0,
     zero_sum: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """:func:`optax.adamw`, with Coupled Adam for the embedding matrices (arXiv 2502.08441).
+    """:func:`optax.adamw`, with Coupled Adam or LEAN for the embedding matrices.
 
     Args:
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask: as in
@@ -194,6 +226,7 @@ def coupled_adamw(
         A gradient transformation whose ``update`` needs the parameters.
 
     Raises:
+        TypeError: if ``coupled_b1``, ``row_exponent`` or ``zero_sum`` is an array.
         ValueError: if an option is out of range; in ``init``, if there is another label, or a
             parameter labelled as coupled is not a non-empty, real, floating-point matrix.
 
@@ -208,6 +241,7 @@ def coupled_adamw(
         ...     )
         >>> tx = coupled_adamw(6e-4, b2=0.95, labels=labels)
     """
+    _check_static(coupled_b1=0.0 if coupled_b1 is None else coupled_b1)
     # A model of equinox, and so a tree of labels with its structure, may itself be callable.
     is_function = callable(labels) and jax.tree.leaves(labels) == [labels]
     label: Callable[[optax.Params], Any] = labels if is_function else lambda _: labels
@@ -222,6 +256,7 @@ def coupled_adamw(
             second_moment_scale=second_moment_scale,
             row_exponent=row_exponent,
             zero_sum=zero_sum,
+            learning_rate=learning_rate,
         )
         for name, vocab_axis in _VOCAB_AXES.items()
     }
@@ -245,6 +280,15 @@ def coupled_adamw(
         return chain.init(params)
 
     return optax.GradientTransformationExtraArgs(init_fn, chain.update)
+
+
+def _check_static(**options: Any) -> None:
+    for name, value in options.items():
+        if not isinstance(value, numbers.Real):
+            raise TypeError(
+                f"Invalid {name}: {value!r} (must be a Python value, as the state's structure "
+                f"depends on it; with optax.inject_hyperparams, add {name!r} to static_args)"
+            )
 
 
 def _check_matrix(path: Any, p: jax.Array) -> None:

@@ -2,26 +2,23 @@
 
 A run is a folder, a comparison is a folder of runs, and nothing else carries state::
 
-    comparison.yaml            the recipe of all runs; sweep.yaml for a sweep
-    ARM-seed-SEED/             a run; in a sweep, in a folder for each setting
+    comparison.yaml            the recipe of all runs
+    ARM-seed-SEED/             a run
         config.yaml            the recipe, the arm and the seed: all that a run depends on
         environment.json       the software and the hardware
         metrics.jsonl          the log, a JSON object in each line
         unigram_counts.npy     how often each token occurs in the training text
         second_moments/        step-N.npy: AdamW's at each evaluation, a number for each token
-        checkpoints/           step-N, the last two, and step-N.json with their digests
+        checkpoints/           step-N, the last two
         model/                 in Hugging Face format, when the training is finished
         evaluation.json        the results
-        diverged.json          instead of a model, if a loss of a sweep's run was not finite
     report/                    made of the runs, at any time
 """
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from coupled_adam.errors import UsageError
 from coupled_adam.files import read_text
 
 CONFIG = "config.yaml"
@@ -32,9 +29,7 @@ SECOND_MOMENTS = "second_moments"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 EVALUATION = "evaluation.json"
-DIVERGED = "diverged.json"
 COMPARISON = "comparison.yaml"
-SWEEP = "sweep.yaml"
 REPORT = "report"
 
 
@@ -49,14 +44,8 @@ def is_run(folder: Path) -> bool:
 
 
 def inner_runs(folder: Path) -> list[Path]:
-    """The runs in a folder, which is that of a comparison or a sweep if there are any."""
-    # In a sweep there is a folder for each setting in between.
-    patterns = (f"*/{CONFIG}", f"*/*/{CONFIG}")
-    return sorted(path.parent for pattern in patterns for path in folder.glob(pattern))
-
-
-# What others have put there does not have exactly such a name.
-_CHECKPOINT = r"step-(\d{1,18})"  # as far as 64 bits count
+    """The runs in a folder, which is that of a comparison if there are any."""
+    return sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
 
 
 def step_name(step: int) -> str:
@@ -71,29 +60,22 @@ def step_of(checkpoint: Path) -> int:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a file or a folder has the name of a checkpoint."""
-    return re.fullmatch(_CHECKPOINT, path.name, re.ASCII) is not None
+    return path.name.startswith("step-") and path.name.removeprefix("step-").isdecimal()
 
 
 def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
-    names = {
-        path: re.fullmatch(_CHECKPOINT + re.escape(suffix), path.name, re.ASCII)
-        for path in folder.glob(f"step-*{suffix}")
-    }
-    return dict(sorted((int(name[1]), path) for path, name in names.items() if name))
+    steps = {path.name[len("step-") :].removesuffix(suffix): path for path in folder.glob("step-*")}
+    return dict(sorted((int(step), path) for step, path in steps.items() if step.isdecimal()))
 
 
 def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Each complete line of a log, with its step and its first metric; UsageError if damaged."""
+    """Each complete line of a log, with its step and its first metric."""
     if not path.exists():
         return
     for line in read_text(path, "replace").splitlines(keepends=True):
         # The last line may have been cut off when the process was killed.
         if not line.endswith("\n"):
             continue
-        try:
-            content = json.loads(line)
-            name = next(key for key in content if key != "step")
-            yield int(content["step"]), name, line
-        except (ValueError, KeyError, TypeError, OverflowError, StopIteration, RecursionError):
-            raise UsageError(f"{path} is damaged: remove the lines that are not JSON") from None
+        step, metric = list(json.loads(line).items())[:2]
+        yield step[1], metric[0], line

@@ -23,6 +23,7 @@ def version(name):
     raise importlib.metadata.PackageNotFoundError(name)
 importlib.metadata.version = version
 sys.argv = sys.argv[1:]
+sys.path[0] = "benchmarks"  # as Python itself does for a script
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

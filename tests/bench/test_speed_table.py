@@ -1,10 +1,9 @@
 """The tables of docs/speed.md are those of the committed results."""
 
+from bench.cases import Case
+from bench.machine import Machine
+from bench.results import Timed
 from benchmarks import speed_table
-
-from coupled_adam.bench.cases import Case
-from coupled_adam.bench.machine import Machine
-from coupled_adam.bench.results import Timed
 
 
 def results(*timed, processor="Sparc", load=0.1, gpus=(), device="cpu"):

@@ -1,8 +1,9 @@
 """Rows that are dead or under-trained get healthy values, in a copy of the model."""
 
 import json
-import os
-import resource
+import re
+import shlex
+import shutil
 
 import numpy as np
 import pytest
@@ -15,7 +16,6 @@ from coupled_adam.cli import main
 from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError
-from coupled_adam.files import temporary_path
 
 V, H = 90, 8
 
@@ -44,7 +44,7 @@ def llama(tmp_path):
 
 def save(model, folder):
     model.save_pretrained(folder)
-    (folder / "optimizer.pt").write_bytes(b"state")
+    (folder / "notes.txt").write_text("of the user")
     return folder
 
 
@@ -68,14 +68,14 @@ def test_dead_rows_are_replaced_and_nothing_else(gpt2, tmp_path):
     assert (report.rows[0].norm_before, report.rows[2].norm_before) == (0, None)
     old, new = weights(gpt2), weights(tmp_path / "out")
     (name,) = (n for n in old if not torch.equal(old[n], new[n]))
-    assert name == report.tensors[0] == "transformer.wte.weight"
+    assert (name, report.role) == ("transformer.wte.weight", "tied")
     rest = np.setdiff1d(range(V), [3, 4, 5])
     assert torch.equal(old[name][rest], new[name][rest])
     assert new[name].isfinite().all()
     norms = new[name].norm(dim=1)
     assert (norms[[3, 4, 5]] > 0.3 * norms.mean()).all()
     assert not torch.equal(new[name][3], new[name][4])
-    assert (tmp_path / "out" / "optimizer.pt").read_bytes() == b"state"
+    assert (tmp_path / "out" / "notes.txt").read_text() == "of the user"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model(torch.arange(10)[None]).logits.isfinite().all()
 
@@ -86,23 +86,29 @@ def test_new_rows_have_the_mean_and_the_covariance_of_healthy_ones():
     matrix = torch.randn(5000, 4, generator=generator, dtype=torch.float64) @ mixing + 1
     matrix[4000:] = 100
     healthy = np.arange(5000) < 2000
-    new = healthy_rows(matrix, np.arange(2000, 5000), healthy)
+    new = healthy_rows(matrix, 3000, healthy)
     assert torch.allclose(new.mean(0), matrix[:2000].mean(0), atol=0.2)
     assert torch.allclose(new.T.cov(), matrix[:2000].T.cov(), rtol=0.2, atol=0.3)
     with pytest.raises(ValueError, match="fewer than two rows are healthy"):
-        healthy_rows(matrix, np.arange(2), np.zeros(5000, bool))
+        healthy_rows(matrix, 2, np.zeros(5000, bool))
 
 
-def test_padding_may_be_zero_and_partners_give_directions(llama, tmp_path):
-    inputs, outputs = repair_model(llama, tmp_path / "out", Repair(method="partner"), of_ids)
+def test_padding_may_be_zero(llama, tmp_path):
+    inputs, outputs = repair_model(llama, tmp_path / "out", Repair(), of_ids)
     assert inputs.rows == []
-    assert [(row.row, row.method) for row in outputs.rows] == [(7, "partner")]
-    old, new = weights(llama), weights(tmp_path / "out")
-    partner, row = old["model.embed_tokens.weight"][7], new["lm_head.weight"][7]
-    assert torch.cosine_similarity(partner, row, dim=0) == pytest.approx(1, abs=1e-6)
-    rest = np.setdiff1d(range(V), [2, 7])  # the padding's row is no model for others
-    mean_norm = old["lm_head.weight"][rest].norm(dim=1).mean()
-    assert float(row.norm()) == pytest.approx(float(mean_norm), rel=1e-5)
+    assert [row.row for row in outputs.rows] == [7]
+
+
+def test_shards_in_bfloat16(llama, tmp_path):
+    """Other tensors keep their bits."""
+    model = AutoModelForCausalLM.from_pretrained(llama).bfloat16()
+    (llama / "model.safetensors").unlink()
+    model.save_pretrained(llama, max_shard_size="1KB")
+    repair_model(llama, tmp_path / "out", Repair(), of_ids)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    old, new = model.state_dict(), again.state_dict()
+    assert [name for name in old if not torch.equal(old[name], new[name])] == ["lm_head.weight"]
+    assert {tensor.dtype for tensor in new.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -121,30 +127,6 @@ def test_recentering_does_not_change_the_predictions(name, tmp_path, request):
         logits = one(ids).logits, other(ids).logits
     assert torch.allclose(*(x.log_softmax(-1) for x in logits), atol=1e-5)
     assert not torch.allclose(*logits, atol=1e-3)
-
-
-def test_shards_and_tied_tensors_that_are_stored_twice(gpt2, tmp_path):
-    """Both copies change alike; a shard without embeddings is copied byte by byte."""
-    tensors = weights(gpt2)
-    (gpt2 / "model.safetensors").unlink()
-    parts = {"a": ["transformer.wte.weight"], "b": ["lm_head.weight"], "c": []}
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
-    parts["c"] = sorted({*tensors} - {*parts["a"], *parts["b"]})
-    for part, names in parts.items():
-        save_file({name: tensors[name] for name in names}, gpt2 / f"{part}.safetensors")
-    index = {name: f"{part}.safetensors" for part, names in parts.items() for name in names}
-    (gpt2 / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    reports = repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    assert sorted({name for report in reports for name in report.tensors}) == [
-        "lm_head.weight",
-        "transformer.wte.weight",
-    ]
-    first = load_file(tmp_path / "out" / "a.safetensors")["transformer.wte.weight"]
-    second = load_file(tmp_path / "out" / "b.safetensors")["lm_head.weight"]
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-    names = ("c.safetensors", "model.safetensors.index.json", "config.json")
-    assert all((gpt2 / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)
 
 
 def test_undertrained_rows_are_repaired_on_request(gpt2, tmp_path):
@@ -171,111 +153,36 @@ def test_undertrained_rows_are_repaired_on_request(gpt2, tmp_path):
 
 def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     (tmp_path / "there").mkdir()
-    for folder, out, repair, message in (
+    save_file({"E": torch.ones(3, 2)}, tmp_path / "E.safetensors")
+    np.save(tmp_path / "E.npy", np.ones((3, 2)))
+    for source, out, repair, message in (
         (gpt2, "there", Repair(), "exists: the repaired model is written to a new folder"),
         (gpt2, "no/where", Repair(), "there is no folder"),
-        (gpt2, "out", Repair(method="partner"), "needs input and output embeddings"),
-        (gpt2, "gpt2/out", Repair(), "is inside of the model's folder"),
+        (tmp_path / "E.safetensors", "out", Repair(), r"only folders .* and \.npy files, can be"),
+        (tmp_path / "E.npy", "out", Repair(), r"must end in \.npy"),
+        (tmp_path / "E.npy", "o.npy", Repair(recenter=True), "needs a model with output"),
     ):
         with pytest.raises(UsageError, match=message):
-            repair_model(folder, tmp_path / out, repair, of_ids)
+            repair_model(source, tmp_path / out, repair, of_ids)
     config = json.loads((llama / "config.json").read_text())
-    for cap in ({"text_config": {"logits_soft_cap": 30.0}}, {"final_logit_softcapping": 30.0}):
-        odd = {"text_config": "abc", "pad_token_id": 10**30} | cap
-        (llama / "config.json").write_text(json.dumps(config | odd))
-        with pytest.raises(UsageError, match="its logits are capped"):
+    for changes, message in (
+        ({"architectures": ["SomebodysModel"]}, "only folders of models that transformers loads"),
+        ({"architectures": None}, "only folders of models that transformers loads"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "it is quantised"),
+        ({"num_hidden_layers": 2}, "does not load all of it .missing_keys: model.layers.1"),
+        ({"num_hidden_layers": 0}, "does not load all of it .unexpected_keys: model.layers.0"),
+        ({"final_logit_softcapping": 30.0}, "its logits are capped"),
+    ):
+        (llama / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(UsageError, match=message):
             repair_model(llama, tmp_path / "out", Repair(recenter=True), of_ids)
+    torch.save(weights(llama), llama / "pytorch_model.bin")
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="save the model as safetensors first"):
+        repair_model(llama, tmp_path / "out", Repair(), of_ids)
+    assert not (tmp_path / "out").exists()
     matrix = torch.full((3, 2), torch.nan)
     assert dead_rows(matrix) == dict.fromkeys(range(3), "not finite")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpt2", "llama", "there"]
-
-
-def test_on_the_disk_before_it_has_its_name(gpt2, tmp_path, disk):
-    """And what killed processes have left there goes, but nothing of others."""
-    ours, others = temporary_path(tmp_path / "out"), tmp_path / f"out.{os.getpid()}.tmp"
-    for folder in (ours, others):
-        folder.mkdir()
-        (folder / "file").write_text("")
-    gpt2.chmod(0o500)
-    repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    assert disk.check(tmp_path) == 1
-    assert (tmp_path / "out").stat().st_mode & 0o200
-    assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out", others.name}
-    assert (others / "file").exists()
-
-
-def test_only_files_of_the_folder_are_copied(gpt2, tmp_path):
-    """No folder within itself, nothing without an end, nothing private that a link leads to."""
-    (tmp_path / "secret").write_text("of others")
-    links = {"again": ".", "once_more": ".", "endless": "/dev/zero", "secret": "../secret"}
-    links |= {"loop": "loop", "notes.md": "sub/notes.md", "up": ".."}
-    for name, target in links.items():
-        (gpt2 / name).symlink_to(target)
-    os.mkfifo(gpt2 / "pipe")
-    (gpt2 / "sub").mkdir()
-    (gpt2 / "sub" / "notes.md").write_text("own")
-    (gpt2 / "sub" / "adapter.safetensors").write_bytes(b"of another program")
-    names = ("again", "endless", "loop", "once_more", "pipe", "secret", "up")
-    said = ", ".join(str(gpt2 / name) for name in names)
-    with pytest.warns(UserWarning, match=f"not copied: {said}$"):
-        repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-    copied = {str(p.relative_to(tmp_path / "out")) for p in (tmp_path / "out").rglob("*")}
-    own = {str(p.relative_to(gpt2)) for p in gpt2.rglob("*")} - {*names}
-    assert copied == own >= {"sub/adapter.safetensors", "notes.md", "model.safetensors"}
-    assert (tmp_path / "out" / "notes.md").read_text() == "own"
-    assert not any(path.is_symlink() for path in (tmp_path / "out").rglob("*"))
-
-
-def test_a_model_in_the_cache_of_the_hub(gpt2, tmp_path):
-    """Its snapshot consists of links to files beside it, which are the model's."""
-    repository = tmp_path / "models--a--b"
-    snapshot = repository / "snapshots" / "1"
-    snapshot.mkdir(parents=True)
-    gpt2.rename(repository / "blobs")
-    for path in (repository / "blobs").iterdir():
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    repair_model(snapshot, tmp_path / "out", Repair(), of_ids)
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in snapshot.iterdir()}
-    assert weights(tmp_path / "out")["transformer.wte.weight"].isfinite().all()
-
-
-def test_what_fails_leaves_nothing(gpt2, tmp_path):
-    """Weights are a pipe or elsewhere; another process makes the new folder meanwhile."""
-    more = gpt2 / "more.safetensors"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_bytes((gpt2 / "model.safetensors").read_bytes())
-    for make in (os.mkfifo, lambda path: path.symlink_to(elsewhere)):
-        make(more)
-        with pytest.raises(UsageError, match=r"more\.safetensors is no file of the model's folder"):
-            repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
-        more.unlink()
-    elsewhere.unlink()
-    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
-
-    def meanwhile(rows):
-        (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / "out" / "config.json").write_text("of others")
-        return of_ids(rows)
-
-    with pytest.raises(UsageError, match="out exists"):
-        repair_model(gpt2, tmp_path / "out", Repair(), meanwhile)
-    assert (tmp_path / "out" / "config.json").read_text() == "of others"
-    assert {path.name for path in tmp_path.iterdir()} == {"gpt2", "out"}
-
-
-def test_a_shard_that_does_not_fit(gpt2, tmp_path, capsys):
-    """Is an error of the disk, although safetensors has an exception of its own."""
-    sizes = [path.stat().st_size for path in gpt2.iterdir() if path.suffix != ".safetensors"]
-    allowed = (gpt2 / "model.safetensors").stat().st_size - 1
-    assert max(sizes) < allowed
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, before[1]))
-    try:
-        assert main(["repair", str(gpt2), "--out", str(tmp_path / "out"), "--recenter"]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert f"error: File too large: {tmp_path / 'out'}" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["gpt2"]
 
 
 def test_the_loss_of_the_repaired_model_cannot_be_measured(gpt2, tmp_path, monkeypatch, capsys):
@@ -287,7 +194,7 @@ def test_the_loss_of_the_repaired_model_cannot_be_measured(gpt2, tmp_path, monke
         return 3.0
 
     monkeypatch.setattr("coupled_adam.lab.evaluation.evaluate.loss_on_text", loss)
-    monkeypatch.setattr("coupled_adam.embeddings.analysis.find_tokenizer", lambda *_: None)
+    monkeypatch.setattr("coupled_adam.embeddings.analysis.own_tokenizer", lambda *_: None)
     out = tmp_path / "out"
     arguments = ["repair", str(gpt2), "--out", str(out), "--text", "text.txt", "--device", "cpu"]
     assert main(arguments) == 2
@@ -295,40 +202,100 @@ def test_the_loss_of_the_repaired_model_cannot_be_measured(gpt2, tmp_path, monke
     assert weights(out)["transformer.wte.weight"].isfinite().all()
 
 
-@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
-def test_a_bare_matrix(suffix, tmp_path, capsys):
-    """As it is in a model: only the rows that are dead get new values; nothing else changes."""
+def test_a_bare_matrix(tmp_path, capsys):
+    """As it is in a model: only the rows that are dead get new values."""
     matrix = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)) + 0.5
     matrix[[3, 8]] = torch.tensor([[0.0], [torch.nan]]).expand(2, 6)
-    path, out = tmp_path / f"matrix{suffix}", tmp_path / f"new{suffix}"
-    other = torch.arange(3)
-    if suffix == ".npy":
-        np.save(path, matrix.numpy())
-    else:
-        save_file({"E": matrix, "other": other}, path, {"format": "pt"})
+    path, out = tmp_path / "matrix.npy", tmp_path / "new.npy"
+    np.save(path, matrix.numpy())
     arguments = ["repair", str(path), "--out", str(out), "--device", "cpu"]
     assert main([*arguments, "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["matrices"]
     assert [row["row"] for row in report["rows"]] == [3, 8]
-    if suffix == ".npy":
-        new = torch.from_numpy(np.load(out))
-    else:
-        tensors = load_file(out)
-        new = tensors["E"]
-        assert torch.equal(tensors["other"], other)
+    new = torch.from_numpy(np.load(out))
     alive = torch.ones(40, dtype=torch.bool)
     alive[[3, 8]] = False
     assert torch.equal(new[alive], matrix[alive])
     assert (new[~alive].norm(dim=1) > 0.1).all()
+    assert np.isnan(np.load(path)[8]).all()
     assert main(arguments) == 2
     assert f"--out {out} exists" in capsys.readouterr().err
-    for more, message in (
-        (["--text", str(path)], "--text is for the loss of a model"),
-        (["--method", "partner"], "--method partner needs input and output embeddings"),
-    ):
-        again = ["repair", str(path), "--out", str(tmp_path / f"b{suffix}"), *more]
-        assert main(again) == 2
-        assert message in capsys.readouterr().err
-    assert main(["repair", str(path), "--out", str(tmp_path / "folder")]) == 2
-    assert "must both end in .npy or both in .safetensors" in capsys.readouterr().err
-    assert {p.name for p in tmp_path.iterdir()} == {path.name, out.name}
+    again = ["repair", str(path), "--out", str(tmp_path / "b.npy"), "--text", str(path)]
+    assert main(again) == 2
+    assert "--text is for the loss of a model" in capsys.readouterr().err
+
+
+def advised(sentences):
+    """The commands that a diagnosis recommends, as arguments."""
+    commands = re.findall(r"coupled-adam (.*?)(?: gives| names|\.?$)", "\n".join(sentences), re.M)
+    return [shlex.split(command) for command in commands]
+
+
+@pytest.fixture
+def advisees(gpt2, llama, tmp_path):
+    """Inputs of all kinds, each with a mean that is far from the origin and with dead rows."""
+    drift = torch.linspace(3, -1, V)[:, None] + 0.2 * torch.randn(V, H)
+
+    def shift(model):
+        with torch.no_grad():
+            for scale, side in ((1, "input"), (1.5, "output")):
+                layer = getattr(model, f"get_{side}_embeddings")()
+                layer.weight.copy_(scale * drift)
+                layer.weight[3] = 0
+        return model
+
+    torch.manual_seed(1)
+    rotary = token_models.llama(vocab_size=V, hidden_size=H, tie_word_embeddings=True)
+    for name, model in {
+        "tied positions": AutoModelForCausalLM.from_pretrained(gpt2),
+        "untied": AutoModelForCausalLM.from_pretrained(llama),
+        "tied rotary": rotary,
+    }.items():
+        shift(model).save_pretrained(tmp_path / "of all kinds" / name)
+    folder = tmp_path / "of all kinds"
+    weights = load_file(folder / "untied" / "model.safetensors")
+    torch.save(weights, folder / "weights.pt")
+    save_file(weights, folder / "weights.safetensors")
+    shutil.copytree(folder / "untied", folder / "pickled")
+    (folder / "pickled" / "model.safetensors").rename(folder / "weights.safetensors")
+    torch.save(weights, folder / "pickled" / "pytorch_model.bin")
+    matrix = weights["lm_head.weight"]
+    save_file({"a": matrix, "b": 2 * matrix}, folder / "two.safetensors")
+    np.save(folder / "matrix.npy", matrix.numpy())
+    np.save(folder / "counts.npy", np.exp(np.linspace(0, 8, V)).astype(int))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "tied positions": {"repair", "recenter", "undertrained"},
+        "untied": {"repair", "recenter", "undertrained"},
+        "tied rotary": {"repair", "undertrained"},
+        "pickled": {"undertrained"},
+        "weights.pt": {"undertrained"},
+        "weights.safetensors": {"undertrained"},
+        "matrix.npy": {"repair", "undertrained"},
+        "two.safetensors --tensor b": {"undertrained"},
+    }.items(),
+)
+def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, capsys, monkeypatch):
+    """Each command that is recommended for an input is run on it, and succeeds."""
+    monkeypatch.chdir(advisees)
+    name, *options = name.split(" --tensor ")
+    options = ["--tensor", *options] if options else []
+    arguments = [name, *options, "--counts", "counts.npy", "--device", "cpu", "--json"]
+    assert main(["analyze", *arguments]) == 0
+    content = json.loads(capsys.readouterr().out)
+    found = content if isinstance(content, list) else [content]
+    commands = [command for entry in found for command in advised(entry["diagnosis"])]
+    kinds = set()
+    for number, command in enumerate(commands):
+        given = [part.replace("NEW", f"new{number}") for part in command]
+        assert main([*given, "--device", "cpu"]) == 0, capsys.readouterr().err
+        kinds |= {part.lstrip("-") for part in command} & {"repair", "recenter", "undertrained"}
+        if command[0] == "repair" and "--recenter" not in command:
+            capsys.readouterr()
+            assert main(["analyze", given[-1], "--device", "cpu", "--json"]) == 0
+            assert "zero or not finite" not in capsys.readouterr().out
+    assert kinds == expected

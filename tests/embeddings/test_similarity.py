@@ -1,6 +1,5 @@
 """Word similarity: the published files' formats, and the correlation by its definition."""
 
-import dataclasses
 import functools
 import hashlib
 import http.server
@@ -78,19 +77,17 @@ def test_files_in_the_folders_they_were_published_in(tmp_path):
     ("file", "text", "line"),
     [
         ("MEN_dataset_lemma_form_full", "moon-n night-n 41\nsun sea-n 3\n", 2),  # no tag
-        ("MEN_dataset_lemma_form_full", "moon-n night-n 51\n", 1),  # beyond the scale
-        ("MEN_dataset_lemma_form_full", "moon-n\tnight-n\t41\n", 1),  # another separator
-        ("rw.txt", FILES["rw.txt"] + "snow\tice\t7.1\t7\n", 3),  # cut off
-        ("SimLex-999.txt", "near\tclose\tA\tmuch\t2.1\t2.2\t1\t3.0\t1\t0.5\n", 1),
+        ("rw.txt", FILES["rw.txt"] + "snow\tice\n", 3),  # cut off
+        ("SimLex-999.txt", FILES["SimLex-999.txt"] + "near\tclose\tA\tmuch\t2.1\n", 3),
         ("SimLex-999.txt", SIMLEX_HEADER + SIMLEX_HEADER, 2),
-        ("wordsim_similarity_goldstandard.txt", "boat\tship\tnan\n", 1),
+        ("wordsim_similarity_goldstandard.txt", "a\tb\t1\nboat\tship\tnan\n", 2),
         ("wordsim_similarity_goldstandard.txt", "boat\t\t9.10\n", 1),
         ("wordsim_relatedness_goldstandard.txt", "boat\tsea\n", 1),
     ],
 )
 def test_malformed_lines(tmp_path, file, text, line):
     write(tmp_path, **{file: text})
-    with pytest.raises(ValueError, match="a rating from 0 to") as error:
+    with pytest.raises(ValueError, match="a rating in column") as error:
         read_word_similarity(tmp_path)
     assert f"{tmp_path / file}, line {line}: " in str(error.value)
 
@@ -152,31 +149,53 @@ def test_correlation_by_definition(kind):
     assert report.to_dict()["sets"]["half"]["pairs"] == len(usable)
 
 
-def test_dot_products_and_intervals():
-    """The interval is Fisher's: tanh(atanh r +- 1.96 / sqrt(n - 3))."""
+def _rank(x, values):
+    """The mean of the places that x and what is equal to it take."""
+    return (sum(y < x for y in values) + sum(y <= x for y in values) - 1) / 2
+
+
+def test_ranks_and_intervals():
+    """Spearman's is Pearson's of the ranks; the interval is tanh(atanh r +- 1.96 / sqrt(n - 3))."""
     generator = np.random.default_rng(2)
     matrix = generator.normal(size=(30, 4)) * generator.uniform(0.1, 4, (30, 1))
     pairs = tuple((str(a), str(b)) for a, b in generator.integers(0, 30, (25, 2)))
-    ratings = tuple(generator.uniform(0, 10, 25))
+    ratings = tuple(generator.integers(0, 10, 25).tolist())  # some are equal
     sets = {"one": WordSimilaritySet(pairs, ratings), "half": WordSimilaritySet(pairs[:9], ratings)}
     report = word_similarity(matrix, sets, int)
-    dots = [matrix[int(a)] @ matrix[int(b)] for a, b in pairs]
+    units = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    cosines = [units[int(a)] @ units[int(b)] for a, b in pairs]
     score = report.sets["one"]
-    assert score.dot == pytest.approx(100 * np.corrcoef(dots, ratings)[0, 1])
-    assert abs(score.dot - score.r) > 1
-    for r, interval in ((score.r, score.interval), (score.dot, score.dot_interval)):
-        reach = 1.959964 / math.sqrt(25 - 3)
-        expected = [100 * math.tanh(math.atanh(r / 100) + sign * reach) for sign in (-1, 1)]
-        assert interval == pytest.approx(expected, rel=1e-6)
-    # The mean of two independent numbers: half the root of the summed variances.
-    errors = [(1 - (s.r / 100) ** 2) ** 2 / (s.pairs - 3) for s in report.sets.values()]
-    reach = 100 * 1.959964 * math.sqrt(sum(errors)) / 2
-    assert report.interval == pytest.approx((report.mean - reach, report.mean + reach), rel=1e-6)
-    assert report.dot_mean == pytest.approx(sum(s.dot for s in report.sets.values()) / 2)
+    ranks = [[_rank(x, values) for x in values] for values in (cosines, ratings)]
+    assert score.spearman == pytest.approx(100 * np.corrcoef(*ranks)[0, 1])
+    assert abs(score.spearman - score.r) > 1
+    reach = 1.959964 / math.sqrt(25 - 3)
+    expected = [100 * math.tanh(math.atanh(score.r / 100) + sign * reach) for sign in (-1, 1)]
+    assert score.interval == pytest.approx(expected, rel=1e-6)
+    assert report.spearman_mean == pytest.approx(sum(s.spearman for s in report.sets.values()) / 2)
     # Three pairs have a correlation, and no interval.
     three = word_similarity(matrix, {"t": WordSimilaritySet(pairs[:3], ratings[:3])}, int)
     assert three.sets["t"].r is not None
-    assert three.sets["t"].interval is three.interval is None
+    assert three.sets["t"].interval is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    {
+        "MEN_dataset_natural_form_full.tsv": "sun sunlight 50\nrun quick 20.5\n",
+        "combined.csv": "Word 1,Word 2,Human (mean)\nsun,sunlight,50\nrun,quick,20.5\n",
+        "rg65.csv": "sun;sunlight;50\nrun;quick;20.5\n",
+        "simverb.tsv": "sun\tsunlight\tV\t50\tSYNONYMS\nrun\tquick\tV\t20.5\tNONE\n",
+        "quoted.csv": '"sun","sunlight",50,9\n"run","quick",20.5,8\n',
+        "tagged.tsv": "sun-n\tsunlight-n\t50\nrun-v\tquick-j\t20.5\n",
+    }.items(),
+)
+def test_any_file_of_pairs_with_ratings(name, text, tmp_path):
+    (tmp_path / "README.txt").write_text("about the sets")
+    (tmp_path / name).write_text(text)
+    expected = WordSimilaritySet((("sun", "sunlight"), ("run", "quick")), (50.0, 20.5))
+    stem = name.rpartition(".")[0]
+    assert read_word_similarity(tmp_path) == {stem: expected}
+    assert read_word_similarity(tmp_path / name) == {stem: expected}
 
 
 def test_embeddings_without_a_direction_are_left_out():
@@ -260,13 +279,11 @@ def served(tmp_path, monkeypatch):
     folder = tmp_path / "served"
     folder.mkdir()
     write(folder)
-    formats = {
-        name: dataclasses.replace(
-            layout, sha256=hashlib.sha256((folder / layout.file).read_bytes()).hexdigest()
-        )
-        for name, layout in similarity._FORMATS.items()
+    digests = {
+        name: hashlib.sha256((folder / file).read_bytes()).hexdigest()
+        for name, file in similarity._PUBLISHED.items()
     }
-    monkeypatch.setattr(similarity, "_FORMATS", formats)
+    monkeypatch.setattr(similarity, "_SHA256", digests)
     handler = functools.partial(QuietHandler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -301,6 +318,6 @@ def test_download_is_checked_and_kept(served, tmp_path):
 @pytest.mark.skipif("COUPLED_ADAM_DATA" not in os.environ, reason="needs the published files")
 def test_checksums_are_those_of_the_published_files():
     folder = Path(os.environ["COUPLED_ADAM_DATA"]) / "word-similarity"
-    for layout in similarity._FORMATS.values():
-        digest = hashlib.sha256((folder / layout.file).read_bytes()).hexdigest()
-        assert digest == layout.sha256, layout.file
+    for name, file in similarity._PUBLISHED.items():
+        digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+        assert digest == similarity._SHA256[name], file

@@ -14,8 +14,6 @@ FOLDER = Path(sys.prefix) / "frameworks"
 if FOLDER.is_dir():
     sys.path.append(str(FOLDER))
 
-sys.path.append(str(Path(__file__).parents[2] / "examples" / "frameworks"))
-
 
 @pytest.fixture
 def frameworks_in_processes(monkeypatch):

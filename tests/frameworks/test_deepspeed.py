@@ -70,14 +70,14 @@ def assert_same_model(expected, engine):
 def against_one_process(stage, **options):
     engine = engine_of(stage, **options)
     coupled_adam.deepspeed.couple(engine)
-    group = engine.optimizer.optimizer.param_groups[0]
+    group = engine.optimizer.optimizer.param_groups[-1]
     assert group["coupled"]
     assert len(group["params"]) == 1  # of which the matrices are pieces
     train(engine, range(STEPS))
     model, optimizer = single(range(STEPS), **options)
     assert_same_model(model, engine)
     state = engine.optimizer.optimizer.state[group["params"][0]]
-    expected = [optimizer.state[p]["exp_avg_sq"] for p in optimizer.param_groups[0]["params"]]
+    expected = [optimizer.state[p]["exp_avg_sq"] for p in optimizer.param_groups[-1]["params"]]
     torch.testing.assert_close(state["exp_avg_sq"], torch.cat(expected), rtol=1e-4, atol=0)
 
 

@@ -32,6 +32,7 @@ def test_lightning_cli(tmp_path):
             "fit",
             "--optimizer=coupled_adam.CoupledAdamW",
             f"--optimizer.vocab_size={V}",
+            "--optimizer.embeddings=lean",
             "--optimizer.lr=0.1",
             "--trainer.max_steps=2",
             "--trainer.accelerator=cpu",
@@ -41,6 +42,11 @@ def test_lightning_cli(tmp_path):
     )
     optimizer = cli.trainer.optimizers[0]
     shapes = [[tuple(p.shape) for p in g["params"]] for g in optimizer.param_groups]
-    assert shapes == [[(V, 4), (V, 4)], [(V,)]]
-    assert [g["coupled"] for g in optimizer.param_groups] == [True, False]
-    assert optimizer.state[cli.model.embed.weight]["exp_avg_sq"].shape == (4,)
+    assert shapes == [[(V,)], [(V, 4), (V, 4)]]
+    assert [(g["coupled"], g["lr"]) for g in optimizer.param_groups] == [(False, 0.1), (True, 0.2)]
+    state = optimizer.state[cli.model.embed.weight]
+    assert {name: tuple(value.shape) for name, value in state.items() if name != "step"} == {
+        "exp_avg_sq": (4,),
+        "exp_avg_sq_row": (V,),
+        "mean_update": (4,),
+    }

@@ -25,12 +25,13 @@ from coupled_adam.optax import coupled_adamw, scale_by_coupled_adam  # noqa: E40
 pytestmark = pytest.mark.slow  # `make test-slow` installs JAX
 
 V, H, STEPS = 16, 8, 20
+LEAN = {"coupled_b1": 0.0, "coupled_b2": 0.99, "row_exponent": 0.75, "zero_sum": True}
 OPTIONS = [
     {},
     {"weight_decay": 0.1, "second_moment_scale": 0.25},
     {"zero_sum": True},
     {"row_exponent": 0.5},
-    {"coupled_b1": 0.0, "coupled_b2": 0.99, "row_exponent": 0.75, "zero_sum": True},
+    LEAN,
     {"row_exponent": 1.0, "zero_sum": True, "weight_decay": 0.1},
 ]
 
@@ -48,17 +49,26 @@ def matrix(seed=0):
 
 
 def gradients(seed=0):
-    """With the uneven rows of a vocabulary; the last token never has a gradient."""
+    """With the uneven rows of a vocabulary.
+
+    The last token never has a gradient, the one before only from the third step on, and the third
+    token only in the first step; the last column has none in the first step.
+    """
     generator = np.random.default_rng(seed + 1000)
     rows = generator.random((V, 1)) ** 4
     rows[-1] = 0
-    return [rows * generator.normal(size=(V, H)) for _ in range(STEPS)]
+    grads = [rows * generator.normal(size=(V, H)) for _ in range(STEPS)]
+    for t, g in enumerate(grads):
+        g[-2] *= t >= 2
+        g[2] *= t == 0
+        g[:, -1] *= t > 0
+    return grads
 
 
-def expected(seed=0, coupled_b1=0.9, coupled_b2=0.95, **options):
-    betas = {"beta1": coupled_b1, "beta2": coupled_b2}
-    oracle = CoupledAdamOracle(matrix(seed), lr=1e-2, **betas, **options)
-    for g in gradients(seed):
+def expected(seed=0, lr=lambda t: 1e-2, coupled_b1=0.9, coupled_b2=0.95, **options):
+    oracle = CoupledAdamOracle(matrix(seed), beta1=coupled_b1, beta2=coupled_b2, **options)
+    for t, g in enumerate(gradients(seed)):
+        oracle.lr = lr(t)
         oracle.step(g)
     return oracle
 
@@ -107,11 +117,16 @@ def test_oracle(options, columns):
         assert state.mu is None
     else:
         close(stored(state.mu), truth.m)
-    close(state.nu, truth.v.mean(0))
     if "row_exponent" in options or "zero_sum" in options:
-        close(state.nu_row, truth.v.mean(1))
+        close(state.nu, truth.nu)
+        close(state.nu_row, truth.r)
     else:
+        close(state.nu, truth.v.mean(0))
         assert state.nu_row is None
+    if "zero_sum" in options:
+        close(state.mean_update, truth.d)
+    else:
+        assert state.mean_update is None
 
 
 def test_eager_and_scan():
@@ -204,11 +219,64 @@ def test_labels_with_the_structure_of_a_callable_model():
     close(params.wte, expected().embeddings)
 
 
+def warmup(t):
+    """A rate that begins with 0 and has jumps."""
+    return jnp.array([0, 1e-3, 1e-2, 3e-3])[jnp.minimum(t // 3, 3)]
+
+
+def test_zero_sum_under_a_schedule():
+    """What is given back is what a step moved the mean by, at the rate of that step."""
+    for options in LEAN, {"zero_sum": True}:
+        tx = coupled_adamw(warmup, b2=0.95, labels="coupled", weight_decay=0.0, **options)
+        params, state = train(tx, jnp.asarray(matrix()), map(jnp.asarray, gradients()))
+        truth = expected(lr=lambda t: float(warmup(t)), **options)
+        close(params, truth.embeddings)
+        close(moments(state).mean_update, truth.d)
+
+
 def test_zero_sum_keeps_the_mean():
-    tx = scale_by_coupled_adam(row_exponent=0.5, zero_sum=True)
-    updates, _ = tx.update(jnp.asarray(matrix()), tx.init(jnp.asarray(matrix())))
-    close(updates.mean(0), 0.0)
-    assert jnp.abs(updates).min() > 0
+    """All but for the last step's own part, also where the rate is 0 for a while."""
+    tx = scale_by_coupled_adam(row_exponent=0.5, zero_sum=True, learning_rate=rate)
+    tx = optax.chain(tx, optax.scale_by_schedule(lambda t: -rate(t)))
+    params, state = train(tx, jnp.asarray(matrix()), [jnp.asarray(matrix(t)) for t in range(2, 9)])
+    assert jnp.abs(params - matrix()).min() > 0
+    close(params.mean(0) - matrix().mean(0), -state[0].mean_update)
+    assert jnp.abs(state[0].mean_update).min() > 1e-5
+
+
+def rate(t):
+    return jnp.array([1e-2, 2e-2, 0, 0, 3e-2, 0, 0])[t]
+
+
+@pytest.mark.parametrize("row", [1e200, 1e-200], ids=["overflow", "underflow"])
+@pytest.mark.parametrize("options", [LEAN, {"zero_sum": True}], ids=str)
+def test_squares_out_of_range(row, options):
+    """The row stays where it is, and the others do what they do without it."""
+    grads = [g.copy() for g in gradients()]
+    for g in grads:
+        g[1] = row
+    params, _ = train(optimizer(**options), jnp.asarray(matrix()), map(jnp.asarray, grads))
+    for g in grads:
+        g[1] = 0
+    without, _ = train(optimizer(**options), jnp.asarray(matrix()), map(jnp.asarray, grads))
+    close(params, without)
+    close(params[1], matrix()[1])
+
+
+def test_gradient_through_the_update():
+    """It is finite, also where a token or a column has had no gradient."""
+    grads = [jnp.asarray(g) for g in gradients()[:2]]
+
+    def after(scale):
+        tx = optimizer(**LEAN)
+        params = jnp.asarray(matrix())
+        state = tx.init(params)
+        for g in grads:
+            updates, state = tx.update(scale * g, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.square(params).sum()
+
+    assert jnp.isfinite(jax.grad(after)(1.0))
 
 
 def test_half_precision():
@@ -224,23 +292,49 @@ def test_half_precision():
         before = oracle.embeddings.copy()
         oracle.step(np.asarray(g, dtype=np.float64))
     close(updates.astype(jnp.float64), before - oracle.embeddings, 0.05)
-    np.testing.assert_allclose(state.nu, oracle.v.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(state.nu, oracle.nu, rtol=1e-5)
     assert updates.dtype == state.mu.dtype == jnp.bfloat16
     assert state.nu.dtype == state.nu_row.dtype == jnp.float32
     state = scale_by_coupled_adam(mu_dtype=jnp.float32).init(params)
     assert state.mu.dtype == jnp.float32
 
 
-def test_injected_learning_rate():
-    """A rate that is set between steps; the other numbers are then arrays, too."""
-    tx = optax.inject_hyperparams(coupled_adamw, static_args="labels")(
-        learning_rate=1.0, b2=0.95, weight_decay=0.0, labels="coupled", row_exponent=0.5
-    )
+STATIC = ("labels", "mask", "coupled_b1", "row_exponent", "zero_sum")  # as docs/jax.md has it
+
+
+@pytest.mark.parametrize("options", [{}, {"row_exponent": 0.5}, LEAN], ids=str)
+def test_injected_hyperparameters(options):
+    """The same numbers and state with a rate that is set between steps, and few active tokens."""
+    grads = [jnp.asarray(g * (np.arange(V) < 4)[:, None]) for g in gradients()]
+    arguments = {"b2": 0.95, "weight_decay": 0.0, "labels": "coupled", **options}
+    tx = optax.inject_hyperparams(coupled_adamw, static_args=STATIC)(1.0, **arguments)
     params = jnp.asarray(matrix())
     state = tx.init(params)
     state.hyperparams["learning_rate"] = jnp.asarray(1e-2)
-    params, _ = train(tx, params, map(jnp.asarray, gradients()), init=lambda _: state)
-    close(params, expected(row_exponent=0.5).embeddings)
+    actual, state = train(tx, params, grads, init=lambda _: state)
+    truth, state_without = train(coupled_adamw(1e-2, **arguments), params, grads)
+    close(actual, truth)
+    assert jax.tree.map(jnp.shape, state.inner_state[0]) == jax.tree.map(
+        jnp.shape, state_without[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["coupled_b1", "row_exponent", "zero_sum"])
+def test_structure_is_static(name):
+    """No array decides it, be its value known or not."""
+    message = rf"Invalid {name}: .*add '{name}' to static_args"
+    with pytest.raises(TypeError, match=message):
+        coupled_adamw(1e-3, labels="coupled", **{name: jnp.asarray(0.0)})
+    with pytest.raises(TypeError, match=message):
+        jax.jit(
+            lambda x: coupled_adamw(1e-3, labels="coupled", **{name: x}).init(jnp.asarray(matrix()))
+        )(0.0)
+
+
+def test_injected_without_static_args():
+    tx = optax.inject_hyperparams(coupled_adamw, static_args="labels")(1e-3, labels="coupled")
+    with pytest.raises(TypeError, match="Invalid row_exponent"):
+        tx.init(jnp.asarray(matrix()))
 
 
 @pytest.mark.parametrize(
@@ -276,18 +370,20 @@ def test_nothing_coupled():
         coupled_adamw(1e-3, labels="adamw").init(jnp.asarray(matrix()))
 
 
-def test_imports_no_torch_and_says_what_is_missing():
-    script = """
+@pytest.mark.parametrize("absent", ["torch", "optax"])
+def test_needs_no_torch_and_says_what_is_missing(absent, frameworks_in_processes):
+    script = f"""
 import sys
-import coupled_adam.optax
-assert "torch" not in sys.modules
-del sys.modules["coupled_adam.optax"]
-sys.modules["optax"] = None
-import coupled_adam.optax
+sys.modules[{absent!r}] = None
+from coupled_adam.optax import coupled_adamw
+print(coupled_adamw(1e-3, labels="adamw"))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stderr.splitlines()[-1].endswith("pip install 'coupled-adam[jax]'")
-    assert "ImportError: coupled_adam.optax needs jax and optax" in result.stderr
+    if absent == "torch":
+        assert result.stdout.startswith("GradientTransformation"), result.stderr
+    else:
+        assert result.stderr.splitlines()[-1].endswith("pip install 'coupled-adam[jax]'")
+        assert "ImportError: coupled_adam.optax needs jax and optax" in result.stderr
 
 
 def sharded(mesh_shape, spec, options, collectives):
@@ -297,18 +393,20 @@ def sharded(mesh_shape, spec, options, collectives):
     params = jax.device_put(matrix(), sharding)
     grads = [jax.device_put(g, sharding) for g in gradients()]
     tx = optimizer(**options)
-    compiled = jax.jit(tx.update).lower(grads[0], tx.init(params), params).compile().as_text()
+    update = jax.jit(tx.update)
+    _, state = update(grads[0], tx.init(params), params)  # whose means are split as the matrix is
+    compiled = update.lower(grads[0], jax.block_until_ready(state), params).compile().as_text()
     talk = r"= (.*) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)[a-z-]*\("
     messages = re.findall(talk, compiled)
     assert {verb for _, verb in messages} <= {"all-reduce"}, messages
-    shapes = [shape for result, _ in messages for shape in re.findall(r"f64\[\d*\]", result)]
+    shapes = [shape for result, _ in messages for shape in re.findall(r"\w+\[[\d,]*\]", result)]
     assert sorted(shapes) == sorted(collectives), messages
     params, state = train(tx, params, grads)
     assert params.sharding.is_equivalent_to(sharding, 2)
     assert moments(state).mu.sharding.is_equivalent_to(sharding, 2)
     truth = expected(**options)
     close(params, truth.embeddings)
-    close(moments(state).nu, truth.v.mean(0))
+    close(moments(state).nu, truth.nu if truth.nu.any() else truth.v.mean(0))
 
 
 ROWS, COLUMNS, BOTH = ((8,), ("x", None)), ((8,), (None, "x")), ((4, 2), ("x", "y"))
@@ -319,8 +417,10 @@ CASES = {
     "rows, row_exponent": lambda: sharded(*ROWS, ROW, ["f64[8]", "f64[]"]),
     "columns": lambda: sharded(*COLUMNS, {}, []),
     "columns, row_exponent": lambda: sharded(*COLUMNS, ROW, ["f64[16]"]),
+    "columns, zero_sum": lambda: sharded(*COLUMNS, {"zero_sum": True}, ["f64[16]"]),
     "both": lambda: sharded(*BOTH, {}, ["f64[4]"]),
     "both, row_exponent": lambda: sharded(*BOTH, ROW, ["f64[4]", "f64[4]", "f64[]"]),
+    "both, zero_sum": lambda: sharded(*BOTH, {"zero_sum": True}, ["f64[4]"] * 3 + ["f64[]"]),
 }
 
 

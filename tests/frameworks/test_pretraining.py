@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from coupled_adam import LEAN, CoupledAdamW, embedding_parameters, param_groups
+from coupled_adam import CoupledAdamW, embedding_parameters, param_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
 
@@ -42,13 +42,13 @@ def updates(model, optimizer, steps=3):
         optimizer.step()
 
 
-def assert_as_param_groups(model, optimizer, weight_decay, **embeddings):
-    """After three steps, with these options of the embeddings, which alone are coupled."""
+def assert_as_param_groups(model, optimizer, weight_decay, embeddings="coupled"):
+    """After three steps; only the embeddings are coupled."""
     coupled = [p for g in optimizer.param_groups if g["coupled"] for p in g["params"]]
     matrices = embedding_parameters(model, vocab_size=V).values()
     assert {id(p) for p in coupled} == {id(p) for p in matrices}
     control = copy.deepcopy(model)
-    groups = param_groups(control, vocab_size=V, weight_decay=weight_decay, **embeddings)
+    groups = param_groups(control, embeddings, vocab_size=V, weight_decay=weight_decay)
     updates(model, optimizer)
     updates(control, CoupledAdamW(groups, **OPTIONS))
     for (name, p), q in zip(model.named_parameters(), control.parameters(), strict=True):
@@ -63,7 +63,7 @@ def test_litgpt(config):
 
     sizes = {"padded_vocab_size": V, "n_layer": 1, "n_head": 2, "n_embd": H, "block_size": 8}
     model = litgpt.GPT(litgpt.Config(**sizes))
-    options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V}
+    options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V, "embeddings": "lean"}
     if config == "class":
         spelled = {"class_path": "coupled_adam.CoupledAdamW", "init_args": options}
         optimizer = instantiate_torch_optimizer(spelled, model.parameters(), fused=None)
@@ -71,20 +71,19 @@ def test_litgpt(config):
         optimizer = instantiate_torch_optimizer(
             "coupled_adam.CoupledAdamW", model.parameters(), **options, unknown=1
         )
-    assert_as_param_groups(model, optimizer, 0.0)
+    assert_as_param_groups(model, optimizer, 0.0, "lean")
 
 
 @pytest.mark.parametrize(
     ("embeddings", "shapes"),
     [
-        ({}, {"exp_avg": (V, H), "exp_avg_sq": (H,)}),
-        (LEAN, {"exp_avg_sq": (H,), "exp_avg_sq_row": (V,)}),
+        ("coupled", {"exp_avg": (V, H), "exp_avg_sq": (H,)}),
+        ("lean", {"exp_avg_sq": (H,), "exp_avg_sq_row": (V,), "mean_update": (H,)}),
     ],
-    ids=["paper", "LEAN"],
 )
 def test_torchtitan(embeddings, shapes):
     pytest.importorskip("torchtitan.components.optimizer")
-    from torchtitan_optimizer import default_coupled_adamw
+    from coupled_adam.integrations.torchtitan import default_coupled_adamw
 
     model = Decoder()
     config = default_coupled_adamw(lr=1e-2, embeddings=embeddings)
@@ -96,7 +95,7 @@ def test_torchtitan(embeddings, shapes):
         if not group["coupled"]:
             assert group.pop("weight_decay") == 0.1
             group["weight_decay"] = 0.0
-    assert_as_param_groups(model, optimizer, 0.0, **embeddings)
+    assert_as_param_groups(model, optimizer, 0.0, embeddings)
     saved = copy.deepcopy(container.state_dict())
     prefix = "state.tok_embeddings.weight."
     moments = {name.removeprefix(prefix): value for name, value in saved.items() if prefix in name}
@@ -112,33 +111,38 @@ def test_torchtitan(embeddings, shapes):
         config.build(model_parts=[model])
 
 
-def test_olmo_core():
+@pytest.mark.parametrize("embeddings", ["coupled", "lean"])
+def test_olmo_core(embeddings):
     pytest.importorskip("olmo_core.optim")
     from olmo_core.nn.transformer import TransformerConfig
     from olmo_core.optim import OptimConfig
-    from olmo_core_optimizer import CoupledAdamWConfig
+
+    from coupled_adam.integrations.olmo_core import CoupledAdamWConfig, coupled_matrices
 
     model = TransformerConfig.llama_like(d_model=H, vocab_size=V, n_layers=1, n_heads=2).build()
-    optimizer = CoupledAdamWConfig(lr=1e-2, weight_decay=0.0).build(model)
-    assert_as_param_groups(model, optimizer, 0.0)
+    config = CoupledAdamWConfig(lr=1e-2, weight_decay=0.0)
+    if embeddings != "coupled":
+        config.group_overrides = [coupled_matrices(embeddings)]
+    assert_as_param_groups(model, config.build(model), 0.0, embeddings)
     assert OptimConfig.get_registered_class("coupled_adamw") is CoupledAdamWConfig
 
 
 def test_llama_factory():
     pytest.importorskip("llamafactory.v1.plugins.trainer_plugins.optimizer")
-    import llamafactory_plugin  # noqa: F401
     from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
 
+    import coupled_adam.integrations.llama_factory  # noqa: F401
+
     model = Decoder()
-    config = {"name": "coupled_adamw", **OPTIONS, "weight_decay": 0.3}
+    config = {"name": "coupled_adamw", **OPTIONS, "weight_decay": 0.3, "embeddings": "lean"}
     optimizer = OptimizerPlugin("coupled_adamw")(model, config)
-    assert_as_param_groups(model, optimizer, 0.3)
+    assert_as_param_groups(model, optimizer, 0.3, "lean")
 
 
 def test_axolotl(tmp_path):
     """Its plugin manager gives the trainer the factory, to be called as its trainer's mixin does.
 
-    The mixin itself cannot be imported without numba.
+    The mixin itself cannot be imported without numba. ``optim_args`` comes as text.
     """
     pytest.importorskip("axolotl.integrations.base")
     from axolotl.integrations.base import PluginManager
@@ -146,12 +150,13 @@ def test_axolotl(tmp_path):
 
     model = Decoder()
     options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
+    options["optim_args"] = "embeddings=lean"
     trainer = Trainer(model, TrainingArguments(str(tmp_path), **options))
     manager = PluginManager.get_instance()
-    manager.register("axolotl_plugin.CoupledAdamPlugin")
+    manager.register("coupled_adam.integrations.axolotl.CoupledAdamPlugin")
     manager.post_trainer_create(None, trainer)
     factory, options = trainer.optimizer_cls_and_kwargs
-    assert_as_param_groups(model, factory()(model, trainer.args, **options), 0.3)
+    assert_as_param_groups(model, factory()(model, **options), 0.3, "lean")
 
 
 def test_pytorch_optimizer():
@@ -189,12 +194,33 @@ def stand_in(monkeypatch, name, **content):
     vars(sys.modules[name]).update(content)
 
 
+def imported(monkeypatch, name):
+    """Our module for a framework, imported anew and forgotten again."""
+    name = f"coupled_adam.integrations.{name}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    return module
+
+
+def test_modalities(monkeypatch):
+    """As it builds a component from its configuration; Modalities itself is not here."""
+    module = "modalities.config.pydantic_if_types"
+    stand_in(monkeypatch, module, PydanticPytorchModuleType=Any)
+    modalities = imported(monkeypatch, "modalities")
+    model = Decoder()
+    options = {**OPTIONS, "weight_decay": 0.3, "embeddings": "lean", "wrapped_model": model}
+    config = modalities.CoupledAdamWConfig(**options)
+    optimizer = modalities.coupled_adam_w(**dict(config))
+    assert_as_param_groups(model, optimizer, 0.3, "lean")
+
+
 def test_megatrons_registry(monkeypatch):
     """As its ``_create_emerging_optimizer`` uses an entry; Megatron itself is not here."""
     registry = {}
     module = "megatron.core.optimizer.emerging_optimizers"
     stand_in(monkeypatch, module, _EMERGING_OPTIMIZERS=registry, EmergingOptimizerEntry=Entry)
-    importlib.import_module("megatron_optimizer")
+    imported(monkeypatch, "megatron")
     entry = registry["coupled_adam"]
     model = Decoder()
     for layer in (model.tok_embeddings, model.lm_head):
@@ -223,7 +249,7 @@ def test_ms_swift(monkeypatch, tmp_path):
     stand_in(
         monkeypatch, "swift.optimizers", OptimizerCallback=OptimizerCallback, optimizers_map=names
     )
-    importlib.import_module("ms_swift_plugin")
+    imported(monkeypatch, "ms_swift")
     model = Decoder()
     options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
     args = TrainingArguments(str(tmp_path), **options)

@@ -17,7 +17,7 @@ import token_models
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.transformers import EmbeddingMeasures
-from coupled_adam.transformers import CoupledAdamWFactory, GradNorm
+from coupled_adam.transformers import CoupledAdamWFactory, use_coupled_adam
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # warnings are the packages'
 
@@ -51,28 +51,27 @@ def llama(cls, **options):
 
 
 def trained(trainer, coupled):
-    """Which matrices were coupled, and that the norm of the clipping was logged."""
-    trainer.add_callback(GradNorm(trainer))
+    """Which matrices were coupled, and that the user's rate was logged."""
     trainer.train()
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     groups = [g for g in optimizer.param_groups if g["coupled"]]
     assert {name for g in groups for name in g["param_names"]} == coupled
     assert all(optimizer.state[p]["exp_avg_sq"].shape == (8,) for g in groups for p in g["params"])
-    logged = [line for line in trainer.state.log_history if "optimizer/grad_norm" in line]
-    assert [line["step"] for line in logged] == [1, 2]
+    logged = [line for line in trainer.state.log_history if "learning_rate" in line]
+    assert logged[0]["learning_rate"] == TRAINING["learning_rate"]
 
 
 def test_sft(tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    args = trl.SFTConfig(str(tmp_path), **TRAINING, max_grad_norm=0.0, bf16=False)
+    args = trl.SFTConfig(str(tmp_path), **TRAINING, bf16=False)
     trainer = trl.SFTTrainer(
         llama(LlamaForCausalLM),
         args,
         train_dataset=Dataset.from_dict({"text": TEXTS}),
         processing_class=tokenizer(),
-        optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args, "max_grad_norm": 1.0}),
+        optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args, "embeddings": "lean"}),
     )
     trained(trainer, {"model.embed_tokens.weight", "lm_head.weight"})
 
@@ -82,14 +81,14 @@ def test_reward(tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    args = trl.RewardConfig(str(tmp_path), **TRAINING, max_grad_norm=0.0, bf16=False)
+    args = trl.RewardConfig(str(tmp_path), **TRAINING, bf16=False)
     pairs = {"chosen": TEXTS, "rejected": TEXTS[::-1]}
     trainer = trl.RewardTrainer(
         llama(LlamaForSequenceClassification, num_labels=1),
         args,
         train_dataset=Dataset.from_dict(pairs),
         processing_class=tokenizer(),
-        optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args, "max_grad_norm": 1.0}),
+        optimizer_cls_and_kwargs=(CoupledAdamWFactory, {"args": args, "embeddings": "lean"}),
     )
     trained(trainer, {"model.embed_tokens.weight"})
 
@@ -107,7 +106,7 @@ def test_the_line_for_every_trainer(name, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    options = {**TRAINING, "bf16": False, "max_grad_norm": 0.0}
+    options = {**TRAINING, "bf16": False}
     data, more = {"prompt": ["a b"] * 8}, {}
     if name == "DPO":
         data |= {"chosen": TEXTS, "rejected": TEXTS[::-1]}
@@ -125,7 +124,7 @@ def test_the_line_for_every_trainer(name, tmp_path):
         processing_class=tokenizer(),
         **more,
     )
-    trainer.optimizer_cls_and_kwargs = (CoupledAdamWFactory, {"args": args, "max_grad_norm": 1.0})
+    use_coupled_adam(trainer, embeddings="lean")
     trained(trainer, {"model.embed_tokens.weight", "lm_head.weight"})
 
 

@@ -1,6 +1,7 @@
 """``coupled-adam analyze``: models, files and counts in, table, JSON, CSV and a page out."""
 
 import csv
+import importlib.util
 import io
 import json
 import shutil
@@ -10,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, T5Config, T5EncoderModel
 
 from coupled_adam.cli import main
@@ -133,7 +134,7 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
         ("--counts", "missing.npy"): "No such file",
         ("--tokens", "c.bin"): f"--tokens {tmp_path}/c.bin: token ids range from 448 to 448, but",
         ("--tokens", "missing.bin"): f"error: --tokens {tmp_path}/missing.bin: No such file",
-        ("--tokens", "odd.bin"): "odd.bin is damaged: 3 bytes of uint16. Copy or write it again\n",
+        ("--tokens", "odd.bin"): "odd.bin is damaged: 3 bytes of uint16. Copy or write it again",
     }.items():
         code, out, err = run(capsys, gpt2, arguments[0], tmp_path / arguments[1])
         assert (code, out, err.count("\n")) == (2, "", 1), err
@@ -177,7 +178,7 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
     assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
     assert "0.75 to 0.81" not in shown  # of a measure that needs counts
     assert "<em>1.0" in page.read_text()  # the relative mean norm
-    run(capsys, tmp_path / "healthy.npy", "--html", page)
+    run(capsys, tmp_path / "healthy.npy", "--html", page, "--overwrite")
     assert "<em>" not in page.read_text()
 
 
@@ -210,7 +211,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
     assert code == 0, err
     assert "<b>odd, tied" in shown
     assert "run, input" in shown
-    assert "direction removed" in shown  # the end of a title, which wraps
+    assert "mean and the top principal direction removed" in " ".join(shown.split())
     rows = list(csv.DictReader(io.StringIO(out.read_text())))
     assert [row["variant"] for row in rows] == ["as is", "centered", "all_but_the_top"] * 3
     found = as_json(capsys, *models, "--word-similarity", sets)
@@ -230,7 +231,7 @@ def test_several_models_side_by_side(gpt2, trained, sets, tmp_path, capsys):
 def test_a_grid_of_clouds(tmp_path):
     """A panel for each matrix; those that are left over are empty."""
     np.save(tmp_path / "matrix.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    analyses = 4 * analysis.analyze_model(str(tmp_path / "matrix.npy"), analysis.Source())
+    analyses = 4 * analysis.analyze_model(str(tmp_path / "matrix.npy"), analysis.AnalysisInputs())
     clouds, *_ = analysis_page.analyses_pictures(analyses)
     assert [ax.axison for ax in clouds.figure.axes] == [True] * 4 + [False] * 2
 
@@ -309,8 +310,7 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         ("missing/model/here",): "there is no such file, folder or model",
         (gpt2, "--tensor", "wpe"): "has no matrix 'wpe'; it contains transformer.wte.weight",
         (gpt2, "--exclude", "unseen"): "--exclude unseen needs --counts, --text or --tokens",
-        (tmp_path / "large.npy",): "too large for float64",
-        (tmp_path / "small.npy",): "too small for float64",
+        (tmp_path / "large.npy",): "is too large: scale the matrix",
         (tmp_path / "one.npy", "--counts", tmp_path / "two.npy"): "one number for each of the 3",
         (tmp_path / "one.npy", "--tensor", "x"): "--tensor x: ",
         (gpt2, "--tokenizer", tmp_path): f"--tokenizer {tmp_path} has no tokenizer",
@@ -332,76 +332,104 @@ def test_a_damaged_tokenizer_that_is_not_needed(gpt2, tmp_path, capsys):
         assert as_json(capsys, model)["padding_rows"] is None
 
 
+def test_a_tokenizer_by_its_file(gpt2, tmp_path, capsys):
+    """Where the model asks for its author's code, and wherever else."""
+    model = shutil.copytree(gpt2, tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Special", "auto_map": {"AutoTokenizer": ["a.Special", None]}}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "config.json").write_text('{"model_type": "unknown"}')
+    code, _, err = run(capsys, model, "--exclude", "padding")
+    file = model / "tokenizer.json"
+    assert (code, f"--tokenizer {file} needs nothing else of the model" in err) == (2, True), err
+    found = as_json(capsys, model, "--tokenizer", file)
+    assert found["padding_rows"] == as_json(capsys, gpt2)["padding_rows"]
+    (tmp_path / "bad.json").write_text("{")
+    assert (
+        "bad.json has no tokenizer" in run(capsys, model, "--tokenizer", tmp_path / "bad.json")[2]
+    )
+
+
+def test_a_model_of_sentencepiece_without_its_package(gpt2, tmp_path, capsys, monkeypatch):
+    model = shutil.copytree(gpt2, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    (model / "tokenizer.model").write_bytes(b"x")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda n, *p: None if n == "sentencepiece" else found(n, *p)
+    )
+    err = run(capsys, model, "--exclude", "padding")[2]
+    assert "SentencePiece models need a package: pip install sentencepiece" in err
+
+
 def test_the_revision_is_that_of_the_model_s_own_tokenizer(monkeypatch):
     asked = []
     monkeypatch.setattr(analysis, "load_tokenizer", lambda *given: asked.append(given))
-    for tokenizer in (None, "other/one"):
-        analysis.find_tokenizer("a/b", analysis.Source(revision="v1", tokenizer=tokenizer), True)
-    assert asked == [("a/b", "v1"), ("other/one", None)]
+    analysis.own_tokenizer("a/b", "v1", needed=True)
+    analysis.named_tokenizer("other/one")
+    assert asked == [("a/b", "v1"), ("other/one",)]
 
 
-def test_results_never_replace_what_is_read(tmp_path, capsys):
-    """Nor one another: the files are as they were."""
-    np.save(tmp_path / "m.npy", np.eye(3))
-    (tmp_path / "tokens").write_bytes(bytes(range(3)) * 2)
-    (tmp_path / "link").symlink_to("m.npy")
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for arguments, message in {
-        ("--html", tmp_path / "m.npy"): "m.npy is read by this command",
-        ("--csv", tmp_path / "link"): "link is read by this command",
-        ("--tokens", tmp_path / "tokens", "--csv", tmp_path / "tokens"): "tokens is read by this",
-        ("--html", tmp_path / "a", "--csv", tmp_path / "a"): "--csv and --html ",
-    }.items():
-        code, out, err = run(capsys, tmp_path / "m.npy", *arguments)
-        assert (code, out, err.count("\n")) == (2, "", 1), err
-        assert message in err
-    code, _, err = run(capsys, tmp_path, "--csv", tmp_path / "m.npy")
-    assert (code, "m.npy exists, and is no earlier result of this command" in err) == (2, True)
-    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
+def test_rows_that_no_training_has_seen_are_mentioned(gpt2, capsys):
+    """If they lie together, as BERT's [unused] rows do; 48 rows of this model have no token."""
+    assert "no training has seen" not in as_json(capsys, gpt2)["diagnosis"][-1]
+    path = gpt2 / "model.safetensors"
+    tensors = load_file(path)
+    tensors["transformer.wte.weight"][400:] = 0.5
+    save_file(tensors, path, {"format": "pt"})
+    said = as_json(capsys, gpt2)["diagnosis"][-1]
+    assert "rows that no training has seen, such as " in said
+    assert "half of their norms lie between 2 and 2, and half of the others' between" in said
+    tokens = as_json(capsys, gpt2, "--exclude", "padding")
+    assert "no training has seen" not in tokens["diagnosis"][-1]
 
 
-def test_results_are_no_part_of_runs_and_models(trained, gpt2, tmp_path, capsys):
-    """Nor do they replace anything but an earlier result, through links neither."""
-    folder = trained[0]
-    (tmp_path / "page.html").write_text("<html>mine</html>")
-    (tmp_path / "notes.md").write_text("made by coupled-adam")
-    (tmp_path / "link").symlink_to(folder / "config.yaml")
-    places = [folder, gpt2]
-    before = {path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()}
-    for out, message in {
-        folder / "config.yaml": "the folder of a run or a model: name a file outside",
-        folder / "metrics.jsonl": "the folder of a run or a model",
-        folder / "model" / "tokenizer.json": "the folder of a run or a model",
-        folder / "checkpoints" / "new.csv": "the folder of a run or a model",
-        gpt2 / "config.json": "the folder of a run or a model",
-        tmp_path / "link": "the folder of a run or a model",
-        tmp_path / "page.html": "exists, and is no earlier result of this command",
-        tmp_path / "notes.md": "exists, and is no earlier result of this command",
-    }.items():
-        for option in ("--csv", "--html", "--explore", "--parquet"):
-            code, shown, err = run(capsys, gpt2, option, out)
-            assert (code, shown, err.count("\n")) == (2, "", 1), err
-            assert f"{option} {out} " in err
-            assert message in err
-        assert main(["evaluate", str(gpt2), "--out", str(out)]) == 2
-        assert message in capsys.readouterr().err
-    assert before == {
-        path: path.read_bytes() for f in places for path in f.rglob("*") if path.is_file()
-    }
-    # What this command has written, it may write again; what it left when it was killed, goes.
-    results = {"--csv": "a.csv", "--html": "a.html", "--explore": "map.html", "--parquet": "a.pq"}
-    arguments = [x for option, name in results.items() for x in (option, tmp_path / name)]
-    (tmp_path / f".coupled-adam-{'0' * 16}.tmp").write_text("half")
-    for _ in range(2):
-        code, _, err = run(capsys, gpt2, *arguments)
-        assert code == 0, err
-        assert not list(tmp_path.glob(".coupled-adam-*"))
-    for _ in range(2):
-        assert main(["evaluate", str(gpt2), "--out", str(tmp_path / "a.json")]) == 0
+def test_names_with_control_characters(tmp_path, capsys):
+    """Reach no terminal as they are: in headings, commands, warnings and errors."""
+    folder = tmp_path / "ev\x1b[31mil\rname"
+    folder.mkdir()
+    matrix = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32) + 1
+    matrix[3] = 0
+    np.save(folder / "m\x1b[2J.npy", matrix)
+    file = folder / "a\x1b[1m.safetensors"
+    tensors = {"embed_tokens.weight": torch.from_numpy(matrix), "lm_head.weight": torch.ones(9, 4)}
+    save_file(tensors, file)
+    out = tmp_path / "new\x1b[5m.npy"
+    bare = str(folder / "m\x1b[2J.npy")
+    with pytest.warns(UserWarning, match="are left out") as caught:
+        shown = [run(capsys, file, "--undertrained", "--neighbours", "#5")]
+    shown.append(run(capsys, bare, bare, "--compare"))
+    shown.append(run(capsys, bare, "--tensor", "\x1b[1m"))
+    for arguments in ([bare, "--out", str(out)], [str(file), "--out", str(tmp_path / "x")]):
+        code = main(["repair", *arguments, "--device", "cpu"])
+        shown.append((code, *capsys.readouterr()))
+    assert [code for code, *_ in shown] == [0, 0, 2, 0, 2]
+    said = [text for _, *texts in shown for text in texts] + [str(w.message) for w in caught]
+    assert not any(character in text for text in said for character in "\x1b\r")
+    assert any("coupled-adam repair" in text for text in said)
 
 
-@pytest.mark.parametrize("option", ["--csv", "--html"])
-def test_a_page_or_table_that_cannot_be_written(option, gpt2, tmp_path, capsys):
-    code, out, err = run(capsys, gpt2, option, tmp_path / "missing" / "file")
-    assert (code, out) == (2, "")
-    assert f"{option}: there is no folder {tmp_path / 'missing'}" in err
+def test_vectors_with_their_words(tmp_path, capsys):
+    """They need no tokenizer: for neighbours, and for word similarity."""
+    words = [f"w{i}" for i in range(40)]
+    matrix = np.random.default_rng(0).normal(size=(40, 5))
+    lines = [f"{word} {' '.join(map(str, row))}\n" for word, row in zip(words, matrix)]
+    (tmp_path / "glove.txt").write_text("".join(lines))
+    pairs = [f"w{i},w{i + 1},{i % 7}\n" for i in range(0, 38, 2)]
+    (tmp_path / "pairs.csv").write_text("".join(pairs))
+    options = ("--word-similarity", tmp_path / "pairs.csv", "--neighbours", "w3")
+    found = as_json(capsys, tmp_path / "glove.txt", *options)
+    units = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    cosines = [units[i] @ units[i + 1] for i in range(0, 38, 2)]
+    ratings = [i % 7 for i in range(0, 38, 2)]
+    score = found["word_similarity"]["sets"]["pairs"]
+    assert score["pairs"] == 19
+    assert score["r"] == pytest.approx(100 * np.corrcoef(cosines, ratings)[0, 1], rel=1e-4)
+    near = found["neighbours"][0]["raw"][0]
+    order = np.argsort(-np.where(np.arange(40) == 3, -2, units @ units[3]))
+    assert near["token"] == repr(f"w{order[0]}")
+    shown = run(capsys, tmp_path / "glove.txt", *options)[1]
+    assert "by ranks" not in shown
+    assert (
+        "word similarity, pairs, by ranks"
+        in run(capsys, tmp_path / "glove.txt", *options, "--all")[1]
+    )

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam.cli import main
-from coupled_adam.cli.sample import side_by_side
+from coupled_adam.cli.evaluate import side_by_side
 from coupled_adam.errors import UsageError
 from coupled_adam.lab.evaluation.sample import sample
 
@@ -59,37 +59,27 @@ def test_command(run, gpt2, tmp_path, capsys):
     recipe["arms"] = {"adamw": {"optimizer": "adamw"}, "coupled": {"optimizer": "coupled_adam"}}
     comparison.mkdir()
     (comparison / "comparison.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["sample", str(comparison)]) == 2
+    assert main(["evaluate", "--sample", str(comparison)]) == 2
     assert "none of its runs has finished" in capsys.readouterr().err
     for arm in recipe["arms"]:
         shutil.copytree(folder, comparison / f"{arm}-seed-1")
     options = ["--prompt", "The", "--tokens", "8"]
-    assert main(["sample", str(comparison), str(gpt2), *options, "--json"]) == 0
+    assert main(["evaluate", "--sample", str(comparison), str(gpt2), *options, "--json"]) == 0
     first, second, third = json.loads(capsys.readouterr().out)
     assert [first["model"], second["model"]] == [
         str(comparison / f"{arm}-seed-1") for arm in recipe["arms"]
     ]
     assert first["text"] == second["text"] != third["text"]  # the same model, another
     not_text = ["--prompt", os.fsdecode(b"\xff")]
-    assert main(["sample", str(gpt2), *not_text]) == 2
+    assert main(["evaluate", "--sample", str(gpt2), *not_text]) == 2
     assert "error: --prompt '\\udcff' is not UTF-8\n" in capsys.readouterr().err
-    assert main(["sample", str(comparison), str(gpt2), *options]) == 0
+    assert main(["evaluate", "--sample", str(comparison), str(gpt2), *options]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown.splitlines()[0] for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))
 
 
-def test_a_sweep_has_too_many_runs(run, tmp_path, capsys):
-    sweep = tmp_path / "sweep"
-    (sweep / "lr=1").mkdir(parents=True)
-    (sweep / "sweep.yaml").touch()
-    run[0].rename(sweep / "lr=1" / "adamw-seed-1")
-    assert main(["sample", str(sweep)]) == 2
-    message = f"is a sweep: name one of its runs, such as {sweep}/lr=1/adamw-seed-1"
-    assert message in capsys.readouterr().err
-
-
 def test_neither_a_run_nor_a_model(tmp_path, capsys):
-    assert main(["sample", str(tmp_path / "x")]) == 2
+    assert main(["evaluate", "--sample", str(tmp_path / "x")]) == 2
     assert "x is neither a run (config.yaml) nor a model" in capsys.readouterr().err
 
 

@@ -13,8 +13,10 @@ from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from coupled_adam.cli import main
-from coupled_adam.embeddings.analysis import Source, analyze_model
-from coupled_adam.embeddings.tokens import compare_analyses, find_neighbours, find_undertrained
+from coupled_adam.embeddings.analysis import AnalysisInputs, analyze_model
+from coupled_adam.embeddings.changes import compare_analyses
+from coupled_adam.embeddings.neighbours import find_neighbours
+from coupled_adam.embeddings.undertrained import find_undertrained
 
 SMALL = {"vocab_size": 420, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 WIDE = {"intermediate_size": 8, "num_key_value_heads": 2, "head_dim": 4}
@@ -52,7 +54,7 @@ def test_architectures(architecture, trained, tmp_path):
             tensor[unused] = normalize(drift, dim=0) + 0.01 * tensor[unused]  # short, and all alike
             tensors[name] = tensor
     save_file(tensors, path, {"format": "pt"})
-    analyses = analyze_model(str(tmp_path), Source())
+    analyses = analyze_model(str(tmp_path), AnalysisInputs())
     for analysis in analyses:
         found = find_undertrained(analysis).to_dict()
         assert found["categories"]["none"] == 20
@@ -64,7 +66,7 @@ def test_architectures(architecture, trained, tmp_path):
         near = find_neighbours(analysis, ["#310"]).to_dict()["neighbours"][0]
         assert all(other["id"] in unused for other in near["raw"])
     (same, *_) = compare_analyses(analyses, analyses)
-    assert same.to_dict()["groups"]["old"]["cosine_min"] == pytest.approx(1)
+    assert min(mover["cosine"] for mover in same.to_dict()["movers"]) == pytest.approx(1)
 
 
 def run(capsys, *arguments):
@@ -97,6 +99,25 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     shown = run(capsys, *arguments, "--show", 1)
     for text in ("Under-trained tokens: gpt2, tied", "Tokens that moved most", "linear CKA", "350"):
         assert text in shown
+
+
+def test_duplicates(tmp_path, capsys):
+    """Pairs of rows: those with the same numbers, then those with nearly the same direction."""
+    matrix = np.random.default_rng(0).normal(size=(300, 16)).astype(np.float32)
+    matrix[20] = matrix[10]
+    matrix[40] = 3 * matrix[30]
+    matrix[60] = matrix[50] + 0.01
+    matrix[70] = 0
+    np.save(tmp_path / "m.npy", matrix)
+    found = json.loads(run(capsys, tmp_path / "m.npy", "--duplicates", "--json"))["duplicates"]
+    pairs = [([token["id"] for token in pair["tokens"]], pair["identical"]) for pair in found]
+    assert pairs == [([10, 20], True), ([30, 40], False), ([50, 60], False)]
+    units = matrix[[50, 60]] / np.linalg.norm(matrix[[50, 60]], axis=1, keepdims=True)
+    assert found[2]["cosine"] == pytest.approx(units[0] @ units[1], abs=1e-5)
+    shown = run(capsys, tmp_path / "m.npy", "--duplicates", "--show", 1)
+    assert "3 pairs with a cosine of at least 0.99, of which 1 are identical" in shown
+    assert "#20" in shown
+    assert "#40" not in shown
 
 
 def test_rows_that_are_dead(gpt2, tmp_path, capsys):
@@ -137,9 +158,7 @@ def test_without_a_tokenizer_and_with_one_that_is_too_large(gpt2, tmp_path, caps
         ("gpt2 --neighbours 'no such token'", "'no such token' is not a single token"),
         ("gpt2 --neighbours '#999'", "there is no token #999"),
         (f"gpt2 --neighbours '#{'9' * 5000}'", "there is no token #999"),
-        ("gpt2 --explore no/page.html", "--explore: there is no folder"),
-        ("gpt2 --layout umap", "--layout is that of the map: add --explore or --parquet"),
-        ("no-model --parquet m --layout umap", "pip install umap-learn"),
+        ("no-model --export m.csv", "--export m.csv must end in .parquet or .tsv"),
         ("gpt2 --verify", "--verify is about under-trained tokens: add --undertrained"),
         ("gpt2/model.safetensors --undertrained --verify", "is a file with a matrix: name the"),
         ("bare --undertrained --verify", "bare has no tokenizer that can be read"),
@@ -195,8 +214,7 @@ def test_a_model_is_asked_to_repeat(echo, tmp_path, capsys):
     )  # the verdict comes before the indicators, which need a wide window
     assert sentence in page.read_text()
     assert "<th" in page.read_text().partition("Under-trained tokens: gpt2")[2]
-    data = json.loads(explore.read_text().partition('id="data">')[2].partition("</script>")[0])
-    assert "repeated" in data["maps"][0]["columns"]
+    assert "repeated=" in explore.read_text().rpartition("Plotly.newPlot(")[2]
     found = json.loads(run(capsys, *options, "--json"))
     assert sentence in found["diagnosis"][-1]
     named = found["undertrained"]

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 import decoders
-from coupled_adam import LEAN, CoupledAdamW, param_groups, to_adam_state_dict
+from coupled_adam import CoupledAdamW, param_groups, to_adam_state_dict
 from decoders import V, full, train
 from processes import run_cases, run_on_ranks
 
@@ -46,7 +46,7 @@ def coupled(model):
 
 
 def lean(model):
-    return CoupledAdamW(param_groups(model, **LEAN), lr=1e-2)
+    return CoupledAdamW(model, embeddings="lean", lr=1e-2)
 
 
 def adamw(model):
@@ -130,7 +130,7 @@ def switched():
     old = adamw(model)
     train(model, old, range(HALF))
     optimizer = coupled(model)
-    coupled_params = optimizer.param_groups[0]["params"]
+    coupled_params = optimizer.param_groups[-1]["params"]
     assert len(coupled_params) == 2
     for p, state in old.state.items():
         optimizer.state[p] = copy.deepcopy(state)
@@ -212,7 +212,7 @@ def from_adamw(layouts, folder):
 
     model, optimizer = fresh(layouts["4"])
     state = get_optimizer_state_dict(model, adamw(model))
-    with pytest.raises(ValueError, match=r"group 1 of the checkpoint has no \['lr', 'betas'"):
+    with pytest.raises(ValueError, match=r"group 0 of the checkpoint has no \['lr', 'betas'"):
         set_optimizer_state_dict(model, optimizer, state)
     state = {"optimizer": {"state": get_optimizer_state_dict(model, optimizer)["state"]}}
     with pytest.raises(dcp.api.CheckpointException, match="Size mismatch"):
@@ -227,7 +227,7 @@ def to_adamw(layouts, folder):
         groups = [{"params": group["params"]} for group in optimizer.param_groups]
         back = torch.optim.AdamW(groups)
         back.load_state_dict(to_adam_state_dict(optimizer.state_dict()))
-        for p in optimizer.param_groups[0]["params"]:
+        for p in optimizer.param_groups[-1]["params"]:
             moment = back.state[p]["exp_avg_sq"]
             assert torch.equal(full(moment), full(optimizer.state[p]["exp_avg_sq"]).expand(V, H))
             if isinstance(p, DTensor):
@@ -265,7 +265,7 @@ def whole_state_dicts(layouts, folder):
         for p, q in zip(old[0].parameters(), pair[0].parameters()):
             for key in ("exp_avg_sq", "max_exp_avg_sq"):
                 ours, theirs = old[1].state[p][key], full(pair[1].state[q][key])
-                if q in set(pair[1].param_groups[0]["params"]):
+                if q in set(pair[1].param_groups[-1]["params"]):
                     ours = ours.mean(0)
                 torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
         train(*pair, range(1))

@@ -3,6 +3,7 @@
 The same file is the program of each rank.
 """
 
+import collections
 import copy
 import pickle
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -45,27 +47,27 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
-RATES = {"adam_lr": 3e-3, "groups": {"lr": 0.2, "head_lr": 4e-3}}
+BETWEEN = {"row_exponent": 0.5, "zero_sum": True, "second_moment_scale": 0.5, "lr": 0.2}
 
 
 def test_it_is_two_optimizers():
     """Bit for bit, with separate rates that a schedule scales alike."""
     model, other = decoder(), decoder()
-    between = {"row_exponent": 0.5, "zero_sum": True, "second_moment_scale": 0.5}
     optimizer = MuonWithCoupledAdam(
         model,
         lr=0.02,
         adjust_lr_fn="original",
         betas=(0.8, 0.95),
         weight_decay=0.2,
-        **between,
-        **RATES,
+        adam_lr=3e-3,
+        embeddings=BETWEEN,
+        head_lr=4e-3,
     )
     hidden = [other.block[0].weight, other.block[2].weight]
-    groups = param_groups(other, lr=0.2, head_lr=4e-3, weight_decay=0.2, exclude=hidden)
+    groups = param_groups(other, BETWEEN, head_lr=4e-3, weight_decay=0.2, exclude=hidden)
     both = [
         torch.optim.Muon(hidden, lr=0.02, weight_decay=0.2),
-        CoupledAdamW(groups, lr=3e-3, betas=(0.8, 0.95), **between),
+        CoupledAdamW(groups, lr=3e-3, betas=(0.8, 0.95)),
     ]
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, *both)]
     for step in range(3):
@@ -77,12 +79,12 @@ def test_it_is_two_optimizers():
             o.zero_grad()
             schedule.step()
     assert_same_parameters(model, other)
-    assert [g["lr"] for g in optimizer.param_groups] == [lr / 8 for lr in (0.02, 0.2, 4e-3, 3e-3)]
+    assert [g["lr"] for g in optimizer.param_groups] == [lr / 8 for lr in (0.02, 3e-3, 0.2, 4e-3)]
     assert [g["param_names"] for g in optimizer.param_groups] == [
         ["block.0.weight", "block.2.weight"],
+        ["norm.weight", "norm.bias", "block.0.bias", "block.2.bias"],
         ["embed.weight"],
         ["head.weight"],
-        ["norm.weight", "norm.bias", "block.0.bias", "block.2.bias"],
     ]
     assert optimizer.state[model.embed.weight]["exp_avg_sq"].shape == (H,)
 
@@ -132,7 +134,7 @@ def test_loading_in_bfloat16_keeps_the_second_moment():
     index = next(g["params"][0] for g in saved["param_groups"] if g.get("coupled"))
     rows["state"][index]["exp_avg_sq"] = torch.stack([torch.full((H,), 2.0)] * V)
     optimizer.load_state_dict(rows)
-    (p,) = optimizer.param_groups[1]["params"][:1]
+    p = model.embed.weight
     assert torch.equal(optimizer.state[p]["exp_avg_sq"], torch.full((H,), 2.0))
     optimizer.load_state_dict(saved)
     assert optimizer.state[p]["exp_avg_sq"].dtype == torch.float32
@@ -145,7 +147,8 @@ def test_what_does_not_fit_changes_nothing():
     train(model, optimizer, range(2))
     before = copy.deepcopy(optimizer.state_dict())
     wrong = copy.deepcopy(before)
-    wrong["state"][2]["exp_avg"] = torch.zeros(3, 3)
+    index = wrong["param_groups"][-1]["params"][0]
+    wrong["state"][index]["exp_avg"] = torch.zeros(3, 3)
     with pytest.raises(ValueError, match=r"cannot load the state"):
         optimizer.load_state_dict(wrong)
     with pytest.raises(ValueError, match=r"are not Muon's"):
@@ -188,6 +191,59 @@ def test_a_group_added_later():
         optimizer.add_param_group({"params": [("first", model.block[0].weight)]})
 
 
+def test_state_that_is_assigned():
+    """An idiom for resets: the updates begin anew, and checkpoints have what they leave."""
+    model, other = decoder(), decoder()
+    optimizer = MuonWithCoupledAdam(model)
+    train(model, optimizer, range(2))
+    other.load_state_dict(model.state_dict())
+    optimizer.state = collections.defaultdict(dict)
+    train(model, optimizer, range(2, 4))
+    train(other, MuonWithCoupledAdam(other), range(2, 4))
+    assert_same_parameters(model, other)
+    saved = optimizer.state_dict()["state"]
+    assert len(saved) == len([*model.parameters()])
+    assert {int(state["step"]) for state in saved.values() if "step" in state} == {2}
+
+
+def test_groups_that_are_assigned():
+    """As Lightning does when it resumes a fine-tuning: later rates have an effect."""
+    model = decoder()
+    optimizer = MuonWithCoupledAdam(model)
+    train(model, optimizer, range(2))
+    optimizer.param_groups = [dict(group) for group in reversed(optimizer.param_groups)]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = copy.deepcopy(model)
+    train(model, optimizer, range(2, 4))
+    assert_same_parameters(model, before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(4, 5))
+    assert_same_parameters(model, before)
+
+
+SCHEDULES = {
+    "polynomial": lambda o: transformers.get_scheduler("polynomial", o, 0, 8),
+    "cosine_with_min_lr": lambda o: transformers.get_scheduler(
+        "cosine_with_min_lr", o, 0, 8, scheduler_specific_kwargs={"min_lr": 1e-4}
+    ),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
+def test_schedules_that_read_the_defaults(make):
+    model = decoder()
+    optimizer = MuonWithCoupledAdam(model, lr=1e-3)
+    schedule = make(optimizer)
+    train(model, optimizer, range(1))
+    first = [group["lr"] for group in optimizer.param_groups]
+    for _ in range(4):
+        schedule.step()
+    assert all(group["lr"] != lr for group, lr in zip(optimizer.param_groups, first))
+    train(model, optimizer, range(1, 2))
+
+
 def test_closure_returns_the_loss():
     model = decoder()
     optimizer = MuonWithCoupledAdam(model)
@@ -209,10 +265,10 @@ def test_closure_returns_the_loss():
         ({"adjust_lr_fn": "rms", "adam_lr": 1.0}, "rms is not supported"),
         ({"adamw": "embed.wieght"}, r"adamw='embed.wieght' matches no parameter.*'embed.weight'"),
         ({"adamw": "*"}, "no trainable hidden matrix"),
-        ({"groups": {"head_lr": 1.0}}, "the head is tied"),
-        ({"groups": {"vocab_size": 5}}, "vocab_size=5: no embedding"),
-        ({"groups": {"embedding_weight_decay": -1.0}}, "Invalid embedding_weight_decay"),
-        ({"groups": {"weight_decay": 0.2}}, "pass it as weight_decay="),
+        ({"head_lr": 1.0}, "the head is tied"),
+        ({"vocab_size": 5}, "vocab_size=5: no embedding"),
+        ({"embedding_weight_decay": -1.0}, "Invalid embedding_weight_decay"),
+        ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
     ],
 )
 def test_errors(options, message):
@@ -223,6 +279,8 @@ def test_errors(options, message):
 def test_errors_of_type_and_version(monkeypatch):
     with pytest.raises(TypeError, match=r"model must be an nn.Module, not generator"):
         MuonWithCoupledAdam(decoder().parameters())
+    with pytest.raises(TypeError, match=r"'lr_factor'.*param_groups\(model, \{'lr_factor': 4\}"):
+        MuonWithCoupledAdam(decoder(), lr_factor=4)
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"needs torch.optim.Muon.*2.9 or later"):
         MuonWithCoupledAdam(decoder())
@@ -232,14 +290,16 @@ def sharded():
     """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint."""
     whole, model = decoder(), decoder()
     fully_shard(model)
-    optimizers = [MuonWithCoupledAdam(m, lr=1e-3, groups={"lr_factor": 3}) for m in (whole, model)]
+    optimizers = [
+        MuonWithCoupledAdam(m, lr=1e-3, embeddings={"lr_factor": 3}) for m in (whole, model)
+    ]
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     for m, optimizer in zip((whole, model), optimizers):
         train(m, optimizer, range(3))
     state = {"optimizer": get_optimizer_state_dict(model, optimizers[1])}
     dcp.save(state, checkpoint_id=folder[0])
-    fresh = MuonWithCoupledAdam(model, lr=5.0, groups={"lr": 6.0})
+    fresh = MuonWithCoupledAdam(model, lr=5.0, embeddings={"lr": 6.0})
     fresh.init_state()
     state = {"optimizer": get_optimizer_state_dict(model, fresh)}
     dcp.load(state, checkpoint_id=folder[0])

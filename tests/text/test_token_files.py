@@ -1,4 +1,4 @@
-"""Token files of others, read in place: bare, with llm.c's header, several for a split."""
+"""Token files of others, read in place: bare, or with llm.c's header."""
 
 import os
 import resource
@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.source import Data
-from coupled_adam.text.token_files import TokenFile, Tokens, find_token_files, token_file
+from coupled_adam.text.token_files import TokenFile, Tokens, token_file
 
 
 def ids(count, dtype="<u2", seed=0):
@@ -24,11 +23,6 @@ def write_llm_c(path, tokens, magic=20240520, version=1, count=None):
     header = np.zeros(256, "<i4")
     header[:3] = magic, version, len(tokens) if count is None else count
     path.write_bytes(header.tobytes() + tokens.tobytes())
-
-
-def found(data, vocab_size=300):
-    files = find_token_files(data, vocab_size)
-    return {split: Tokens(parts) for split, parts in files.items()}
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())
@@ -69,85 +63,60 @@ def test_more_files_than_a_process_may_have_open(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_file_that_is_truncated_while_it_is_in_use(tmp_path):
-    """An error that names it; a memory map would kill the process with SIGBUS."""
+def test_a_file_that_has_become_shorter(tmp_path):
     path = tmp_path / "train.bin"
-    ids(5000, "<u2").tofile(path)
+    ids(5000).tofile(path)
     tokens = Tokens([token_file(path, 300)])
-    assert len(tokens[4000:]) == 1000
-    with path.open("r+b") as file:
-        file.truncate(100)
+    os.truncate(path, 100)
     assert len(tokens[:50]) == 50
-    with pytest.raises(UsageError, match=r"train\.bin was truncated while it was in use"):
+    with pytest.raises(UsageError, match=r"train\.bin has become shorter: restore it"):
         tokens[4000:4010]
 
 
-@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
-def test_nano_gpt(tmp_path, dtype):
-    """Bare files; the second half of the validation tokens is the test split."""
-    train, valid = ids(5000, dtype), ids(1001, dtype, seed=1)
-    train.tofile(tmp_path / "train.bin")
-    valid.tofile(tmp_path / "val.bin")
-    name = {"<u2": "uint16", "<u4": "uint32"}[dtype]
-    splits = found(Data(tokens=str(tmp_path), token_dtype=name))
-    np.testing.assert_array_equal(splits["train"][:], train)
-    np.testing.assert_array_equal(splits["valid"][:], valid[:500])
-    np.testing.assert_array_equal(splits["test"][:], valid[500:])
-    # Without a word from the user, the smallest type that holds the vocabulary.
-    guessed = found(Data(tokens=str(tmp_path)), 300 if dtype == "<u2" else 70_000)
-    np.testing.assert_array_equal(guessed["train"][:], train)
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_widths(tmp_path, dtype):
+    """As the caller says; otherwise the smallest that holds the vocabulary, if it is plausible."""
+    path = tmp_path / "tokens.bin"
+    ids(1000, dtype).tofile(path)
+    np.testing.assert_array_equal(Tokens([token_file(path, 300, dtype)])[:], ids(1000))
+    for vocab_size, guess in ((300, "uint16"), (70_000, "uint32")):
+        if dtype == guess:
+            np.testing.assert_array_equal(Tokens([token_file(path, vocab_size)])[:], ids(1000))
+        elif np.dtype(dtype).itemsize > np.dtype(guess).itemsize:
+            with pytest.raises(UsageError, match=f"every second number is 0 if .* as {guess}"):
+                token_file(path, vocab_size)
 
 
 @pytest.mark.parametrize(
     ("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")]
 )
 def test_llm_c(tmp_path, magic, version, dtype):
-    """Several files for a split, in the order of their names; test files of their own."""
-    parts = [ids(100 + i, dtype, seed=i) for i in range(3)]
-    for i in (2, 0, 1):
-        write_llm_c(tmp_path / f"fineweb_train_{i:06}.bin", parts[i], magic, version)
-    write_llm_c(tmp_path / "fineweb_val_000000.bin", parts[1], magic, version)
-    write_llm_c(tmp_path / "fineweb_test_000000.bin", parts[2], magic, version)
-    splits = found(Data(tokens=str(tmp_path)))
-    np.testing.assert_array_equal(splits["train"][:], np.concatenate(parts))
-    np.testing.assert_array_equal(splits["train"][90:310], np.concatenate(parts)[90:310])
-    np.testing.assert_array_equal(splits["valid"][:], parts[1])
-    np.testing.assert_array_equal(splits["test"][:], parts[2])
-
-
-def test_limits(tmp_path):
-    """No more tokens than asked for, over several files."""
-    parts = [ids(100, seed=i) for i in range(3)]
-    for i, part in enumerate(parts):
-        part.tofile(tmp_path / f"train{i}.bin")
-    ids(500).tofile(tmp_path / "val.bin")
-    splits = found(Data(tokens=str(tmp_path), max_tokens=150, max_held_out_tokens=40))
-    np.testing.assert_array_equal(splits["train"][:], np.concatenate(parts)[:150])
-    np.testing.assert_array_equal(splits["valid"][:], ids(500)[:40])
-    np.testing.assert_array_equal(splits["test"][:], ids(500)[250:290])
+    write_llm_c(tmp_path / "a.bin", ids(100, dtype), magic, version)
+    np.testing.assert_array_equal(Tokens([token_file(tmp_path / "a.bin", 300)])[:], ids(100))
 
 
 def test_unusable_files(tmp_path):
-    data = Data(tokens=str(tmp_path))
+    path = tmp_path / "a.bin"
 
-    def refuses(message, data=data, vocab_size=300):
+    def refuses(message, **options):
         with pytest.raises(UsageError, match=message) as caught:
-            find_token_files(data, vocab_size)
+            token_file(path, **{"vocab_size": 300, **options})
+        assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
 
-    refuses("no such folder", Data(tokens=str(tmp_path / "missing")))
-    refuses(r"no file \*train\*.bin in it")
-    ids(100).tofile(tmp_path / "train.bin")
-    refuses(r"no file \*val\*.bin in it")
-    (tmp_path / "val.bin").write_bytes(b"\0" * 101)
-    refuses("val.bin is damaged: 101 bytes of uint16")
-    (tmp_path / "val.bin").write_bytes(b"\0" * 102)
-    refuses("val.bin is damaged: 102 bytes of uint32", vocab_size=70_000)
-    write_llm_c(tmp_path / "val.bin", ids(100), count=101)
+    refuses("No such file")
+    path.write_bytes(b"\0" * 101)
+    refuses("is damaged: 101 bytes of uint16")
+    path.write_bytes(b"\0" * 102)
+    refuses("is damaged: 102 bytes of uint32", vocab_size=70_000)
+    write_llm_c(path, ids(100), count=101)
     refuses("damaged: 200 bytes of uint16, where its header says 101 tokens")
-    refuses("leave it out", Data(tokens=str(tmp_path), token_dtype="uint32"))
-    write_llm_c(tmp_path / "val.bin", ids(100), magic=20240522)  # its evaluation files
+    refuses("says it has uint16: leave it out", dtype="uint32")
+    write_llm_c(path, ids(100), magic=20240522)  # its evaluation files
     refuses("has the header 20240522, version 1; of llm.c's files those with 20240520, version 1")
-    (tmp_path / "val.bin").unlink()
-    os.mkfifo(tmp_path / "val.bin")  # nobody writes into it: reading would wait forever
-    refuses("val.bin: not a file")
+    with path.open("wb") as file:
+        np.save(file, ids(100))
+    refuses(r"is a \.npy file")
+    path.unlink()
+    path.mkdir()
+    refuses("Is a directory")

@@ -1,41 +1,26 @@
 """The ``coupled-adam`` command. Each of its commands has a file in this package.
 
-Each file defines ``Options``, a dataclass of its arguments, and ``run``. It imports large libraries
-only in ``run``, so that ``--help`` does not load torch.
+Each file defines ``Options``, a dataclass of its arguments, and ``run``. It is imported only when
+the command is called, and imports large libraries only in ``run``, so that ``--help`` is fast.
 """
 
-import argparse
-import difflib
 import errno
+import importlib
 import io
 import os
-import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import NoReturn
 
-from coupled_adam.cli import (
-    analyze,
-    bench,
-    compare,
-    evaluate,
-    recipes,
-    repair,
-    report,
-    sample,
-    sweep,
-    train,
-)
-from coupled_adam.cli.options import RecipeValues, add_arguments
 from coupled_adam.cli.terminal import other_rank, quiet_libraries
 from coupled_adam.errors import (
     PreemptedError,
     TrainingError,
     UsageError,
     did_you_mean,
-    install,
     is_on_all_ranks,
     one_line,
     printable,
@@ -44,17 +29,14 @@ from coupled_adam.errors import (
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
-_COMMANDS = {
-    "compare": compare,
-    "train": train,
-    "sweep": sweep,
-    "evaluate": evaluate,
-    "sample": sample,
-    "report": report,
-    "analyze": analyze,
-    "repair": repair,
-    "bench": bench,
-    "recipes": recipes,
+COMMANDS = {
+    "compare": "compare optimizers of the embeddings on real text",
+    "train": "train and evaluate one run of a comparison",
+    "evaluate": "evaluate a run, or any causal language model, or print texts that they write",
+    "report": "write the report of finished runs",
+    "analyze": "measure the token embeddings of any model",
+    "repair": "write a copy of a model in which dead or under-trained embeddings are repaired",
+    "recipes": "list the recipes, or print one with the meaning of each key",
 }
 
 
@@ -66,26 +48,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     and 130 the same command with ``--resume`` continues. Of several processes each says what went
     wrong in it, and the first one what all of them know.
     """
-    arguments = _overrides_first(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
     # They may be closed, as by 2>&-, and libraries write to them all the same.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    # A terminal whose encoding has no ‖ shows ? in its place, which is better than an error.
+    # A terminal whose encoding has no ‖ shows ? instead, which is better than an error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    values: dict[str, Any] = {}
+    name = words[0] if words else ""
+    resumable = name in ("compare", "train")
     try:
-        name = _command_name(arguments)
-        values = vars(_command_parser(name).parse_args(arguments[1:]))
+        if name in ("-h", "--help", "--version"):
+            print(_overview() if name != "--version" else _version())
+            return 0
+        command = load_command(name)
+        options = parse(name, command, words[1:])
         quiet_libraries()
         with _sigterm_raises():
-            _COMMANDS[name].run(_COMMANDS[name].Options(**values))
+            command.run(options)
         sys.stdout.flush()
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        advice = "continue with --resume" if "resume" in values else "run the command again"
+        advice = "continue with --resume" if resumable else "run the command again"
         _say(f"{one_line(error, longest=None)}; {advice}")
         return PREEMPTED
     except KeyboardInterrupt:
@@ -94,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        advice = "; add --resume to the command to continue" if "resume" in values else ""
+        advice = "; add --resume to the command to continue" if resumable else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{advice}")
         return 130
@@ -102,57 +88,98 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
-    except Exception as error:
-        code, message = _explained(error, arguments, values)
-        if code is None:
+    except UsageError as error:
+        message = one_line(error, longest=None)
+        # Texts are keys of a recipe, which the user may have given by an option.
+        for option in ("text", "tokens"):
+            if f"--{option}" in words:
+                message = message.replace(f"data.{option}=", f"--{option} ")
+        return _failed(error, 2, message)
+    except TrainingError as error:
+        return _failed(error, 1, one_line(error, longest=None))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("coupled_adam."):
             raise
-        rank = other_rank()
-        if rank is None:
-            _say(f"error: {message}")
-        elif not is_on_all_ranks(error):
-            print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
-        return code
+        reason = error.msg.partition(":")[0]
+        return _failed(error, 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'")
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # If standard output is on the full disk, Python could not flush it at its end either.
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_output()
+        path = error.filename2 or error.filename  # where something was to be renamed to
+        reason = os.strerror(error.errno) + (f": {printable(str(path))}" if path else "")
+        if error.errno == errno.ENAMETOOLONG:
+            return _failed(error, 2, reason)
+        return _failed(error, 1, reason + _kept(resumable))
+    except (MemoryError, RuntimeError) as error:
+        # torch's error for a CPU is a RuntimeError, which only its message tells from others.
+        out_of_memory = isinstance(error, MemoryError) or "OutOfMemoryError" in repr(type(error))
+        if not out_of_memory and "DefaultCPUAllocator" not in str(error):
+            raise
+        return _failed(error, 1, f"out of memory: {one_line(error)}{_kept(resumable)}")
     return 0
 
 
-def _explained(
-    error: Exception, arguments: list[str], values: Mapping[str, Any]
-) -> tuple[int | None, str]:
-    """The exit code for an error, and what is said of it; no code for what is a bug."""
-    message = one_line(error, longest=None)
-    kept = "; what was finished is kept, continue with --resume" if "resume" in values else ""
-    match error:
-        case UsageError():
-            # Texts are keys of a recipe, which the user may have given by an option.
-            for option in ("text", "tokens"):
-                if values.get(option) and f"--{option} " not in message:
-                    message = message.replace(f"data.{option}=", f"--{option} ")
-            return 2, f"{message}{_hint(arguments, message)}"
-        case TrainingError():
-            return 1, message
-        case ModuleNotFoundError() if not (error.name or "").startswith("coupled_adam."):
-            return 2, f"{error.msg.partition(':')[0]}; install it with: {install('lab')}"
-        case OSError() if error.errno is not None:
-            # If standard output is on the full disk, Python could not flush it at its end either.
-            try:
-                sys.stdout.flush()
-            except OSError:
-                _discard_output()
-            path = error.filename2 or error.filename  # where something was to be renamed to
-            reason = os.strerror(error.errno) + (f": {printable(str(path))}" if path else "")
-            # There is no such file, so that nothing was begun that could be continued.
-            if error.errno == errno.ENAMETOOLONG:
-                return 2, reason
-            limit = "; allow more with ulimit -n" if error.errno == errno.EMFILE else ""
-            return 1, f"{reason}{limit}{kept}"
-        case RuntimeError() if str(error).startswith("Symlink loop"):  # pathlib's, before 3.13
-            return 2, message
-    # torch's error for a CPU is a RuntimeError, which only its message tells from others.
-    is_out_of_memory = isinstance(error, MemoryError) or "OutOfMemoryError" in repr(type(error))
-    if is_out_of_memory or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in message):
-        reason = one_line(error) if str(error) else "no more can be allocated"
-        return 1, f"out of memory: {reason}{kept}"
-    return None, message
+def load_command(name: str) -> ModuleType:
+    """The module of a command; UsageError if there is none of this name."""
+    commands = f"there are {', '.join(COMMANDS)}"
+    if not name or name.startswith("-"):
+        raise UsageError(f"name a command first: {commands}")
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS, commands)
+        raise UsageError(f"there is no command {one_line(name, 50)!r}: {hint}")
+    return importlib.import_module(f"coupled_adam.cli.{name}")
+
+
+def parse(name: str, command: ModuleType, words: Sequence[str]) -> object:
+    """The options of a command; its docstring is the description in its help."""
+    from coupled_adam.cli.parser import Parser, parsed
+
+    parser = Parser(f"coupled-adam {name}", command.__doc__)
+    options: object = parsed(command.Options, parser, words)
+    return options
+
+
+def _overview() -> str:
+    lines = [f"  {name:10} {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: coupled-adam COMMAND ...",
+            "\nCompare optimizers for embeddings, and measure embeddings.",
+            "\ncommands:",
+            *lines,
+            "\ncoupled-adam COMMAND --help explains a command, and has an example of it.",
+        ]
+    )
+
+
+def _version() -> str:
+    from coupled_adam import __version__
+
+    return f"coupled-adam {__version__}"
+
+
+def _failed(error: BaseException, code: int, message: str) -> int:
+    """Say what went wrong; the first process says what all of them know. Returns the code."""
+    rank = other_rank()
+    if rank is None:
+        _say(f"error: {message}")
+    elif not is_on_all_ranks(error):
+        print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
+    return code
+
+
+def _kept(resumable: bool) -> str:
+    return "; what was finished is kept, continue with --resume" if resumable else ""
+
+
+def _say(message: str) -> None:
+    if other_rank() is None:
+        print(f"coupled-adam: {message}", file=sys.stderr)
 
 
 def _discard_output() -> None:
@@ -173,96 +200,3 @@ def _sigterm_raises() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGTERM) is stop:
             signal.signal(signal.SIGTERM, before)
-
-
-def _command_name(arguments: list[str]) -> str:
-    """The command that is called; ``--help`` and ``--version`` end here."""
-    name = arguments[0] if arguments else ""
-    if name in _COMMANDS:
-        return name
-    if name.startswith("-"):
-        _overview().parse_args(arguments)
-    commands = f"there are {', '.join(_COMMANDS)}"
-    if not name or name.startswith("-"):
-        raise UsageError(f"name a command first: {commands}")
-    hint = did_you_mean(name, _COMMANDS, commands)
-    raise UsageError(f"there is no command {one_line(name, 50)!r}: {hint}")
-
-
-def _overview() -> argparse.ArgumentParser:
-    """The parser of ``coupled-adam`` alone, which lists the commands."""
-    from coupled_adam import __version__
-
-    parser = _Parser("coupled-adam", "Compare optimizers for embeddings, and measure embeddings.")
-    parser.add_argument("--version", action="version", version=f"coupled-adam {__version__}")
-    commands = parser.add_subparsers(
-        metavar="COMMAND", title="commands", parser_class=argparse.ArgumentParser
-    )
-    for name, command in _COMMANDS.items():
-        commands.add_parser(name, help=(command.__doc__ or "").partition("\n")[0])
-    parser.epilog = "coupled-adam COMMAND --help explains a command."
-    return parser
-
-
-def _command_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of a command; its file's docstring is the description."""
-    command = _COMMANDS[name]
-    parser = _Parser(f"coupled-adam {name}", command.__doc__)
-    add_arguments(parser, command.Options)
-    return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises its errors, with the options as the user types them."""
-
-    def __init__(self, prog: str, description: str | None) -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            allow_abbrev=False,
-            formatter_class=_HelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a UsageError instead of printing the usage and leaving."""
-        raise UsageError(re.sub(r"^argument (\S+): ", r"\1: ", message))
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Help with the defaults that say something."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        says_nothing = action.default in (None, False, [], argparse.SUPPRESS)
-        return text if says_nothing or "default" in text else f"{text} (default: %(default)s)"
-
-
-def _say(message: str) -> None:
-    if other_rank() is None:
-        print(f"coupled-adam: {message}", file=sys.stderr)
-
-
-def _overrides_first(arguments: list[str]) -> list[str]:
-    """Move ``key=value`` to the front, where no option that takes several values can consume it."""
-    section = re.compile(r"(name|model|data|training|arms|seeds|variant)[.=]")
-    return [*arguments[:1], *sorted(arguments[1:], key=lambda word: not section.match(word))]
-
-
-def _hint(arguments: list[str], message: str) -> str:
-    """Suggest the most similar option for an unknown one, or the key of the recipe that it is."""
-    if not message.startswith("unrecognized arguments"):
-        return ""
-    command = _COMMANDS.get(arguments[0])
-    parser = _command_parser(arguments[0]) if command else _overview()
-    options = re.findall(r"--[a-z][a-z-]+", parser.format_help())
-    for word in re.findall(r"(?<=\s)--?[\w.=-]+", message):
-        name = word.partition("=")[0]
-        if near := difflib.get_close_matches(name, options, n=1, cutoff=0.7):
-            return f"; did you mean {near[0]}?"
-        if command and issubclass(command.Options, RecipeValues):
-            from coupled_adam.lab.checking import keys
-            from coupled_adam.lab.recipe import Recipe
-
-            if match := keys(Recipe, name.strip("-").replace("-", "_")):
-                return f"; values of the recipe are given as {match[0]}=VALUE"
-    return f"; see {parser.prog} --help"

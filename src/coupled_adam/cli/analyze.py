@@ -3,6 +3,8 @@
 Shows the measures of one or several models side by side, for the embeddings as they are, with their
 mean removed, and with their mean and their top principal directions removed. On request, names the
 tokens that were hardly trained, neighbours and hubs, and what changed from one model to another.
+
+example: coupled-adam analyze gpt2 --undertrained --html page.html
 """
 
 from __future__ import annotations
@@ -11,87 +13,86 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from coupled_adam.cli.options import (
-    Count,
     ModelOptions,
+    OverwriteOption,
     TokenizerOption,
-    WholeNumber,
     WordSimilarityOption,
-    argument,
-    option,
+    write_file,
 )
-from coupled_adam.cli.outputs import check_files, write_file
+from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_table, progress_bar
 from coupled_adam.errors import UsageError, printable
+from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
-    from coupled_adam.embeddings.analysis import Analysis, Source
-    from coupled_adam.embeddings.tokens import Undertrainedness
+    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
+    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, ModelOptions):
-    """The options of ``coupled-adam analyze``."""
+class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOption):
+    """The options of ``coupled-adam analyze``.
 
-    models: list[str] = argument(
-        "a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a "
-        ".safetensors or .npy file",
-        metavar="MODEL",
-    )
-    tensor: str | None = option("the name of the embeddings in the file")
-    counts: Path | None = option("a .npy file with a unigram count for each token")
-    text: Path | None = option("count the tokens of this file, or of this folder's files")
-    tokens: list[Path] | None = option("count these token files", metavar="FILE")
-    exclude: list[Literal["padding", "unseen"]] = option(
-        "leave out padding (rows that belong to no token of the tokenizer), or unseen tokens (with "
-        "a count of zero)",
-        [],
-    )
-    top: WholeNumber | None = option(
-        "how many top principal directions to remove (default: H / 100, rounded up)", metavar="N"
-    )
-    all: bool = option(
-        "show all measures, also with the mean removed, and without the top directions",
-        default=False,
-    )
-    undertrained: bool = option("name the tokens that were hardly trained", default=False)
-    verify: bool = option(
-        "ask the model to repeat them, which shows those that it can write (needs [lab])",
-        default=False,
-    )
-    neighbours: list[str] | None = option(
-        "the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most "
-        "frequent ones), and the hubs",
-        metavar="TOKEN",
-        nargs="*",
-    )
-    compare: bool = option("show what changed from the first MODEL to the second", default=False)
-    show: Count = option(
-        "how many tokens a table in the terminal names; --json has all", 20, metavar="N"
-    )
-    csv: str | None = option("write all numbers as a table", metavar="FILE")
-    html: str | None = option("write a page with the table and pictures", metavar="FILE")
-    explore: str | None = option("write a page with a map of the tokens to explore", metavar="FILE")
-    parquet: str | None = option("write the map of all tokens as a Parquet file", metavar="FILE")
-    layout: Literal["pca", "umap"] | None = option(
-        "the layout of the map (default: pca); umap needs the package umap-learn"
-    )
+    models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
+        file with .safetensors, .npy, .npz, .gguf, or vectors of word2vec, GloVe or fastText.
+    tensor: the name of the embeddings in the file.
+    counts: a .npy file with a unigram count for each token.
+    text: count the tokens of this file, or of this folder's files.
+    tokens: count these token files.
+    exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
+        (with a count of zero).
+    top: how many top principal directions to remove (default: H / 100, rounded up).
+    all: show all measures, also with the mean removed, and without the top directions.
+    undertrained: name the tokens that were hardly trained.
+    verify: ask the model to repeat them, which shows those that it can write (needs [lab]).
+    neighbours: the nearest neighbours of these tokens (texts, or ids as '#42'; default: of the most
+        frequent ones), and the hubs.
+    duplicates: name the rows that are nearly equal to another one.
+    compare: show what changed from the first MODEL to the second.
+    show: how many tokens a table in the terminal names; --json has all.
+    csv: write all numbers as a table.
+    html: write a page with the table and pictures.
+    explore: write a page with a map of the tokens to explore.
+    export: write all that is known of each token as Parquet (.parquet, for embedding-atlas) or as
+        vectors and metadata for the embedding projector (.tsv).
+    """
+
+    models: Annotated[list[str], Positional("MODEL")]
+    tensor: str | None = None
+    counts: Path | None = None
+    text: Path | None = None
+    tokens: list[Path] | None = None
+    exclude: list[Literal["padding", "unseen"]] | None = None
+    top: WholeNumber | None = None
+    all: bool = False
+    undertrained: bool = False
+    verify: bool = False
+    neighbours: list[str] | None = None
+    duplicates: bool = False
+    compare: bool = False
+    show: Count = 20
+    csv: Path | None = None
+    html: Path | None = None
+    explore: Path | None = None
+    export: Path | None = None
 
 
 def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from rich.text import Text
 
-    from coupled_adam.embeddings import analysis, analysis_tables, tokens
+    from coupled_adam.embeddings import analysis, analysis_tables, changes
+    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
+    from coupled_adam.embeddings.undertrained import find_undertrained
 
     _check(options)
-    layout = options.layout or "pca"
     target = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
-    source = analysis.Source(
+    inputs = analysis.AnalysisInputs(
         tensor=options.tensor,
         revision=options.revision,
         tokenizer=options.tokenizer,
@@ -100,13 +101,13 @@ def run(options: Options) -> None:
         tokens=options.tokens or [],
     )
     # A model that cannot be asked is refused before the matrices are measured.
-    folders = _verifiable(options.models, source) if options.verify else {}
+    folders = _verifiable(options.models, inputs) if options.verify else {}
     by_model = [
         analysis.analyze_model(
             model,
-            source,
+            inputs,
             sets=sets,
-            exclude=options.exclude,
+            exclude=options.exclude or [],
             directions=options.top,
             tokens=options.neighbours or (),
             device=target,
@@ -115,63 +116,72 @@ def run(options: Options) -> None:
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
-    undertrained: list[Undertrainedness] = []
-    neighbours, comparisons = [], []
+    undertrained: list[UndertrainedReport] = []
+    neighbours, duplicates, comparisons = [], [], []
     # The map colors tokens by how well they were trained, so it needs these answers, too.
-    if options.undertrained or options.explore or options.parquet:
+    if options.undertrained or options.explore or options.export:
         for entry in analyses:
             with progress_bar(f"under-trained tokens, {entry.label}") as progress:
-                undertrained.append(tokens.find_undertrained(entry, progress=progress))
+                undertrained.append(find_undertrained(entry, progress=progress))
     if options.verify:
         undertrained = _verified(undertrained, folders, target)
     if options.neighbours is not None:
         for entry in analyses:
             with progress_bar(f"neighbours, {entry.label}") as progress:
-                neighbours.append(tokens.find_neighbours(entry, options.neighbours, progress))
+                neighbours.append(find_neighbours(entry, options.neighbours, progress))
+    if options.duplicates:
+        for entry in analyses:
+            with progress_bar(f"duplicates, {entry.label}") as progress:
+                duplicates.append(find_duplicates(entry, progress))
     if options.compare:
         with progress_bar("what changed") as progress:
-            comparisons = tokens.compare_analyses(by_model[0], by_model[1], progress)
+            comparisons = changes.compare_analyses(by_model[0], by_model[1], progress)
     # Pages are made before anything is printed, so that an error leaves no half of a result.
     listed = undertrained if options.undertrained else []
-    files: list[tuple[str, str, str | bytes]] = []
+    files: list[tuple[str, Path, str | bytes]] = []
     if options.csv is not None:
         files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
     if options.html is not None:
         from coupled_adam.embeddings.analysis_page import analyses_page
 
         files.append(("--html", options.html, analyses_page(analyses, listed)))
-    if options.parquet is not None:
-        from coupled_adam.embeddings.explorer import parquet, token_maps
+    if options.export is not None:
+        from coupled_adam.embeddings.explorer import export
 
-        files.append(("--parquet", options.parquet, parquet(token_maps(undertrained, layout))))
+        with progress_bar("neighbours for the export") as progress:
+            exported = export(undertrained, comparisons, str(options.export), progress)
+        files += [("--export", Path(name), content) for name, content in exported.items()]
     if options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page
 
         with progress_bar("neighbours for the map") as progress:
-            page = explorer_page(undertrained, comparisons, layout, progress)
+            page = explorer_page(undertrained, comparisons, progress)
         files.append(("--explore", options.explore, page))
     try:
         for file in files:
             write_file(*file)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
-            print(analysis_tables.analyses_json(analyses, listed, neighbours, comparisons))
+            print(
+                analysis_tables.analyses_json(analyses, listed, neighbours, duplicates, comparisons)
+            )
         else:
-            diagnosed: Sequence[Analysis | Undertrainedness] = listed or analyses
+            diagnosed: Sequence[Analysis | UndertrainedReport] = listed or analyses
             for analyzed, diagnosis in zip(analyses, diagnosed):
                 sentences = f"{analyzed.label}: {' '.join(diagnosis.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
             tables = [named.table(options.show) for named in listed]
             tables += [table for entry in neighbours for table in entry.tables()]
+            tables += [entry.table(options.show) for entry in duplicates]
             tables += [table for entry in comparisons for table in entry.tables(options.show)]
             for table in tables:
                 print_table(table)
 
 
-def _verifiable(models: Sequence[str], source: Source) -> dict[str, Path]:
+def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path]:
     """The folder of each model; what cannot be prompted is refused before it is measured."""
-    from coupled_adam.embeddings.analysis import find_tokenizer
+    from coupled_adam.embeddings.analysis import own_tokenizer
     from coupled_adam.embeddings.repair import model_folder
 
     folders = {}
@@ -181,16 +191,17 @@ def _verifiable(models: Sequence[str], source: Source) -> dict[str, Path]:
                 f"--verify asks a model, and {model} is a file with a matrix: name the folder of "
                 "its model, or leave out --verify"
             )
-        folders[model] = model_folder(model, source.revision)
-        find_tokenizer(model, source, needed=True)
+        folders[model] = model_folder(model, inputs.revision)
+        if inputs.tokenizer is None:
+            own_tokenizer(model, inputs.revision, needed=True)
     return folders
 
 
 def _verified(
-    undertrained: Sequence[Undertrainedness], folders: Mapping[str, Path], device: str
-) -> list[Undertrainedness]:
+    undertrained: Sequence[UndertrainedReport], folders: Mapping[str, Path], device: str
+) -> list[UndertrainedReport]:
     """The under-trained tokens with the answers of their models."""
-    from coupled_adam.embeddings.tokens import verify_undertrained
+    from coupled_adam.embeddings.undertrained import verify_undertrained
     from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
 
     # A model is loaded once, for both of its matrices.
@@ -214,17 +225,11 @@ def _check(options: Options) -> None:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    check_files(
-        [*options.models, options.counts, options.text, *(options.tokens or ())],
-        csv=options.csv,
-        html=options.html,
-        explore=options.explore,
-        parquet=options.parquet,
+    options.check_files(
+        csv=options.csv, html=options.html, explore=options.explore, export=options.export
     )
-    if options.explore or options.parquet:
+    if options.explore or options.export:
         from coupled_adam.embeddings.explorer import check_installed
 
-        explore, parquet = options.explore is not None, options.parquet is not None
-        check_installed(options.layout or "pca", explore, parquet)
-    elif options.layout is not None:
-        raise UsageError("--layout is that of the map: add --explore or --parquet")
+        export_to = None if options.export is None else str(options.export)
+        check_installed(options.explore is not None, export_to)

@@ -1,177 +1,130 @@
-"""Arguments from dataclasses, those that several commands share, and what they mean.
-
-A command is a dataclass ``Options``, whose fields are its arguments: a name, a type, a default and
-a help text, each written once. :func:`add_arguments` makes the parser from it.
-"""
+"""Options that several commands share; :mod:`parser` makes arguments of them."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.util
-import inspect
-import math
-from collections.abc import Callable, Iterable
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from coupled_adam.cli.terminal import quiet_libraries
-from coupled_adam.errors import UsageError, did_you_mean, one_line
-from coupled_adam.runs import COMPARISON, CONFIG, SWEEP
+from coupled_adam.errors import TrainingError, UsageError, did_you_mean
+from coupled_adam.fields import Count, Seed, require
+from coupled_adam.files import write_atomically
+from coupled_adam.runs import COMPARISON, CONFIG
 
 if TYPE_CHECKING:
     from coupled_adam.lab.recipe import Recipe
     from coupled_adam.lab.training.config import Execution
 
-N = TypeVar("N", int, float)
-T = TypeVar("T", str, Path)
-
 DEFAULT_RECIPE = "demo"
 
-_MOST_SEEDS = 1000  # of one number, which is how many there are
+
+def _split(words: list[str]) -> list[str]:
+    return [word for several in words for word in several.split(",")]
 
 
-def option(text: str, default: Any = None, **settings: Any) -> Any:
-    """A field that is an option, ``--name``; ``text`` is its help.
-
-    Args:
-        default: ``dataclasses.MISSING`` for an option that must be given.
-        settings: further arguments for :meth:`argparse.ArgumentParser.add_argument`.
-    """
-    metadata = {"help": text, **settings}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def argument(text: str, **settings: Any) -> Any:
-    """A field that is a positional argument; otherwise as :func:`option`."""
-    return dataclasses.field(metadata={"help": text, "positional": True, **settings})
-
-
-def add_arguments(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add the fields of a dataclass to a parser: its own first, then those of its bases."""
-    hints = get_type_hints(options, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(options)}
-    for base in options.__mro__:
-        for name in inspect.get_annotations(base):
-            _add_argument(parser, fields[name], hints[name])
-
-
-def _add_argument(
-    parser: argparse.ArgumentParser, field: dataclasses.Field[Any], kind: Any
-) -> None:
-    # The type of the field says how its text is read, and how many texts there are.
-    settings = dict(field.metadata)
-    is_positional = settings.pop("positional", False)
-    # None stands for an option that is left out, and is nothing that can be typed.
-    if type(None) in get_args(kind):
-        (kind,) = [member for member in get_args(kind) if member is not type(None)]
-    if get_origin(kind) is list:
-        settings.setdefault("nargs", "+")
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal:
-        settings["choices"] = get_args(kind)
-    elif get_origin(kind) is Annotated:
-        settings["type"] = kind.__metadata__[0]
-    elif kind is bool:
-        settings["action"] = "store_true"
-    # A default that is empty, as that of --prompt, allows an empty text.
-    elif field.default != "":
-        settings["type"] = _not_empty(kind)
-    if is_positional:
-        parser.add_argument(field.name, **settings)
-        return
-    if field.default_factory is not dataclasses.MISSING:
-        settings["default"] = field.default_factory()
-    # A dataclass field without a default is an option that must be given.
-    elif field.default is dataclasses.MISSING:
-        settings["required"] = True
-    else:
-        settings["default"] = field.default
-    parser.add_argument(f"--{field.name.replace('_', '-')}", **settings)
-
-
-def _not_empty(kind: type[T]) -> Callable[[str], T]:
-    """The type of names and paths: Path("") would be the current folder."""
-
-    def convert(text: str) -> T:
-        if not text:
-            raise argparse.ArgumentTypeError("'' is empty: give a value, or leave it out")
-        return kind(text)
-
-    return convert
-
-
-def _number(kind: type[N], fits: Callable[[N], bool], meaning: str) -> Callable[[str], N]:
-    """The type of numbers that fit; ``meaning`` says which these are."""
-
-    def convert(text: str) -> N:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = kind(-1)
-        if not fits(number):
-            raise argparse.ArgumentTypeError(f"{one_line(text, 50)!r} must be {meaning}")
-        return number
-
-    return convert
-
-
-Count = Annotated[
-    int, _number(int, lambda n: 1 <= n < 2**63, "a whole number, 1 or more, below 2^63")
-]
-WholeNumber = Annotated[
-    int, _number(int, lambda n: 0 <= n < 2**63, "a whole number, 0 or more, below 2^63")
-]
-NotNegative = Annotated[float, _number(float, lambda x: 0 <= x < math.inf, "a number, 0 or more")]
-Positive = Annotated[float, _number(float, lambda x: 0 < x < math.inf, "a number above 0")]
+# Commas may separate the words, too.
+Words = Annotated[list[str], BeforeValidator(_split)]
+Seeds = Annotated[list[Seed], BeforeValidator(_split)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
-    """For commands that compute."""
+    """Where it is computed.
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = option(
-        "where to compute; auto takes cuda, mps or cpu, the first that is available", "auto"
-    )
+    device: auto takes cuda, mps or cpu, the first that is available.
+    """
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
 
     def usable_device(self) -> str:
         """The device, or with ``"auto"`` the fastest one; UsageError if it is not available."""
-        import torch
+        return usable_device(self.device)
 
-        usable = ["cuda"] if torch.cuda.is_available() else []
-        usable += ["mps"] if torch.backends.mps.is_available() else []
-        usable += ["cpu"]
-        if self.device == "auto":
-            return usable[0]
-        if self.device not in usable:
-            available = f"available: {', '.join(usable)}"
-            raise UsageError(f"--device {self.device} is not available here; {available}")
-        return self.device
+
+def usable_device(device: str) -> str:
+    """The device, or for ``"auto"`` the fastest one; UsageError if it is not available."""
+    import torch
+
+    usable = ["cuda"] if torch.cuda.is_available() else []
+    usable += ["mps"] if torch.backends.mps.is_available() else []
+    usable += ["cpu"]
+    if device == "auto":
+        return usable[0]
+    if device not in usable:
+        available = f"available: {', '.join(usable)}"
+        raise UsageError(f"--device {device} is not available here; {available}")
+    return device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResultOptions(DeviceOption):
-    """For commands with results."""
+    """How results are shown.
 
-    json: bool = option("print all results as JSON, and nothing else", default=False)
+    json: print all results as JSON, and nothing else.
+    """
+
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverwriteOption:
+    """What becomes of files that exist.
+
+    overwrite: replace them.
+    """
+
+    overwrite: bool = False
+
+    def check_files(self, **files: Path | None) -> None:
+        """Raise UsageError unless the files of these options can be written; nothing is changed."""
+        given = {option: path for option, path in files.items() if path is not None}
+        for option, path in given.items():
+            same = [other for other in given if given[other] == path and other != option]
+            require(not same, f"--{option} and --{''.join(same[:1])} are both {path}: name two")
+            check_output(f"--{option}", path, overwrite=self.overwrite)
+
+
+def check_output(option: str, path: Path, *, overwrite: bool = True) -> None:
+    """Raise UsageError if a file or folder cannot be made, or exists and is not to be replaced."""
+    if path.exists() and not overwrite:
+        raise UsageError(f"{option} {path} exists: choose another name, or add --overwrite")
+    folder = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if folder == path.absolute() and not path.is_dir():
+        folder = folder.parent
+    try:
+        str(path.absolute()).encode()  # as safetensors and tokenizers need it
+        # The only sure way to find out whether a file can be made there is to make one.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or "its name is not UTF-8"
+        raise UsageError(f"{option} {path} cannot be written ({reason})") from None
+
+
+def write_file(option: str, path: Path, content: str | bytes) -> None:
+    """Write a file that an option names; TrainingError if it cannot be, as on a full disk."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path.resolve(), content)  # a link stays one
+    except OSError as error:
+        raise TrainingError(f"{option} {path} cannot be written ({error.strerror})") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions(ResultOptions):
-    """For commands that take models, also on the hub."""
+    """Which models.
 
-    revision: str | None = option("the branch, tag or commit, for models on the hub")
+    revision: the branch, tag or commit, for models on the hub.
+    """
+
+    revision: str | None = None
 
     def check_revision(self, models: Iterable[str]) -> None:
         """Raise UsageError if ``--revision`` is given for a model that is not on the hub."""
@@ -182,30 +135,33 @@ class ModelOptions(ResultOptions):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerOption:
-    """For commands that name tokens."""
+    """Which tokenizer.
 
-    tokenizer: str | None = option(
-        "a tokenizer's folder, or its id on the hub (default: the model's own)"
-    )
+    tokenizer: a tokenizer's folder, or its id on the hub (default: the model's own).
+    """
+
+    tokenizer: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordSimilarityOption:
-    """For commands that measure embeddings."""
+    """Word similarity.
 
-    word_similarity: str | None = option(
-        "a folder with word-similarity sets as published; 'download' downloads and keeps them",
-        metavar="DIR",
-    )
+    word_similarity: a folder with word-similarity sets as published; 'download' downloads and keeps
+        them.
+    """
+
+    word_similarity: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheOption:
-    """For commands that need a corpus."""
+    """Prepared text.
 
-    cache: Path | None = option(
-        "the folder that keeps prepared corpora (default: in the user's cache)"
-    )
+    cache: the folder that keeps prepared corpora (default: in the user's cache).
+    """
+
+    cache: Path | None = None
 
     def cache_folder(self) -> Path:
         """The folder of prepared corpora."""
@@ -215,71 +171,62 @@ class CacheOption:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeValues:
-    """For commands that take a recipe: its values, as positional arguments."""
+class RunOptions(CacheOption, DeviceOption):
+    """What is trained, and how.
 
-    overrides: list[str] = argument(
-        "change a value of the recipe, such as model.n_layer=24", metavar="key=value", nargs="*"
-    )
+    recipe: the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: demo;
+        with --resume, the recipe in OUT).
+    text: train on this file, or on all text files in this folder (data.text).
+    steps: training steps (training.steps).
+    variant: execute the code of this variant, MODULE:NAME.
+    resume: continue the runs in OUT from their last checkpoints, with their recipe and text.
+    strategy: how several processes (torchrun, srun) share a run; fsdp2 shards the model.
+    micro_batch_size: sequences that a process takes at a time (default: its whole share of the
+        batch).
+    compile: compile the model.
+    logger: loggers in addition to metrics.jsonl (default: tensorboard); none without a value.
+    """
 
+    recipe: str | None = None
+    text: Path | None = None
+    steps: Count | None = None
+    variant: str | None = None
+    resume: bool = False
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
+    micro_batch_size: Count | None = None
+    compile: bool = False
+    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    # The keys of the recipe that are given, with their values as YAML.
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions(RecipeValues, CacheOption, DeviceOption):
-    """For commands that train: a recipe, and how its runs are executed."""
+    def recipe_of(self, plain: Mapping[str, Any]) -> Recipe:
+        """The recipe of plain values, with those of the command line.
 
-    recipe: str | None = option(
-        "the name of a recipe (coupled-adam recipes lists them), or a YAML file (default: demo; "
-        "with --resume, the recipe in OUT)"
-    )
-    text: str | None = option("train on this file, or on all text files in this folder (data.text)")
-    steps: Count | None = option("training steps (training.steps)")
-    resume: bool = option(
-        "continue the runs in OUT from their last checkpoints, with their recipe and text",
-        default=False,
-    )
-    skip_damaged: bool = option(
-        "with --resume: if the last checkpoint is damaged, continue from the one before it",
-        default=False,
-    )
-    strategy: Literal["ddp", "fsdp2"] = option(
-        "how several processes (torchrun, srun) share a run; fsdp2 shards the model", "ddp"
-    )
-    micro_batch_size: Count | None = option(
-        "sequences that a process takes at a time (default: its whole share of the batch)"
-    )
-    compile: bool = option("compile the model", default=False)
-    logger: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = option(
-        "loggers in addition to metrics.jsonl (default: tensorboard); none without a value",
-        ["tensorboard"],
-        nargs="*",
-    )
+        Raises:
+            UsageError: they are not valid, or would execute code that the user has not named.
+        """
+        from coupled_adam.lab.recipe import recipe_from, with_values
+        from coupled_adam.lab.safe_yaml import read_yaml
 
-    def overridden(self, recipe: Recipe) -> Recipe:
-        """The recipe with the values of the command line; UsageError if they are not valid."""
-        from coupled_adam.lab.recipe import override, parse_overrides
-
-        values = parse_overrides(self.overrides)
+        values: dict[str, Any] = {}
         # Each of these options is a key of the recipe, and takes the place of others.
-        for option, value, keys in (
-            ("--steps", self.steps, ("training.steps", "training.tokens")),
-            ("--text", self.text, ("data.text", "data.hub", "data.tokens")),
-        ):
-            if value is None:
-                continue
-            for key in keys:
-                if (other := values.get(key)) is not None:
-                    raise UsageError(
-                        f"{option} {value} and {key}={other} exclude each other: give only one"
-                    )
-            content = str(Path(value).resolve()) if isinstance(value, str) else value
-            values |= {**dict.fromkeys(keys), keys[0]: content}
-        recipe = override(recipe, values)
+        if self.steps is not None:
+            values |= {"training.tokens": None, "training.steps": self.steps}
+        if self.text is not None:
+            values |= dict.fromkeys(("data.hub", "data.tokens"))
+            values["data.text"] = os.path.realpath(self.text)
+        if self.variant is not None:
+            values["variant"] = self.variant
+        values |= {key: read_yaml(text, f"--{key}") for key, text in self.keys.items()}
+        recipe = recipe_from(with_values(plain, values), f"recipe {plain.get('name')!r}")
         # Files in the folder of runs may be another person's, and what they name is code.
-        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON, SWEEP)
-        if of_runs and recipe.variant is not None and "variant" not in values:
+        of_runs = self.recipe is None or Path(self.recipe).name in (CONFIG, COMPARISON)
+        if of_runs and recipe.variant is not None and self.variant is None:
             raise UsageError(
                 f"the recipe in OUT executes the code of {recipe.variant}: if you trust it, add "
-                f"variant={recipe.variant} to the command"
+                f"--variant {recipe.variant} to the command"
             )
         return recipe
 
@@ -289,8 +236,6 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
         from coupled_adam.lab.training.config import Execution
 
         quiet_libraries()  # after their imports, which set the levels they like
-        if self.skip_damaged and not self.resume:
-            raise UsageError("--skip-damaged is for --resume: add it, or leave --skip-damaged out")
         # A logger that is missing would show only after the corpus has been prepared.
         for name in self.logger:
             if importlib.util.find_spec(name) is None:
@@ -305,61 +250,51 @@ class RunOptions(RecipeValues, CacheOption, DeviceOption):
             micro_batch_size=self.micro_batch_size,
             compile=self.compile,
             log=tuple(self.logger),
-            skip_damaged=self.skip_damaged,
         )
 
 
 def _check_memory(recipe: Recipe, parameters: int, device: str) -> None:
     """Raise UsageError if weights, gradients and first moments alone do not fit into the memory."""
-    from coupled_adam.bench.machine import memory
+    import torch
 
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device == "cuda":
+        available = torch.cuda.get_device_properties(0).total_memory
     # The least that any training takes, so that nothing is refused that could have worked.
-    needed, available = 3 * 4 * parameters, memory(device)  # float32
+    needed = 3 * 4 * parameters  # float32
     if needed > available:
+        model = recipe.model
         raise UsageError(
-            f"a model of {parameters / 1e9:,.1f} billion parameters (model.n_embd="
-            f"{recipe.model.n_embd}, model.n_layer={recipe.model.n_layer}, model.vocab_size="
-            f"{recipe.model.vocab_size}) needs at least {needed / 1e9:,.0f} GB for its training, "
-            f"and {device} has {available / 1e9:,.0f} GB: make it smaller, or share it with "
-            "--strategy fsdp2"
+            f"a model of {parameters / 1e9:,.1f} billion parameters (model.n_embd={model.n_embd}, "
+            f"model.n_layer={model.n_layer}, model.vocab_size={model.vocab_size}) needs at least "
+            f"{needed / 1e9:,.0f} GB for its training, and {device} has {available / 1e9:,.0f} GB: "
+            "make it smaller, or share it with --strategy fsdp2"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """For commands that train several runs: which arms and seeds."""
+    """Which runs.
 
-    arms: list[str] | None = option("run only these arms of the recipe", metavar="ARM")
-    seeds: list[WholeNumber] | None = option(
-        "one number N: the seeds 1 to N; several numbers: these seeds", metavar="N"
-    )
+    arms: run only these arms of the recipe.
+    seeds: one number N is the seeds 1 to N; several numbers are these seeds.
+    """
+
+    arms: Words | None = None
+    seeds: Seeds | None = None
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
         if self.seeds is not None:
-            recipe = dataclasses.replace(recipe, seeds=_seeds(self.seeds))
+            seeds = sorted(self.seeds)
+            if len(seeds) == 1:  # how many there are
+                require(1 <= seeds[0] <= 1000, f"--seeds {seeds[0]} must be from 1 to 1000")
+                seeds = list(range(1, seeds[0] + 1))
+            recipe = dataclasses.replace(recipe, seeds=seeds)
         if self.arms is not None:
-            if len({*self.arms}) < len(self.arms):
-                raise UsageError(f"--arms {' '.join(self.arms)} names an arm twice")
             arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms}
             recipe = dataclasses.replace(recipe, arms=arms)
         return recipe
-
-
-def _seeds(numbers: list[int]) -> list[int]:
-    """The seeds that ``--seeds`` means: one number counts them, several name them."""
-    # As it was typed, since a count and a list look alike.
-    typed = f"--seeds {' '.join(map(str, numbers))}"
-    if len({*numbers}) < len(numbers):
-        raise UsageError(f"{typed} names a seed twice: each is run once")
-    if len(numbers) > 1:
-        return sorted(numbers)
-    if not 1 <= numbers[0] <= _MOST_SEEDS:
-        raise UsageError(
-            f"{typed}: one number is how many seeds there are, and must be from 1 to "
-            f"{_MOST_SEEDS}; several numbers are the seeds"
-        )
-    return list(range(1, numbers[0] + 1))
 
 
 def arm_name(name: str, recipe: Recipe) -> str:

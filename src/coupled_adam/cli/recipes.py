@@ -1,23 +1,35 @@
-"""List the recipes, or print one as a complete YAML file, with the meaning of each key."""
+"""List the recipes, or print one as a complete YAML file, with the meaning of each key.
+
+example: coupled-adam recipes tiny > mine.yaml
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
-from coupled_adam.cli.options import argument
+from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import print_table
+from coupled_adam.fields import meanings
+
+if TYPE_CHECKING:
+    from coupled_adam.lab.recipe import Recipe
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of ``coupled-adam recipes``."""
+    """The options of ``coupled-adam recipes``.
 
-    name: str | None = argument("the recipe to print (default: list all of them)", nargs="?")
+    name: the recipe to print (default: list all of them).
+    """
+
+    name: Annotated[str, Positional("NAME")] | None = None
 
 
 def run(options: Options) -> None:
     """Print the list of recipes, or one recipe."""
-    from coupled_adam.lab.explained import explained
     from coupled_adam.lab.recipe import load_recipe, recipe_names
     from coupled_adam.rendering.tables import Table
 
@@ -37,3 +49,36 @@ def run(options: Options) -> None:
         rows.append([recipe.name, size, tokens, text, str(arms), str(seeds)])
     columns = ("recipe", "blocks x width", "tokens", "text", "arms", "seeds")
     print_table(Table(columns, rows, left=(0, 1, 3)))
+
+
+def explained(recipe: Recipe) -> str:
+    """The recipe as YAML, with the meaning of each key in a comment above it."""
+    from coupled_adam.lab.arms import OPTIMIZERS
+
+    lines: list[str] = []
+    values = recipe.to_dict()
+    for key, meaning in meanings(type(recipe)).items():
+        section = getattr(recipe, key)
+        if dataclasses.is_dataclass(section):
+            lines += [f"# {meaning}", f"{key}:"]
+            for name, text in meanings(type(section)).items():
+                lines += _commented({name: values[key][name]}, text, "  ")
+        else:
+            lines += _commented({key: values.get(key)}, meaning)
+    for optimizer, arm in OPTIMIZERS.items():
+        lines.append(f"# The options of an arm with optimizer: {optimizer}")
+        for name, text in meanings(arm).items():
+            lines += textwrap.wrap(
+                f"{name}: {text}", 100, initial_indent="#   ", subsequent_indent="#       "
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _commented(value: dict[str, Any], meaning: str, indent: str = "") -> Iterator[str]:
+    """The lines of a key with its value, below those of its meaning."""
+    import yaml
+
+    mark = f"{indent}# "
+    yield from textwrap.wrap(meaning, 100, initial_indent=mark, subsequent_indent=mark)
+    dumped = yaml.safe_dump(value, sort_keys=False, width=1000)
+    yield from textwrap.indent(dumped, indent).splitlines()

@@ -2,6 +2,8 @@
 
 Rows of the embeddings that are not finite or nearly zero get values like those of healthy rows. The
 rest of the model is copied as it is, and the model itself is never changed.
+
+example: coupled-adam repair my-model --out repaired --text validation.txt
 """
 
 from __future__ import annotations
@@ -10,19 +12,11 @@ import collections
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated
 
-from coupled_adam.cli.options import (
-    Count,
-    ModelOptions,
-    TokenizerOption,
-    WholeNumber,
-    argument,
-    option,
-)
-from coupled_adam.cli.outputs import check_folder
+from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
+from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import (
     console,
     print_path,
@@ -30,42 +24,41 @@ from coupled_adam.cli.terminal import (
     progress_bar,
 )
 from coupled_adam.errors import UsageError
+from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.repair import RepairedMatrix
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(TokenizerOption, ModelOptions):
-    """The options of ``coupled-adam repair``."""
+    """The options of ``coupled-adam repair``.
 
-    model: str = argument(
-        "the folder of a model or a run, a model's id on the hub, or a file with a matrix"
-    )
-    out: Path = option("the folder (or file) to write, which must not exist", dataclasses.MISSING)
-    undertrained: bool = option(
-        "also repair the tokens that cannot be told from unused rows", default=False
-    )
-    method: Literal["sample", "partner"] = option(
-        "draw new rows like the healthy ones; or take the direction of the same token in the other "
-        "matrix, where input and output embeddings are not tied",
-        "sample",
-    )
-    recenter: bool = option(
-        "subtract the mean from the output embeddings, which does not change the predictions",
-        default=False,
-    )
-    seed: WholeNumber = option("of the rows drawn", 0)
-    text: Path | None = option("show the loss on this text before and after")
-    batches: Count | None = option("how many batches of the text to use (default: all)")
-    show: Count = option("how many rows the table names", 20, metavar="N")
+    model: the folder of a model or a run, a model's id on the hub, or a file with a matrix.
+    out: the folder (or file) to write, which must not exist.
+    undertrained: also repair the tokens that cannot be told from unused rows.
+    recenter: subtract the mean from the output embeddings, which does not change the predictions.
+    seed: of the rows drawn.
+    text: show the loss on this text before and after.
+    batches: how many batches of the text to use (default: all).
+    show: how many rows the table names.
+    """
+
+    model: Annotated[str, Positional("MODEL")]
+    out: Path
+    undertrained: bool = False
+    recenter: bool = False
+    seed: WholeNumber = 0
+    text: Path | None = None
+    batches: Count | None = None
+    show: Count = 20
 
 
 def run(options: Options) -> None:
     """Repair, and say what was changed."""
     from rich.text import Text
 
-    from coupled_adam.embeddings.analysis import Source, find_tokenizer
+    from coupled_adam.embeddings.analysis import named_tokenizer, own_tokenizer
     from coupled_adam.embeddings.repair import Repair, model_folder, repair_model
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
@@ -74,20 +67,21 @@ def run(options: Options) -> None:
     if options.batches is not None and options.text is None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
     target = options.usable_device()
-    check_folder("--out", options.out)
+    check_output("--out", options.out)
     out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)
     if text is not None and folder.is_file():
         raise UsageError(f"--text is for the loss of a model, and {folder} is a file with a matrix")
     # Dead rows are found without a tokenizer; which tokens are unused, only it can tell.
     needed = options.undertrained or text is not None
-    tokenizer = find_tokenizer(str(folder), Source(tokenizer=options.tokenizer), needed)
+    named = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
+    tokenizer = named or own_tokenizer(str(folder), None, needed)
     vocabulary = functools.partial(read_vocabulary, tokenizer)
     # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)
-    repair = Repair(options.undertrained, options.method, options.recenter, options.seed)
+    repair = Repair(options.undertrained, options.recenter, options.seed)
     with progress_bar("reading the embeddings") as progress:
         reports = repair_model(folder, out, repair, vocabulary, progress)
     if text is not None:
@@ -116,11 +110,11 @@ def _print(report: RepairedMatrix, number: int) -> None:
     summary = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
     if report.mean_removed is not None:
         summary += f"; a mean of norm {report.mean_removed:.4g} removed from all rows"
-    columns = ("id", "token", "reason", "new value", "norm before", "after")
+    columns = ("id", "token", "reason", "norm before", "after")
     rows = []
     for row in report.rows[:number]:
         before = "–" if row.norm_before is None else f"{row.norm_before:.4g}"
         after = f"{row.norm_after:.4g}"
-        rows.append([str(row.row), row.token, row.reason, row.method, before, after])
-    title = f"{report.role}: {', '.join(report.tensors)}"
-    print_table(Table(columns, rows, title, [f"rows changed: {summary}"], left=(1, 2, 3)))
+        rows.append([str(row.row), row.token, row.reason, before, after])
+    notes = [f"rows changed: {summary}"]
+    print_table(Table(columns, rows, f"{report.role} matrix", notes, left=(1, 2)))

@@ -2,43 +2,50 @@
 
 One arm and one seed of a recipe, as one job in a cluster's queue. Runs in one folder are compared
 by coupled-adam report.
+
+example: coupled-adam train --recipe tiny --arm lean --arms.lean.lr_factor 4 --seed 2
 """
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, WholeNumber, arm_name, option
-from coupled_adam.cli.outputs import check_folder
+from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name, check_output
 from coupled_adam.cli.terminal import print_path
+from coupled_adam.fields import Seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RunOptions):
-    """The options of ``coupled-adam train``."""
+    """The options of ``coupled-adam train``.
 
-    arm: str = option("an arm of the recipe", MISSING)
-    seed: WholeNumber = option("the seed of the run", 1)
-    out: str | None = option("the run's folder (default: runs/NAME/ARM-seed-SEED)")
+    arm: an arm of the recipe.
+    seed: the seed of the run.
+    out: the run's folder (default: runs/NAME/ARM-seed-SEED).
+    """
+
+    arm: str
+    seed: Seed = 1
+    out: Path | None = None
 
 
 def run(options: Options) -> None:
     """Train and evaluate the run."""
     from coupled_adam.lab import comparison
-    from coupled_adam.lab.recipe import load_recipe
+    from coupled_adam.lab.recipe import load_values
     from coupled_adam.lab.training.config import TrainingRun
     from coupled_adam.runs import CONFIG, run_name
 
     # A run that is resumed has its recipe in its own folder.
     named = options.recipe or DEFAULT_RECIPE
     if options.recipe is None and options.resume and options.out is not None:
-        config = Path(options.out) / CONFIG
+        config = options.out / CONFIG
         named = str(config) if config.is_file() else named
-    recipe = options.overridden(load_recipe(named))
+    recipe = options.recipe_of(load_values(named))
     arm, seed = arm_name(options.arm, recipe), options.seed
-    folder = Path(options.out or Path("runs") / recipe.name / run_name(arm, seed))
-    check_folder("--out", folder)
+    folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
+    check_output("--out", folder)
     comparison.train_and_evaluate(
         TrainingRun(recipe, arm, seed, folder),
         execution=options.execution(recipe),

@@ -6,15 +6,16 @@ extra memory only for a few H x H matrices and for blocks of rows, not for a cop
 """
 
 try:
-    from coupled_adam.embeddings.centering import all_but_the_top, subtract_mean
     from coupled_adam.embeddings.frequency import (
         mean_frequency_correlation,
         norm_frequency_correlation,
         unigram_counts,
     )
     from coupled_adam.embeddings.geometry import (
+        all_but_the_top,
         condition,
         effective_rank,
+        explained_variance,
         iso_score,
         mean_cosine_similarity,
         mean_embedding,
@@ -23,6 +24,7 @@ try:
         participation_ratio,
         row_norms,
         singular_values,
+        subtract_mean,
     )
     from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
     from coupled_adam.embeddings.measures import Measures
@@ -56,6 +58,7 @@ __all__ = [
     "condition",
     "download_word_similarity",
     "effective_rank",
+    "explained_variance",
     "iso_score",
     "isotropy",
     "isotropy_unit",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from coupled_adam.embeddings import similarity
+from coupled_adam.embeddings.diagnosis import Advice
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Mask
+from coupled_adam.embeddings.geometry import Mask, finite_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import PASSES, EmbeddingReport, analyze
-from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, one_line, printable, refused
@@ -33,7 +34,7 @@ Excluded = Literal["padding", "unseen"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class AnalysisInputs:
     """Where to find what an analysis needs and the model's folder does not contain."""
 
     tensor: str | None = None  # the embeddings in the file; None to find them by known names
@@ -42,6 +43,11 @@ class Source:
     counts: Path | None = None  # a .npy file with unigram counts [V]
     text: Path | None = None  # a file or folder of text, whose tokens are counted
     tokens: Sequence[Path] = ()  # token files of nanoGPT and llm.c, whose tokens are counted
+
+    def options(self, *names: str) -> str:
+        """Some of the options as a user types them, each after a space."""
+        values = {name: getattr(self, name) for name in names}
+        return "".join(f" --{n} {shlex.quote(v)}" for n, v in values.items() if v is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +61,14 @@ class Analysis:
     counts: NDArray[Any] | None  # unigram counts [V]
     keep: Mask | None  # the rows that were measured, [V]; None if all were
     dead: list[int]  # the rows that are zero or not finite, which are never measured
+    unused: str  # what is to be said of the rows that no training has seen; may be empty
+    inputs: AnalysisInputs
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
     @functools.cached_property
     def vocabulary(self) -> Vocabulary:
-        """What the rows stand for; ids alone if the model has no tokenizer."""
-        return read_vocabulary(self.tokenizer, len(self.embeddings.matrix))
+        """What the rows stand for; ids alone if nothing says so."""
+        return _vocabulary(self.embeddings, self.tokenizer)
 
     @property
     def label(self) -> str:
@@ -72,13 +80,42 @@ class Analysis:
     def diagnosis(self) -> list[str]:
         """Whether the embeddings are healthy, and what to do next, in sentences."""
         names = [self.vocabulary.name(row) for row in self.dead]
-        return self.report.sentences(self.model, self.embeddings.role, names)
+        return [*self.report.sentences(names, self._advice()), *([self.unused] * bool(self.unused))]
+
+    def _advice(self) -> Advice:
+        """The commands that this input allows."""
+        from coupled_adam.embeddings.repair import padding_row, why_not
+
+        model, config, role = self.model, self.embeddings.config, self.embeddings.role
+        name, asked = shlex.quote(model), self.inputs.options("revision")
+        out = "NEW.npy" if Path(model).suffix == ".npy" else "NEW"
+        # A run is repaired once it has a model.
+        is_there = not is_run(Path(model)) or (Path(model) / MODEL).exists()
+        alive = len(self.embeddings.matrix) - len(self.dead)
+        repair = recenter = ""
+        # A padding row may be zero; and two rows at least must be there to take others from.
+        is_needed = {*self.dead} - {padding_row(self.embeddings)} and alive > 1
+        if is_there and is_needed and not why_not(model, config, role):
+            repair = f"coupled-adam repair {name}{asked} --out {out}"
+        if is_there and alive > 1 and not why_not(model, config, role, recenter=True):
+            recenter = f"coupled-adam repair {name}{asked} --recenter --out {out}"
+        asked = self.inputs.options("tensor", "revision", "tokenizer")
+        return Advice(f"coupled-adam analyze {name}{asked} --undertrained", repair, recenter)
 
     @property
     def matrix(self) -> dict[str, str]:
         """Which matrix it is, for JSON."""
         entry = self.embeddings
         return {"model": self.model, "role": entry.role, "tensor": entry.tensor}
+
+    def token(self, row: int) -> dict[str, Any]:
+        """The id, the token and its count, for JSON."""
+        return {
+            "id": row,
+            "token": self.vocabulary.texts[row],
+            "category": str(self.vocabulary.categories[row]),
+            "count": None if self.counts is None else self.counts[row].item(),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """A dict for JSON: a description of the matrix, and the report's attributes."""
@@ -94,7 +131,7 @@ class Analysis:
 
 def analyze_model(
     model: str,
-    source: Source,
+    inputs: AnalysisInputs,
     *,
     sets: similarity.Sets | None = None,
     exclude: Collection[Excluded] = (),
@@ -112,72 +149,126 @@ def analyze_model(
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
-    needed = bool(sets) or "padding" in exclude
-    # One that is named is loaded before the work, since it may be misspelt.
-    tokenizer = None if source.tokenizer is None else find_tokenizer(model, source, needed)
-    option = "" if source.tensor is None else f"--tensor {source.tensor}: "
-    with refused(option, (ValueError, OSError)):
-        matrices = load_embeddings(model, tensor=source.tensor, revision=source.revision)
+    matrices, tokenizer = _resolved(model, inputs, bool(sets) or "padding" in exclude)
     for entry in matrices:
         width = entry.matrix.shape[1]
         if (directions or 0) > width:
             raise UsageError(
                 f"--top {directions}: the embeddings of {model} have only {width} directions"
             )
-    if source.tokenizer is None:
-        tokenizer = find_tokenizer(model, source, needed)
     # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
-        vocabulary = read_vocabulary(tokenizer, min(len(entry.matrix) for entry in matrices))
+        vocabulary = _vocabulary(min(matrices, key=lambda m: len(m.matrix)), tokenizer)
         for token in tokens:
             vocabulary.row(token)
     analyses = []
     for entry in matrices:
-        rows = len(entry.matrix)
         with refused(f"{model}: "):
-            is_token = token_ids = padding = None
-            if tokenizer is not None:
-                ids = np.array(sorted(tokenizer.get_vocab().values()))
-                if "padding" in exclude and ids[-1] >= rows:
-                    raise ValueError(
-                        f"the tokenizer has a token with id {ids[-1]}, but the embeddings have "
-                        f"only {rows} rows. --exclude padding needs the model's own tokenizer"
-                    )
-                is_token = np.isin(np.arange(rows), ids)
-                token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
-            counts = _counts(model, source, tokenizer, rows, is_token)
-            alive = alive_rows(entry.matrix)
-            # Without any row to measure, analyze says what is wrong with the matrix.
-            measured = alive | (not alive.any())
-            if "padding" in exclude and is_token is not None:
-                measured &= is_token
-            if "unseen" in exclude:
-                if counts is None:
-                    raise UsageError("--exclude unseen needs --counts, --text or --tokens")
-                measured &= counts > 0
-            if not measured.any():
-                raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-            total, keep = PASSES * int(measured.sum()), None if measured.all() else measured
-            label = f"measuring {printable(Path(model).name)}"
-            with tqdm(
-                total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
-            ) as bar:
-                report = analyze(
-                    entry.matrix.to(device),
-                    counts,
-                    sets=sets,
-                    token_ids=token_ids,
-                    keep=keep,
-                    directions=directions,
-                    on_rows=bar.update,
-                )
-        dead = np.flatnonzero(~alive).tolist()
-        analyses.append(Analysis(model, entry, report, padding, counts, keep, dead, tokenizer))
+            analyses.append(
+                _analyze(model, inputs, entry, tokenizer, sets, exclude, directions, device)
+            )
     return analyses
 
 
+def _resolved(
+    model: str, inputs: AnalysisInputs, needed: bool
+) -> tuple[list[EmbeddingMatrix], PreTrainedTokenizerBase | None]:
+    """The matrices of a model, and its tokenizer."""
+    # One that is named is loaded before the work, since it may be misspelt.
+    named = None if inputs.tokenizer is None else named_tokenizer(inputs.tokenizer)
+    option = "" if inputs.tensor is None else f"--tensor {inputs.tensor}: "
+    with refused(option, (ValueError, OSError)):
+        matrices = load_embeddings(model, tensor=inputs.tensor, revision=inputs.revision)
+    if named is not None:
+        return matrices, named
+    # A file that says what its rows stand for needs none, but for counting a text.
+    needed = (needed and any(m.words is None for m in matrices)) or inputs.text is not None
+    return matrices, own_tokenizer(model, inputs.revision, needed)
+
+
+def _analyze(
+    model: str,
+    inputs: AnalysisInputs,
+    entry: EmbeddingMatrix,
+    tokenizer: PreTrainedTokenizerBase | None,
+    sets: similarity.Sets | None,
+    exclude: Collection[Excluded],
+    directions: int | None,
+    device: str,
+) -> Analysis:
+    """Measure one matrix."""
+    rows = len(entry.matrix)
+    is_token = token_ids = padding = None
+    if tokenizer is not None:
+        ids = np.array(sorted(tokenizer.get_vocab().values()))
+        if "padding" in exclude and ids[-1] >= rows:
+            raise ValueError(
+                f"the tokenizer has a token with id {ids[-1]}, but the embeddings have only {rows} "
+                "rows. --exclude padding needs the model's own tokenizer"
+            )
+        is_token = np.isin(np.arange(rows), ids)
+        token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
+    elif entry.words is not None:
+        token_ids = _vocabulary(entry, None).rows.get
+    counts = _counts(model, inputs, tokenizer, rows, is_token)
+    finite, norms = finite_rows(entry.matrix)
+    alive = finite & (norms > 0)
+    # Without any row to measure, analyze says what is wrong with the matrix.
+    measured = alive | (not alive.any())
+    if "padding" in exclude and is_token is not None:
+        measured &= is_token
+    if "unseen" in exclude:
+        if counts is None:
+            raise UsageError("--exclude unseen needs --counts, --text or --tokens")
+        measured &= counts > 0
+    if not measured.any():
+        raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
+    total, keep = PASSES * int(measured.sum()), None if measured.all() else measured
+    label = f"measuring {printable(Path(model).name)}"
+    with tqdm(
+        total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
+    ) as bar:
+        report = analyze(
+            entry.matrix.to(device),
+            counts,
+            sets=sets,
+            token_ids=token_ids,
+            keep=keep,
+            directions=directions,
+            on_rows=bar.update,
+        )
+    dead = np.flatnonzero(~alive).tolist()
+    unused = "" if tokenizer is None else _unused(_vocabulary(entry, tokenizer), norms, measured)
+    return Analysis(model, entry, report, padding, counts, keep, dead, unused, inputs, tokenizer)
+
+
+def _vocabulary(entry: EmbeddingMatrix, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
+    if tokenizer is None and entry.words is not None:
+        return Vocabulary.of_words(entry.words)
+    return read_vocabulary(tokenizer, len(entry.matrix))
+
+
+def _unused(vocabulary: Vocabulary, norms: NDArray[np.float64], measured: Mask) -> str:
+    """That rows which no training has seen are measured with the others, if they lie together."""
+    unused = vocabulary.unused & measured
+    if unused.sum() < 3 or not (measured & ~unused).any():
+        return ""
+    # Quartiles, since a few of them may be elsewhere.
+    (low, high), (low_of_others, high_of_others) = (
+        np.quantile(norms[rows], (0.25, 0.75)) for rows in (unused, measured & ~unused)
+    )
+    if high - low > (high_of_others - low_of_others) / 2:
+        return ""
+    first = vocabulary.name(int(np.flatnonzero(unused)[0]))
+    return (
+        f"{unused.sum()} rows that no training has seen, such as {first}, are measured with the "
+        f"others: half of their norms lie between {low:.3g} and {high:.3g}, and half of the "
+        f"others' between {low_of_others:.3g} and {high_of_others:.3g}."
+    )
+
+
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
-    """The word-similarity sets in a folder, or those that are to be ``"download"``-ed and kept."""
+    """The word-similarity sets in a file or folder; or those to ``"download"`` and keep."""
     folder = Path(place)
     if str(place) == "download":
         try:
@@ -191,42 +282,43 @@ def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilari
         return similarity.read_word_similarity(folder)
 
 
-def find_tokenizer(model: str, source: Source, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer; None if it has none, unless one is needed, named or counts a text."""
-    needed = needed or source.text is not None
-    is_named, name = source.tokenizer is not None, source.tokenizer or model
-    if not is_named and Path(model).is_file():
+def named_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that ``--tokenizer`` names; UsageError if it cannot be read."""
+    with refused("--tokenizer ", UsageError):
+        return load_tokenizer(name)
+
+
+def own_tokenizer(model: str, revision: str | None, needed: bool) -> PreTrainedTokenizerBase | None:
+    """A model's own tokenizer; None if it has none, or UsageError if it is needed."""
+    if Path(model).is_file():
         if needed:
             raise UsageError(f"{model} is a file without a tokenizer: pass one with --tokenizer")
         return None
-    if not is_named and is_run(Path(model)):
-        name = str(Path(model) / MODEL)
+    name = str(Path(model) / MODEL) if is_run(Path(model)) else model
     try:
-        return load_tokenizer(name, None if is_named else source.revision)
+        return load_tokenizer(name, revision)
     except UsageError as error:
-        if is_named or needed:
-            hint = "pass a tokenizer with --tokenizer"
-            text = f"--tokenizer {error}" if is_named else f"{error}: {hint}"
-            raise UsageError(text) from None
+        if needed:
+            raise UsageError(f"{error}: pass a tokenizer with --tokenizer") from None
         if any(Path(name).glob("tokenizer*")):  # which are damaged
-            warnings.warn(f"{error}: the analysis goes on without one", stacklevel=3)
+            warnings.warn(printable(f"{error}: the analysis goes on without one"), stacklevel=3)
         return None
 
 
 def _counts(
     model: str,
-    source: Source,
+    inputs: AnalysisInputs,
     tokenizer: PreTrainedTokenizerBase | None,
     rows: int,
     is_token: Mask | None,
 ) -> NDArray[Any] | None:
     """How often each token occurs, [rows]; 0 for padding beyond the counted vocabulary."""
-    if source.text is not None or source.tokens:
-        return _counted(model, source, tokenizer, rows)
-    path = source.counts or Path(model) / COUNTS
-    if source.counts is None and not path.exists():
+    if inputs.text is not None or inputs.tokens:
+        return _counted(model, inputs, tokenizer, rows)
+    path = inputs.counts or Path(model) / COUNTS
+    if inputs.counts is None and not path.exists():
         return None
-    option = "--counts " if source.counts else ""
+    option = "--counts " if inputs.counts else ""
     with refused(option):
         counts = read_array(path)
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
@@ -243,21 +335,23 @@ def _counts(
 
 
 def _counted(
-    model: str, source: Source, tokenizer: PreTrainedTokenizerBase | None, rows: int
+    model: str, inputs: AnalysisInputs, tokenizer: PreTrainedTokenizerBase | None, rows: int
 ) -> NDArray[np.int64]:
     """How often each token occurs in a text or in token files, [rows]; in bounded memory."""
     pieces: Iterable[NDArray[Any]]
-    if source.text is not None:
+    if inputs.text is not None:
         assert tokenizer is not None
-        given, pieces = f"--text {source.text}", token_pieces(source.text, tokenizer)
+        given, pieces = f"--text {inputs.text}", token_pieces(inputs.text, tokenizer)
     else:
-        tokens = Tokens([token_file(path, rows) for path in source.tokens])
+        with refused("--tokens ", UsageError):
+            tokens = Tokens([token_file(path, rows) for path in inputs.tokens])
         starts = range(0, len(tokens), 2**24)
         bar = tqdm(starts, "counting tokens", disable=None, leave=False)
         pieces = (tokens[start : start + 2**24] for start in bar)
-        given = f"--tokens {' '.join(map(str, source.tokens))}"
+        given = f"--tokens {' '.join(map(str, inputs.tokens))}"
     counts = np.zeros(rows, dtype=np.int64)
-    with refused(f"{model}: {given}: "):
+    option = given.partition(" ")[0]
+    with refused(f"{model}: {given}: "), refused(f"{option} ", UsageError):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

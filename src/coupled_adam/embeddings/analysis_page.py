@@ -12,7 +12,7 @@ from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.analysis_tables import analyses_table
 from coupled_adam.embeddings.measures import MEASURES, small_print
-from coupled_adam.embeddings.tokens import Undertrainedness
+from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.page import render
 from coupled_adam.rendering.pictures import Picture, single
 
@@ -20,7 +20,7 @@ _TOKENS = 200  # that a page names; a map has all
 
 
 def analyses_page(
-    analyses: Sequence[Analysis], undertrained: Sequence[Undertrainedness] = ()
+    analyses: Sequence[Analysis], undertrained: Sequence[UndertrainedReport] = ()
 ) -> str:
     """The diagnosis, the first measures, the pictures, and all measures as one page of HTML.
 

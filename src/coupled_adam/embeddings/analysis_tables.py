@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coupled_adam.embeddings.analysis import Analysis
+from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
-from coupled_adam.embeddings.tokens import Comparison, Neighbourhood, Undertrainedness
+from coupled_adam.embeddings.neighbours import DuplicateReport, NeighbourReport
+from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.tables import Cell, Table, csv_text
 
 Row = list[str | Cell]
@@ -88,20 +90,22 @@ def _facts(analyses: Sequence[Analysis]) -> list[Row]:
 
 
 def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
-    """A row for each set: r, its confidence interval, and how many pairs were usable."""
+    """Two rows for each set: r with its interval and the usable pairs, and Spearman's."""
     reports = [variant.word_similarity for variant in variants]
     rows: list[Row] = []
     for name in dict.fromkeys(name for report in reports if report for name in report.sets):
-        texts = []
-        for report in reports:
-            score = report.sets.get(name) if report else None
-            text = "–"
+        scores = [report.sets.get(name) if report else None for report in reports]
+        texts, ranks = [], []
+        for score in scores:
+            text = "–" if score is None or score.r is None else f"{score.r:.1f}"
             if score is not None:
-                r = "–" if score.r is None else f"{score.r:.1f}"
-                r += " [{:.0f}, {:.0f}]".format(*score.interval) if score.interval else ""
-                text = f"{r} {score.pairs}/{score.total}"
+                text += " [{:.0f}, {:.0f}]".format(*score.interval) if score.interval else ""
+                text += f" {score.pairs}/{score.total}"
             texts.append(text)
+            spearman = None if score is None else score.spearman
+            ranks.append("–" if spearman is None else f"{spearman:.1f}")
         rows.append([f"word similarity, {name}", "r", *texts, ""])
+        rows.append([f"word similarity, {name}, by ranks", "rₛ", *ranks, ""])
     return rows
 
 
@@ -117,9 +121,10 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
             similarity = measures["word_similarity"]
             if similarity is not None:
                 line |= {"word_similarity": similarity["mean"]}
-                line |= {"word_similarity_dot": similarity["dot_mean"]}
+                line |= {"word_similarity_spearman": similarity["spearman_mean"]}
                 for name, score in similarity["sets"].items():
-                    line |= {f"{name} {key}": score[key] for key in ("r", "dot", "pairs", "total")}
+                    keys = ("r", "spearman", "pairs", "total")
+                    line |= {f"{name} {key}": score[key] for key in keys}
                     low, high = score["interval"] or (None, None)
                     line |= {f"{name} low": low, f"{name} high": high}
             lines.append(line)
@@ -130,8 +135,9 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
 
 def analyses_json(
     analyses: Sequence[Analysis],
-    undertrained: Sequence[Undertrainedness] = (),
-    neighbours: Sequence[Neighbourhood] = (),
+    undertrained: Sequence[UndertrainedReport] = (),
+    neighbours: Sequence[NeighbourReport] = (),
+    duplicates: Sequence[DuplicateReport] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.
@@ -143,6 +149,8 @@ def analyses_json(
         entry |= {"diagnosis": named.diagnosis, "undertrained": named.to_dict()}
     for entry, neighbourhood in zip(entries, neighbours):
         entry |= neighbourhood.to_dict()
+    for entry, pairs in zip(entries, duplicates):
+        entry |= {"duplicates": pairs.to_dict()}
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
         content = {"models": entries, "changes": [changes.to_dict() for changes in comparisons]}

@@ -1,8 +1,11 @@
 """What changed between two embedding matrices, such as those of two checkpoints."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,10 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.frequency import checked_counts, correlation_with_log
-from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, rows_done
-from coupled_adam.embeddings.undertrained import finite_rows
+from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, finite_rows, rows_done
 from coupled_adam.embeddings.vocabulary import Vocabulary
+from coupled_adam.errors import UsageError, refused
+from coupled_adam.rendering.tables import Table
+
+if TYPE_CHECKING:
+    from coupled_adam.embeddings.analysis import Analysis
 
 Rows = NDArray[np.int64]
 
@@ -30,17 +36,6 @@ class Pairs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-    """How a group of rows changed; None for what is not defined for it."""
-
-    rows: int  # how many
-    cosine_median: float | None  # of the cosine similarities of each row, before and after
-    cosine_min: float | None
-    norm_ratio_median: float | None  # of ||e_i|| after / before
-    norm_relative: float | None  # the mean norm, relative to that of all rows of the second matrix
-
-
-@dataclasses.dataclass(frozen=True)
 class Changes:
     """What changed from the first matrix to the second; pairs of numbers are before and after."""
 
@@ -48,13 +43,8 @@ class Changes:
     # Of each pair [n], -1 to 1; NaN for rows that are zero or not finite in one of the two.
     cosines: Array | None  # None if the widths differ
     norm_ratios: Array  # [n], ||e_i|| after / before; NaN in the same cases
-    # "old": tokens of both that were seen, or all of them without counts; "unseen": tokens of both
-    # with a count of zero; "new": rows of the second matrix only.
-    groups: dict[str, Group]
     cka: float  # the linear CKA of all pairs, 0 to 1 (the same up to rotation and scale)
     mean_shift: float | None  # ||mu' - mu|| / mean norm before; None if the widths differ
-    mean_norm_ratio: tuple[float, float]  # ||mu||^r of the pairs' rows
-    norm_frequency: tuple[float, float] | None  # of norm and log count; None without counts
 
     def movers(self, number: int) -> NDArray[np.int64]:
         """Indices of the pairs that turned most or, if the widths differ, whose norms changed."""
@@ -90,7 +80,6 @@ def compare(
     first: Embeddings,
     second: Embeddings,
     pairs: Pairs | None = None,
-    counts: Tensor | NDArray[Any] | None = None,
     *,
     progress: Progress | None = None,
 ) -> Changes:
@@ -102,29 +91,46 @@ def compare(
 
     Args:
         pairs: which rows belong together; by default those of the same id.
-        counts: unigram counts [V'] of the second matrix's tokens.
 
     Raises:
-        ValueError: if no rows belong together, or counts do not fit.
+        ValueError: if no rows belong together.
     """
     if pairs is None:
         pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
-    p = None if counts is None else checked_counts(counts, len(second))
     on_rows = rows_done(progress, len(first) + len(second) + 6 * len(pairs.first))
-    finite, before = finite_rows(first, on_rows)
-    finite_second, after = finite_rows(second, on_rows)
+    (finite, before), (finite_second, after) = (finite_rows(m, on_rows) for m in (first, second))
     usable = finite[pairs.first] & finite_second[pairs.second]
     if not usable.any():
         raise ValueError("the two matrices have no finite rows of the same tokens")
     rows, rows_of_second = pairs.first[usable], pairs.second[usable]
-    same_width = first.shape[1] == second.shape[1]
     # Rows that are zero or not finite on either side have no ratio.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = after[pairs.second] / before[pairs.first]
     ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
+    mean_norm = float(before[rows].mean())
+    geometry.check_not_zero(mean_norm)
+    means, cka, used_cosines = _aligned(first, second, rows, rows_of_second, on_rows)
+    cosines = None
+    if used_cosines is not None:
+        cosines = np.full(len(usable), np.nan)
+        cosines[usable] = used_cosines
+    return Changes(
+        pairs,
+        cosines,
+        ratios,
+        cka,
+        None if cosines is None else float((means[1] - means[0]).norm()) / mean_norm,
+    )
 
-    norms = before[rows].mean(), after[rows_of_second].mean()
-    geometry.check_not_zero(min(norms))
+
+def _aligned(
+    first: Embeddings,
+    second: Embeddings,
+    rows: Rows,
+    rows_of_second: Rows,
+    on_rows: Callable[[int], object],
+) -> tuple[list[Tensor], float, Array | None]:
+    """The means of the rows of pairs [n], their linear CKA, and their cosines if widths agree."""
     # The norms of A^T A and B^T B, and below that of B^T A, all with the means removed.
     means, grams = [], []
     for matrix, used in ((first, rows), (second, rows_of_second)):
@@ -134,39 +140,18 @@ def compare(
         grams.append(float(geometry.gram(matrix, mean, keep, on_rows).norm()))
     if 0 in grams:
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
-    cross = torch.zeros(len(means[0]), len(means[1]), dtype=torch.float64)
-    cosines = np.full(len(pairs.first), np.nan) if same_width else None
-    for chunk in geometry.row_slices(len(rows), max(first.shape[1], second.shape[1])):
+    widths = first.shape[1], second.shape[1]
+    cross = torch.zeros(widths, dtype=torch.float64)
+    cosines = np.empty(len(rows)) if widths[0] == widths[1] else None
+    for chunk in geometry.row_slices(len(rows), max(widths)):
         a = geometry.as_float64(first[rows[chunk]]).cpu()
         b = geometry.as_float64(second[rows_of_second[chunk]]).cpu()
         cross.addmm_((a - means[0]).T, b - means[1])
         if cosines is not None:
             scale = a.norm(dim=1) * b.norm(dim=1)
-            of_rows = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
-            cosines[np.flatnonzero(usable)[chunk]] = of_rows.numpy()
+            cosines[chunk] = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan).numpy()
         on_rows(2 * len(a))
-
-    frequency, seen = None, np.ones(len(pairs.first), np.bool_)
-    if p is not None:
-        used_p = p[rows_of_second]
-        rho = correlation_with_log(before[rows], used_p)
-        frequency = rho, correlation_with_log(after[rows_of_second], used_p)
-        seen = p[pairs.second] > 0
-    mean_norm, groups = float(np.nanmean(after)), {}
-    for name, chosen in (("old", seen), ("unseen", ~seen)):
-        turned = None if cosines is None else cosines[chosen]
-        groups[name] = _group(after[pairs.second][chosen], mean_norm, ratios[chosen], turned)
-    groups["new"] = _group(after[pairs.new], mean_norm)
-    return Changes(
-        pairs,
-        cosines,
-        ratios,
-        {name: group for name, group in groups.items() if group.rows},
-        float(cross.norm()) ** 2 / math.prod(grams),
-        float((means[1] - means[0]).norm()) / float(norms[0]) if same_width else None,
-        (float(means[0].norm() / norms[0]), float(means[1].norm() / norms[1])),
-        frequency,
-    )
+    return means, float(cross.norm()) ** 2 / math.prod(grams), cosines
 
 
 def linear_cka(first: Embeddings, second: Embeddings) -> float:
@@ -179,33 +164,87 @@ def linear_cka(first: Embeddings, second: Embeddings) -> float:
     return compare(first, second).cka
 
 
-def frequency_slope(values: Array, counts: Tensor | NDArray[Any]) -> float | None:
-    """The slope of log values [V] against log counts [V], by least squares.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What changed from one analysis to another; pairs are before and after."""
 
-    For Adam's second moments, averaged over each row, it is near 1 (arXiv 2502.08441, section 3):
-    rare tokens then take steps that are too large. With Coupled Adam it is 0. Tokens that never
-    occur, and values that are not positive, are left out; None if fewer than two different counts
-    remain.
+    before: Analysis
+    after: Analysis
+    changes: Changes
+
+    def to_dict(self, movers: int = 100) -> dict[str, Any]:
+        """The numbers, and up to ``movers`` of the tokens that moved most, as plain values."""
+        changes, pairs = self.changes, self.changes.pairs
+        return {
+            "before": self.before.matrix,
+            "after": self.after.matrix,
+            "matched_by": pairs.by,
+            "matched": len(pairs.first),
+            "new_rows": len(pairs.new),
+            "gone_rows": len(pairs.gone),
+            "cka": changes.cka,
+            "mean_shift": changes.mean_shift,
+            # Named by their rows in the second matrix, which is the one that is there to look at.
+            "movers": [
+                {
+                    **self.after.token(int(pairs.second[index])),
+                    "cosine": None if changes.cosines is None else _finite(changes.cosines[index]),
+                    "norm_ratio": _finite(changes.norm_ratios[index]),
+                }
+                for index in changes.movers(movers)
+            ],
+        }
+
+    def tables(self, number: int) -> list[Table]:
+        """The numbers, and the first of the movers, for the terminal."""
+        numbers = self.to_dict(number)
+        totals = [
+            [f"tokens of both, matched by {numbers['matched_by']}", str(numbers["matched"])],
+            ["rows of the second only", str(numbers["new_rows"])],
+            ["rows of the first only", str(numbers["gone_rows"])],
+        ]
+        totals.append(["linear CKA", _shown(numbers["cka"])])
+        totals.append(["shift of the mean / mean norm", _shown(numbers["mean_shift"])])
+        movers = []
+        for token in numbers["movers"]:
+            change = _shown(token["cosine"]), _shown(token["norm_ratio"])
+            movers.append([str(token["id"]), self.after.vocabulary.name(token["id"]), *change])
+        moved = ["id", "token", "cos", "norm after / before"]
+        return [
+            Table(["", ""], totals, f"From {self.before.label} to {self.after.label}"),
+            Table(moved, movers, "Tokens that moved most", left=(1,)),
+        ]
+
+
+def compare_analyses(
+    before: Sequence[Analysis], after: Sequence[Analysis], progress: Progress | None = None
+) -> list[Comparison]:
+    """Compare the matrices of two models, input with input and output with output.
+
+    A tied matrix is compared with both matrices of a model that is not tied. Raises UsageError if
+    they have no matrices or no tokens in common.
     """
-    p = checked_counts(counts, len(values))
-    used = (p > 0) & (values > 0) & np.isfinite(values)
-    if len(np.unique(p[used])) < 2:
-        return None
-    return float(np.polyfit(np.log(p[used]), np.log(values[used]), 1)[0])
+    comparisons = []
+    for first in before:
+        for second in after:
+            # A matrix that is tied, or whose role is not known, may be compared with either.
+            if {first.embeddings.role, second.embeddings.role} == {"input", "output"}:
+                continue
+            matrices = first.embeddings.matrix, second.embeddings.matrix
+            with refused(f"--compare {first.model} {second.model}: "):
+                pairs = match_rows(first.vocabulary, second.vocabulary)
+                changes = compare(*matrices, pairs, progress=progress)
+            comparisons.append(Comparison(first, second, changes))
+    if not comparisons:
+        raise UsageError(
+            f"--compare: {before[0].model} and {after[0].model} have no matrix of the same role"
+        )
+    return comparisons
 
 
-def _group(
-    norms: Array, mean_norm: float, ratios: Array | None = None, cosines: Array | None = None
-) -> Group:
-    def of(numbers: Array | None, function: Any) -> float | None:
-        finite = np.zeros(0) if numbers is None else numbers[np.isfinite(numbers)]
-        return float(function(finite)) if len(finite) else None
+def _shown(number: float | None) -> str:
+    return "–" if number is None else f"{number:.4f}"
 
-    relative = of(norms, np.mean)
-    return Group(
-        len(norms),
-        of(cosines, np.median),
-        of(cosines, np.min),
-        of(ratios, np.median),
-        None if relative is None else relative / mean_norm,
-    )
+
+def _finite(number: float) -> float | None:
+    return float(number) if np.isfinite(number) else None

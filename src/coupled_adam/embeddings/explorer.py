@@ -1,200 +1,247 @@
-"""Tokens on a map: two coordinates for each row, as a page to explore or as a Parquet file."""
+"""A table with a row for each token: as a map to explore, and as files for other tools."""
 
-import base64
-import dataclasses
-import gzip
+from __future__ import annotations
+
+import html
 import importlib.util
 import io
+import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
+from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.geometry import Progress
-from coupled_adam.embeddings.neighbours import nearest
-from coupled_adam.embeddings.tokens import NEIGHBOURS, Comparison, Undertrainedness
-from coupled_adam.embeddings.vocabulary import CATEGORIES
+from coupled_adam.embeddings.neighbours import NEIGHBOURS, nearest
+from coupled_adam.embeddings.undertrained import INDICATORS, UndertrainedReport
 from coupled_adam.errors import UsageError
-from coupled_adam.rendering.page import render
+
+if TYPE_CHECKING:
+    import pandas
 
 POINTS = 50_000
-"""The most tokens on a page, over all matrices: it then has less than 10 MB."""
-
-Layout = Literal["pca", "umap"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenMap:
-    """A map of n rows of one matrix: all that are finite and different from zero, or a sample."""
-
-    tokens: Undertrainedness  # the matrix, its tokens, and how little they were trained
-    rows: NDArray[np.int64]  # [n], ascending
-    xy: NDArray[np.float32]  # [n, 2], the coordinates
+"""The most tokens on a page, over all matrices: it then has about 20 MB."""
+EXPORTS = (".parquet", ".tsv")
+_HOVERED = 5  # neighbours that the map names
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; "
+    "img-src data: blob:"
+)
 
 
-def check_installed(layout: Layout, explore: bool, parquet: bool) -> None:
-    """Raise UsageError unless the packages are there that a map, its page or its file needs."""
-    for is_needed, option, module, package in (
-        (layout == "umap", "--layout umap", "umap", "umap-learn"),
-        (parquet, "--parquet", "pyarrow", "pyarrow"),
-        (explore, "--explore", "plotly", "plotly"),
+def check_installed(explore: bool, export: str | None) -> None:
+    """Raise UsageError unless the export has a known suffix, and the packages are there."""
+    if export is not None and not export.endswith(EXPORTS):
+        raise UsageError(f"--export {export} must end in {' or '.join(EXPORTS)}")
+    beside = "" if export is None else _metadata(export)
+    if export is not None and export.endswith(".tsv") and Path(beside).exists():
+        raise UsageError(f"--export {export} also writes {beside}, which exists: name another file")
+    is_parquet = export is not None and export.endswith(".parquet")
+    for is_needed, option, package in (
+        (is_parquet, f"--export {export}", "pyarrow"),
+        (explore, "--explore", "plotly"),
+        (explore or export is not None, "--explore or --export", "pandas"),
     ):
-        if is_needed and importlib.util.find_spec(module) is None:
+        if is_needed and importlib.util.find_spec(package) is None:
             raise UsageError(f"{option} needs a package: pip install {package}")
 
 
-def token_maps(
-    matrices: Sequence[Undertrainedness], layout: Layout = "pca", limit: int | None = None
-) -> list[TokenMap]:
-    """Lay out the tokens of one or several matrices, at most so many in all maps together.
+def token_frame(
+    matrices: Sequence[UndertrainedReport],
+    comparisons: Sequence[Comparison] = (),
+    *,
+    limit: int | None = None,
+    progress: Progress | None = None,
+) -> pandas.DataFrame:
+    """One row for each token of one or several matrices: where it lies, and all that is known.
 
-    Principal components are those of the first matrix for all matrices of its width, so that
-    checkpoints of one model can be compared; and each matrix's own otherwise. UMAP (McInnes et al.
-    2018, arXiv 1802.03426) is computed for each matrix with the cosine metric. Above the limit a
-    fixed random sample is drawn in which under-trained tokens and unused rows are kept.
+    ``x`` and ``y`` are its first two principal components: those of the first matrix for all
+    matrices of its width, so that checkpoints of one model can be compared. ``neighbors`` has the
+    numbers of the rows of the frame that are its nearest by cosine, with the mean removed, and
+    their distances, 1 - cosine, as embedding-atlas reads them. Rows that are zero or not finite are
+    left out. Above a limit (over all matrices) a fixed random sample is drawn, in which
+    under-trained tokens and unused rows are kept.
     """
+    import pandas
+
     share = None if limit is None else limit // len(matrices)
-    maps: list[TokenMap] = []
-    frames: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    axes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    frames: list[pandas.DataFrame] = []
     for entry in matrices:
         matrix = entry.analysis.embeddings.matrix
-        healthy = np.ones(len(matrix), np.bool_)
-        healthy[entry.indicated.dead] = False
-        rows = np.flatnonzero(healthy)
-        if share is not None and len(rows) > share:
-            # Half of the sample at most is what the page is made for; the rest shows what is usual.
-            preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
-            preferred = preferred[healthy[preferred]][: share // 2]
-            usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, preferred))
-            rows = np.sort(np.concatenate([preferred, usual[: share - len(preferred)]]))
-        if layout == "umap":
-            import umap
-
-            reducer = umap.UMAP(n_components=2, metric="cosine", random_state=0, n_jobs=1)
-            xy = reducer.fit_transform(matrix[rows].float().cpu().numpy())
-        else:
-            width = matrix.shape[1]
-            # The axes of the first matrix serve all others of its width: maps can then be compared.
-            if width not in frames:
-                mean = geometry.mean_and_norms(matrix, healthy)[0]
-                axes = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))[1].flip(1)[:, :2]
-                # The sign of an eigenvector is arbitrary: its largest component is positive.
-                largest = axes.abs().argmax(0)
-                frames[width] = mean, axes * axes.gather(0, largest[None]).sign()
-            mean, axes = frames[width]
-            xy = np.empty((len(rows), 2), np.float32)
-            for chunk in geometry.row_slices(len(rows), width):
-                block = geometry.as_float64(matrix[rows[chunk]])
-                xy[chunk] = geometry.as_array((block - mean) @ axes)
-        maps.append(TokenMap(entry, rows, xy))
-    return maps
+        rows = _chosen(entry, share)
+        if matrix.shape[1] not in axes:
+            axes[matrix.shape[1]] = _principal_axes(matrix, entry)
+        frame = pandas.DataFrame(_columns(entry, comparisons, rows))
+        frame["x"], frame["y"] = _projected(matrix, rows, *axes[matrix.shape[1]]).T
+        # Among themselves, so that the numbers of the frame's rows name them.
+        shown = np.isin(np.arange(len(matrix)), rows)
+        k = min(NEIGHBOURS, len(rows) - 1)
+        near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
+        numbers = np.searchsorted(rows, near.neighbours) + sum(map(len, frames))
+        frame["neighbors"] = [
+            {"ids": ids.tolist(), "distances": distances.tolist()}
+            for ids, distances in zip(numbers, 1 - near.cosines)
+        ]
+        frames.append(frame)
+    return pandas.concat(frames, ignore_index=True)
 
 
-def parquet(maps: Sequence[TokenMap]) -> bytes:
-    """The maps as one Parquet file, for tools such as embedding-atlas."""
-    import pyarrow
-    import pyarrow.parquet
+def export(
+    matrices: Sequence[UndertrainedReport],
+    comparisons: Sequence[Comparison],
+    name: str,
+    progress: Progress | None = None,
+) -> dict[str, bytes]:
+    """The files that ``name`` stands for, by name, with all tokens.
 
-    tables = []
-    for entry in maps:
-        analysis, rows = entry.tokens.analysis, entry.rows
-        vocabulary = analysis.vocabulary
-        columns: dict[str, Any] = {
-            "model": [analysis.model] * len(rows),
-            "role": [analysis.embeddings.role] * len(rows),
-            "id": rows,
-            "token": [vocabulary.texts[row] for row in rows.tolist()],
-            "category": vocabulary.categories[rows].tolist(),
-            "x": entry.xy[:, 0],
-            "y": entry.xy[:, 1],
-        }
-        if analysis.counts is not None:
-            columns["count"] = analysis.counts[rows]
-        columns |= {name: v[rows] for name, v in entry.tokens.indicated.indicators.items()}
-        # UTF-8 cannot hold lone surrogates.
-        for name in ("model", "token"):
-            columns[name] = [t.encode("utf-8", "replace").decode() for t in columns[name]]
-        tables.append(pyarrow.table(columns))
-    table = pyarrow.concat_tables(tables, promote_options="permissive")
-    table = table.replace_schema_metadata({"generator": "coupled-adam"})  # it may be replaced
-    file = io.BytesIO()
-    pyarrow.parquet.write_table(table, file)
-    return file.getvalue()
+    Parquet, for tools such as embedding-atlas, has the columns of :func:`token_frame`. TSV, for the
+    embedding projector, has the vectors, and in a second file ``-metadata`` all columns but the
+    neighbours.
+
+    Raises:
+        UsageError: if the matrices have different widths, which TSV cannot hold.
+    """
+    frame = token_frame(matrices, comparisons, progress=progress)
+    if name.endswith(".parquet"):
+        file = io.BytesIO()
+        frame.attrs["generator"] = "coupled-adam"
+        frame.to_parquet(file)
+        return {name: file.getvalue()}
+    widths = {entry.analysis.embeddings.matrix.shape[1] for entry in matrices}
+    if len(widths) > 1:
+        raise UsageError(f"--export {name}: the matrices have different widths; export one of them")
+    vectors = io.StringIO()
+    for entry in matrices:
+        matrix, rows = entry.analysis.embeddings.matrix, _chosen(entry, None)
+        for chunk in geometry.row_slices(len(rows), matrix.shape[1]):
+            block = geometry.as_array(geometry.as_float64(matrix[rows[chunk]]))
+            np.savetxt(vectors, block, fmt="%.6g", delimiter="\t")
+    # A token may be a tab or the end of a line.
+    frame["token"] = [json.dumps(token, ensure_ascii=False)[1:-1] for token in frame["token"]]
+    metadata = frame.drop(columns="neighbors").to_csv(sep="\t", index=False, quoting=3)
+    return {name: vectors.getvalue().encode(), _metadata(name): metadata.encode()}
 
 
 def explorer_page(
-    matrices: Sequence[Undertrainedness],
+    matrices: Sequence[UndertrainedReport],
     comparisons: Sequence[Comparison] = (),
-    layout: Layout = "pca",
     progress: Progress | None = None,
 ) -> str:
-    """Make the page; it is self-contained, and loads nothing.
+    """A map of the tokens as one page of HTML that loads nothing; hovering shows what is known."""
+    import plotly.express
 
-    The cosines of comparisons become a column. ``progress`` is of the search for neighbours, which
-    takes the most time.
-    """
-    from plotly.offline import get_plotlyjs
+    frame = token_frame(matrices, comparisons, limit=POINTS, progress=progress)
+    names = [html.escape(repr(token) if token else "–", quote=False) for token in frame["token"]]
+    frame["nearest"] = [
+        ", ".join(names[row] for row in near["ids"][:_HOVERED]) for near in frame["neighbors"]
+    ]
+    frame["name"] = names
+    labels = [entry.analysis.label for entry in matrices]
+    frame["matrix"] = np.repeat(labels, [len(_chosen(m, POINTS // len(labels))) for m in matrices])
+    indicator = matrices[0].indicated.order_by
+    names_of_columns: dict[str, str] = {str(key): label for key, label in INDICATORS.items()}
+    unseen = ("x", "y", "matrix", "token", "neighbors", "model", "name")
+    figure = plotly.express.scatter(
+        frame,
+        x="x",
+        y="y",
+        color=indicator,
+        facet_col="matrix" if len(matrices) > 1 else None,
+        hover_name="name",
+        hover_data={str(column): column not in unseen for column in frame.columns},
+        labels={"x": "principal component 1", "y": "principal component 2", **names_of_columns},
+        title="Tokens, colored by how much they resemble unused ones (lower: more)",
+        render_mode="webgl",
+        color_continuous_scale="Viridis",
+    )
+    figure.update_traces(marker={"size": 4})
+    drawn = figure.to_html(full_html=False, include_plotlyjs=True, default_height="92vh")
+    title = html.escape(f"Tokens: {', '.join(labels)}")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="generator" content="coupled-adam">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f"<title>{title}</title></head>\n<body>{drawn}</body></html>\n"
+    )
 
-    maps = token_maps(matrices, layout, POINTS)
-    data = {
-        "layout": {"pca": "principal component", "umap": "UMAP"}[layout],
-        "categories": CATEGORIES,
-        "maps": [_packed(entry, comparisons, progress) for entry in maps],
-    }
-    library = base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
-    title = f"Tokens: {', '.join(entry.tokens.analysis.label for entry in maps)}"
-    values = {"title": title, "data": data, "library": library}
-    return render("explorer.html", values, [], package="coupled_adam.embeddings")
+
+def _metadata(name: str) -> str:
+    """The file beside a TSV of vectors that says what each of them is."""
+    return f"{name.removesuffix('.tsv')}-metadata.tsv"
 
 
-def _packed(
-    entry: TokenMap, comparisons: Sequence[Comparison], progress: Progress | None
+def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
+    """The rows of a matrix that are finite and different from zero, or a sample of them."""
+    healthy = np.ones(len(entry.analysis.embeddings.matrix), np.bool_)
+    healthy[entry.indicated.dead] = False
+    rows = np.flatnonzero(healthy)
+    if share is None or len(rows) <= share:
+        return rows
+    # Up to half of the sample are under-trained or unused rows, and the rest is random.
+    preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
+    preferred = preferred[healthy[preferred]][: share // 2]
+    usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, preferred))
+    return np.sort(np.concatenate([preferred, usual[: share - len(preferred)]]))
+
+
+def _principal_axes(
+    matrix: torch.Tensor, entry: UndertrainedReport
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean [H], and the first two principal directions [H, 2]."""
+    healthy = np.ones(len(matrix), np.bool_)
+    healthy[entry.indicated.dead] = False
+    mean = geometry.mean_and_norms(matrix, healthy)[0]
+    axes = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))[1].flip(1)[:, :2]
+    # The sign of an eigenvector is arbitrary: its largest component is positive.
+    largest = axes.abs().argmax(0)
+    return mean, axes * axes.gather(0, largest[None]).sign()
+
+
+def _projected(
+    matrix: torch.Tensor, rows: NDArray[np.int64], mean: torch.Tensor, axes: torch.Tensor
+) -> NDArray[np.float32]:
+    """The coordinates of rows [n] along two directions, [n, 2]; 0 for a matrix of one column."""
+    xy = np.zeros((len(rows), 2), np.float32)
+    for chunk in geometry.row_slices(len(rows), matrix.shape[1]):
+        block = geometry.as_float64(matrix[rows[chunk]])
+        xy[chunk, : axes.shape[1]] = geometry.as_array((block - mean) @ axes)
+    return xy
+
+
+def _columns(
+    entry: UndertrainedReport, comparisons: Sequence[Comparison], rows: NDArray[np.int64]
 ) -> dict[str, Any]:
-    """A map for the page: numbers in base64, which is a third of their size as text."""
-    analysis, rows = entry.tokens.analysis, entry.rows
-    vocabulary, matrix = analysis.vocabulary, analysis.embeddings.matrix
-    indicated, asked = entry.tokens.indicated, entry.tokens.verification
+    """What is known of some rows of a matrix."""
+    analysis, vocabulary = entry.analysis, entry.analysis.vocabulary
+    # UTF-8 cannot hold lone surrogates.
+    texts = [vocabulary.texts[row].encode("utf-8", "replace").decode() for row in rows.tolist()]
 
-    def of_rows(places: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.float32]:
-        """Numbers of some rows, for those on the map; NaN for all others."""
-        whole = np.full(len(matrix), np.nan, np.float32)
+    def spread(places: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.float32]:
+        """Numbers of some rows of the matrix, for those of the frame; NaN for all others."""
+        whole = np.full(len(analysis.embeddings.matrix), np.nan, np.float32)
         whole[places] = numbers
         return whole[rows]
 
-    shown = np.isin(np.arange(len(matrix)), rows)
-    k = min(NEIGHBOURS, len(rows) - 1)
-    near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
-    # By their numbers on the page, of which there are so few that 16 bits hold them.
-    neighbours = np.searchsorted(rows, near.neighbours)
-    kinds = [CATEGORIES.index(kind) for kind in vocabulary.categories[rows].tolist()]
-    # An array is a fraction of its size as text in base64 and the smallest type that holds it.
-    columns: dict[str, NDArray[Any]] = {
-        "x": entry.xy[:, 0],
-        "y": entry.xy[:, 1],
-        "norm": indicated.indicators["norm"][rows].astype(np.float32),
-        "indicator": indicated.indicators[indicated.order_by][rows].astype(np.float32),
-        "hub": np.bincount(neighbours.reshape(-1), minlength=len(rows)).astype(np.float32),
-        "id": rows.astype(np.int32),
-        "category": np.array(kinds, np.uint8),
-        "alike": np.isin(rows, indicated.alike).astype(np.uint8),
-        "neighbours": neighbours.astype(np.uint16),
-        # To less than a hundredth, which is as much as the page shows.
-        "cosines": np.round(near.cosines * 127).astype(np.int8),
+    columns: dict[str, Any] = {
+        "model": analysis.model.encode("utf-8", "replace").decode(),
+        "role": analysis.embeddings.role,
+        "id": rows,
+        "token": texts,
+        "category": vocabulary.categories[rows],
+        "like_unused": np.isin(rows, entry.indicated.alike),
     }
+    columns |= {name: v[rows] for name, v in entry.indicated.indicators.items()}
     if analysis.counts is not None:
-        columns["count"] = analysis.counts[rows].astype(np.float32)
-    if asked is not None:
-        columns["repeated"] = of_rows(asked.rows, asked.probabilities)
+        columns["count"] = analysis.counts[rows]
+    if entry.verification is not None:
+        columns["repeated"] = spread(entry.verification.rows, entry.verification.probabilities)
     for changes in (c.changes for c in comparisons if c.after is analysis):
         if changes.cosines is not None:
-            columns.setdefault("change", of_rows(changes.pairs.second, changes.cosines))
-    packed = {
-        name: {"type": values.dtype.name, "data": base64.b64encode(values.tobytes()).decode()}
-        for name, values in columns.items()
-    }
-    names = [vocabulary.name(row) for row in rows.tolist()]
-    about = {"label": analysis.label, "order_by": indicated.order_by, "total": len(matrix), "k": k}
-    return {**about, "tokens": names, "columns": packed}
+            columns.setdefault("change", spread(changes.pairs.second, changes.cosines))
+    return columns

@@ -5,6 +5,7 @@ is an MPS device, which lacks float64). All functions raise ValueError unless th
 non-empty matrix [V, H] of finite real numbers, and TypeError unless this is a tensor or an array.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +25,6 @@ Progress = Callable[[int, int], None]
 """Called with what is done and what is to do, in any unit."""
 
 _BLOCK_BYTES = 2**23  # larger blocks would not stay in the caches
-_LARGEST = 1e140  # the square is still a float64, and so is that of its inverse
-_OUT_OF_RANGE = (
-    "embeddings are too {} for float64, which must hold the squares of their numbers (up to {}): "
-    "scale the matrix first"
-)
 
 
 def mean_norm(embeddings: Embeddings) -> float:
@@ -100,6 +96,19 @@ def participation_ratio(embeddings: Embeddings) -> float:
     return participation_ratio_of(_checked_singular_values(embeddings))
 
 
+def explained_variance(embeddings: Embeddings) -> float:
+    """The share of the variance that lies along the first principal direction, from 1/H to 1.
+
+    Raises:
+        ValueError: also if all rows are equal.
+    """
+    mean, _ = mean_and_norms(embeddings)
+    values = singular_values_of(torch.linalg.eigvalsh(gram(embeddings, mean)), len(embeddings))
+    if values[0] == 0:
+        raise ValueError("all rows of embeddings are equal: they have no variance to explain")
+    return explained_variance_of(values)
+
+
 def iso_score(embeddings: Embeddings) -> float:
     """IsoScore (Rudman et al. 2022, arXiv 2108.07344), from 0 to 1 (isotropic).
 
@@ -124,6 +133,55 @@ def mean_embedding(embeddings: Embeddings) -> Array:
 def row_norms(embeddings: Embeddings) -> Array:
     """The norms ||e_i|| of all rows, [V]."""
     return as_array(mean_and_norms(embeddings)[1])
+
+
+def subtract_mean(embeddings: Embeddings) -> Tensor:
+    """Subtract the mean embedding mu from every row of a matrix [V, H].
+
+    The result is a new tensor like the given one; for an array, in float64 on the CPU.
+
+    Raises:
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers.
+    """
+    return all_but_the_top(embeddings, 0)
+
+
+def all_but_the_top(embeddings: Embeddings, directions: int | None = None) -> Tensor:
+    """Subtract the mean, then the components along the top principal directions.
+
+    This is Algorithm 1 of Mu & Viswanath (2018), arXiv 1702.01417. By default H / 100 directions,
+    rounded up, are removed, as its authors suggest. The result is as for :func:`subtract_mean`.
+
+    Raises:
+        ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or
+            ``directions`` is not between 0 and H.
+    """
+    check(embeddings)
+    top = top_directions(embeddings.shape[1], directions)
+    mean, _ = mean_and_norms(embeddings)
+    _, vectors = torch.linalg.eigh(gram(embeddings, mean))
+    # The eigenvalues ascend, so that the last vectors are the top directions.
+    vectors = vectors[:, vectors.shape[1] - top :]
+    if isinstance(embeddings, Tensor):
+        result = torch.empty_like(embeddings.detach())
+    else:
+        result = torch.empty(embeddings.shape, dtype=torch.float64)
+    start = 0
+    for block in blocks(embeddings):
+        block = block - mean
+        block -= block @ vectors @ vectors.T
+        result[start : start + len(block)] = block
+        start += len(block)
+    return result
+
+
+def top_directions(hidden_size: int, directions: int | None) -> int:
+    """How many principal directions :func:`all_but_the_top` removes."""
+    if directions is None:
+        return math.ceil(hidden_size / 100)
+    if not 0 <= directions <= hidden_size:
+        raise ValueError(f"directions={directions} must be from 0 to H = {hidden_size}")
+    return directions
 
 
 def mean_and_norms(
@@ -210,6 +268,11 @@ def participation_ratio_of(values: Array) -> float:
     return float(shares.sum() ** 2 / (shares**2).sum())
 
 
+def explained_variance_of(values: Array) -> float:
+    """The share of the first of the singular values of the centred embeddings."""
+    return float(values[0] ** 2 / (values**2).sum())
+
+
 def iso_score_of(participation: float, columns: int) -> float:
     """IsoScore from the participation ratio of the centred embeddings."""
     return (participation - 1) / (columns - 1)
@@ -261,29 +324,41 @@ def blocks(
     check(embeddings)
     rows, columns = embeddings.shape
     size = max(1, _BLOCK_BYTES // (8 * columns))
-    largest = tiny = 0.0
     for start in range(0, rows, size):
         block = as_float64(embeddings[start : start + size], dtype)
         if keep is not None:
             block = block[torch.from_numpy(keep[start : start + size]).to(block.device)]
         if not len(block):
             continue
-        size_of_block = float(torch.linalg.vector_norm(block))  # quick, and NaN if anything is
-        if not size_of_block < _LARGEST:
+        if not torch.linalg.vector_norm(block).isfinite():  # quick, and NaN if anything is
             finite = block.isfinite().all(1)
-            if finite.all():
-                raise ValueError(_OUT_OF_RANGE.format("large", f"{float(block.abs().max()):.0e}"))
             here = np.arange(start, min(start + size, rows))
             row = (here if keep is None else here[keep[here]])[int(finite.int().argmin())]
-            raise ValueError(f"embeddings: row {row} is not finite (NaN or infinity)")
-        largest = max(largest, size_of_block)
-        if size_of_block < 1 / _LARGEST:
-            tiny = max(tiny, float(block.abs().max()))
+            what = "too large: scale the matrix" if finite.all() else "not finite (NaN or infinity)"
+            raise ValueError(f"embeddings: row {row} is {what}")
         yield block
         if on_rows is not None:
             on_rows(len(block))
-    if largest < 1 / _LARGEST and tiny > 0:
-        raise ValueError(_OUT_OF_RANGE.format("small", f"{tiny:.0e}"))
+
+
+def finite_rows(embeddings: Embeddings, on_rows: OnRows = None) -> tuple[Mask, Array]:
+    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
+    norms = np.empty(len(embeddings))
+    for chunk in row_slices(*embeddings.shape):
+        block = as_float64(embeddings[chunk])
+        norms[chunk] = as_array(block.norm(dim=1))
+        if on_rows is not None:
+            on_rows(len(block))
+    finite = np.isfinite(norms)
+    norms[~finite] = np.nan
+    return finite, norms
+
+
+def alive_rows(embeddings: Embeddings) -> Mask:
+    """Which rows are finite and different from zero, [V] booleans."""
+    finite, norms = finite_rows(embeddings)
+    alive: Mask = finite & (norms > 0)
+    return alive
 
 
 def row_slices(rows: int, columns: int) -> Iterator[slice]:

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +18,11 @@ from torch import Tensor, nn
 from coupled_adam.embeddings.weights import (
     SUFFIXES,
     Weights,
-    check_inside,
     open_distributed,
     open_file,
     open_hub_file,
 )
+from coupled_adam.errors import printable
 from coupled_adam.files import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
@@ -31,6 +32,7 @@ from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 _INPUTS = """
     shared wte embed_tokens word_embeddings tok_embeddings token_embedding embed_in word_embedding
     tokens_embed backbone.embeddings backbone.embedding model.embeddings rwkv.embeddings emb
+    token_embd
 """
 _OUTPUTS = """
     lm_head embed_out cls.predictions.decoder lm_head.decoder generator_lm_head lm_loss proj_out
@@ -51,11 +53,15 @@ class EmbeddingMatrix:
         role: ``"input"`` or ``"output"``; ``"tied"`` if one matrix is both; ``"embeddings"`` if the
             file does not tell.
         tensor: its name in the file; empty if the file holds a single array.
+        config: the model's config.json; empty if there is none.
+        words: what the rows stand for, [V], of a file that says so itself.
     """
 
     matrix: Tensor
     role: Role
     tensor: str
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    words: Sequence[str] | None = dataclasses.field(default=None, repr=False)
 
 
 def load_embeddings(
@@ -65,8 +71,10 @@ def load_embeddings(
 
     Args:
         source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
-            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; a run or a
-            checkpoint of this package; a folder written by torch.distributed.checkpoint.
+            ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; vectors of
+            word2vec, GloVe or fastText (``.txt``, ``.vec``, ``.bin``), ``.tsv``, ``.npz`` or
+            ``.gguf``; a run or a checkpoint of this package; a folder written by
+            torch.distributed.checkpoint.
         tensor: the name of the tensor to read, if the embeddings have an unusual name.
         revision: a branch, tag or commit of a model on the hub.
 
@@ -113,7 +121,9 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
     listed = ", ".join(f"{n} {list(s)}" for n, s in sorted(matrices.items(), key=_largest)[:8])
 
     def read(name: str, role: Role) -> EmbeddingMatrix:
-        return EmbeddingMatrix(_read(weights, name), role, name)
+        matrix = _read(weights, name)
+        words = weights.words if len(weights.words or ()) == len(matrix) else None
+        return EmbeddingMatrix(matrix, role, name, weights.config or {}, words)
 
     if tensor is not None:
         if tensor not in matrices:
@@ -121,11 +131,8 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             raise ValueError(f"{weights.source} has no matrix {tensor!r}; {hint}")
         return [read(tensor, "embeddings")]
     inputs, output = _named(matrices, _INPUT_ENDINGS), _named(matrices, _OUTPUT_ENDINGS)
-    # The heads of classification and regression models have such names as well.
-    if inputs and output:
-        (tokens, width), (labels, width_of_head) = matrices[inputs], matrices[output]
-        if width != width_of_head or labels < tokens / 2:
-            output = None
+    if inputs and output and not _is_head(weights, inputs, output):
+        output = None
     if inputs and output:
         first, second = read(inputs, "input"), read(output, "output")
         # Some files hold a tied matrix under both names.
@@ -133,16 +140,38 @@ def _find(weights: Weights, tensor: str | None) -> list[EmbeddingMatrix]:
             return [dataclasses.replace(first, role="tied")]
         return [first, second]
     if inputs:
-        config = weights.config or {}
-        has_head = any(head in str(config.get("architectures")) for head in _HEADS)
-        is_tied = has_head and config.get("tie_word_embeddings", True)
-        return [read(inputs, "tied" if is_tied else "input")]
+        return [read(inputs, "tied" if _is_tied(weights.config or {}) else "input")]
     if output:
         return [read(output, "output")]
     if len(matrices) == 1:
         return [read(next(iter(matrices)), "embeddings")]
     hint = f"name one of {listed}" if matrices else "there are no matrices in it"
     raise ValueError(f"{weights.source}: no embeddings under a known name; {hint}")
+
+
+def _is_head(weights: Weights, inputs: str, output: str) -> bool:
+    """Whether a matrix with the name of output embeddings has a row for each token; warn if not."""
+    (tokens, width), (rows, width_of_head) = weights.shapes[inputs], weights.shapes[output]
+    # A draft head has some of the tokens only, and a table that says which.
+    is_draft = any(name.endswith("d2t") for name in weights.shapes)
+    if width == width_of_head and rows >= tokens / 2 and not is_draft:
+        return True
+    text = (
+        f"{weights.source}: the {rows} rows of {output} are not the {tokens} tokens of {inputs}, "
+        f"and are left out; --tensor {output} measures them"
+    )
+    warnings.warn(printable(text), stacklevel=2)
+    return False
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a model that has only input embeddings uses them for its output, too."""
+    has_head = any(head in str(config.get("architectures")) for head in _HEADS)
+    # Models with images have the configuration of their text in a part.
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    said = [part["tie_word_embeddings"] for part in parts if "tie_word_embeddings" in part]
+    return has_head and bool(all(said))
 
 
 def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
@@ -176,7 +205,53 @@ def _read(weights: Weights, name: str) -> Tensor:
             f"{weights.source}: {name} is quantised ({str(matrix.dtype).removeprefix('torch.')}); "
             "floating-point numbers are needed"
         )
+    scales = [f"{name}{ending}" for ending in _SCALES if f"{name}{ending}" in weights.shapes]
+    if scales and matrix.itemsize == 1:
+        matrix = _scaled(weights, name, matrix, scales[0])
+    # model2vec keeps one row for several tokens, and which one is a token's.
+    if weights.shapes.get("mapping", ()) and len(weights.shapes["mapping"]) == 1:
+        rows = weights.read("mapping").long()
+        if rows.min() < 0 or rows.max() >= len(matrix):
+            raise ValueError(f"{weights.source}: mapping names rows that {name} does not have")
+        matrix = matrix[rows]
     return matrix
+
+
+_SCALES = ("_scale_inv", "_scale")
+_SCALED = r"(_scale_inv|_scale)$"
+
+
+def _scaled(weights: Weights, name: str, matrix: Tensor, scale_name: str) -> Tensor:
+    """The numbers of an 8-bit matrix, in float32: each is multiplied by the scale of its block.
+
+    There is a scale for all, for each row, or for each square block, of a size that the
+    configuration says or that divides both sides alike.
+    """
+    scale = weights.read(scale_name).float()
+    rows, columns = matrix.shape
+    block = None
+    if scale.numel() == 1:
+        block = [rows, columns]
+    elif tuple(scale.shape) in ((rows,), (rows, 1)):
+        block = [1, columns]
+    elif scale.ndim == 2:
+        config = (weights.config or {}).get("quantization_config")
+        said = config.get("weight_block_size") if isinstance(config, Mapping) else None
+        for size in [said] if said else [[n, n] for n in (128, 64, 32)]:
+            if tuple(scale.shape) == tuple(-(-n // b) for n, b in zip(matrix.shape, size)):
+                block = size
+                break
+    if block is None:
+        raise ValueError(
+            f"{weights.source}: {name} {[rows, columns]} has scales {scale_name} "
+            f"{list(scale.shape)} in an unknown layout: save the weights in bfloat16"
+        )
+    scale = scale.reshape(-(-rows // block[0]), -(-columns // block[1]))
+    scaled = torch.empty(matrix.shape)
+    for index, of_rows in enumerate(scale):
+        chunk = slice(index * block[0], (index + 1) * block[0])
+        scaled[chunk] = matrix[chunk].float() * of_rows.repeat_interleave(block[1])[:columns]
+    return scaled
 
 
 def _open_folder(folder: Path) -> Weights:
@@ -197,9 +272,7 @@ def _open_folder(folder: Path) -> Weights:
         index = folder / f"{name}.index.json"
         if index.exists():
             files = _indexed(_json(index), index)
-            for file in sorted({*files.values()}):
-                check_inside(folder, file)
-            return _join(str(folder), files, lambda file: open_file(folder / file), config)
+            return _join(str(folder), files, lambda file: _shard(folder / file), config)
         if (folder / name).exists():
             opened = open_file(folder / name)
             return dataclasses.replace(opened, source=str(folder), config=config)
@@ -209,6 +282,12 @@ def _open_folder(folder: Path) -> Weights:
         f"{folder} has no weights that can be read: no model.safetensors (or its index), no "
         "pytorch_model.bin, no distributed checkpoint"
     )
+
+
+def _shard(path: Path) -> Weights:
+    if not path.exists():
+        raise ValueError(f"{path.parent} lacks {path.name}, which its index names: download it")
+    return open_file(path)
 
 
 def _indexed(index: Mapping[str, Any], source: object) -> dict[str, str]:
@@ -229,7 +308,7 @@ def _join(
     config: Mapping[str, Any] | None,
 ) -> Weights:
     """Join a model's shards; only shards that may contain embeddings are opened."""
-    embeddings = {name: file for name, file in files.items() if is_embedding(name)}
+    embeddings = {n: file for n, file in files.items() if is_embedding(re.sub(_SCALED, "", n))}
     # Without a known name in the index any of them may have the embeddings.
     opened = {file: open_shard(file) for file in sorted({*(embeddings or files).values()})}
     for name, file in embeddings.items():

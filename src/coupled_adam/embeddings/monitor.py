@@ -89,6 +89,22 @@ class Monitor:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        matrices = self._gathered(model)
+        if not here:
+            return {}
+        numbers: dict[str, float] = {}
+        for role, matrix in matrices.items():
+            prefix = "input_embeddings" if role == "input" else "embeddings"
+            measured = logged(analyze(matrix, self.counts))
+            numbers |= {f"{prefix}/{name}": value for name, value in measured.items()}
+        if self._largest_logit is not None:
+            numbers["embeddings/largest_logit"] = float(self._largest_logit)
+            self._largest_logit = None
+        self._warn(numbers)
+        return numbers
+
+    def _gathered(self, model: Any) -> dict[str, Tensor]:
+        """The whole matrices by role, on every process."""
         if torch.distributed.is_available():
             from torch.distributed.fsdp import FSDPModule
 
@@ -106,22 +122,14 @@ class Monitor:
         for role, matrix in matrices.items():
             if hasattr(matrix, "full_tensor"):
                 matrices[role] = matrix.full_tensor()
-        if not here:
-            return {}
-        numbers: dict[str, float] = {}
-        for role, matrix in matrices.items():
-            prefix = "input_embeddings" if role == "input" else "embeddings"
-            measured = logged(analyze(matrix, self.counts))
-            numbers |= {f"{prefix}/{name}": value for name, value in measured.items()}
-        if self._largest_logit is not None:
-            numbers["embeddings/largest_logit"] = float(self._largest_logit)
-            self._largest_logit = None
-        # Only what was not exceeded when it was last measured is worth a warning.
+        return matrices
+
+    def _warn(self, numbers: Mapping[str, float]) -> None:
+        """Warn of numbers above their limits, unless they were so when last measured."""
         limits = {name: self.limits.get(name.rpartition("/")[2], math.inf) for name in numbers}
         exceeded = {name for name, number in numbers.items() if number > limits[name]}
         for name in sorted(exceeded - self._exceeded):
             warnings.warn(
-                f"{name} is {numbers[name]:.4g}, above the limit of {limits[name]:g}", stacklevel=2
+                f"{name} is {numbers[name]:.4g}, above the limit of {limits[name]:g}", stacklevel=3
             )
         self._exceeded = exceeded
-        return numbers

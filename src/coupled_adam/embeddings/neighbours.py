@@ -1,17 +1,30 @@
 """Nearest neighbours among embeddings, and hubs: rows that are neighbours of unusually many."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, Progress
-from coupled_adam.embeddings.undertrained import alive_rows
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, Progress, alive_rows
+from coupled_adam.errors import refused
+from coupled_adam.rendering.tables import Table
+
+if TYPE_CHECKING:
+    from coupled_adam.embeddings.analysis import Analysis
+
+NEIGHBOURS = 10
+DUPLICATE = 0.99
+"""The cosine from which on two rows count as duplicates."""
+_VARIANTS = {"raw": "as it is", "centered": "mean removed"}
+"""The two ways in which neighbours are searched, and how they are shown."""
 
 _QUERIES = 4096  # rows compared with all others in one pass
 _ALL = 2**16  # rows of a matrix in which hubs are counted exactly
@@ -31,12 +44,11 @@ class Hubness:
     """How unevenly the rows are distributed among each other's nearest neighbours."""
 
     # Of N_k over the rows; about 0 without hubs, 10 and more with strong ones.
-    skewness: float | None  # None if all N_k are equal
+    skewness: float | None  # None if all N_k are equal, or only a sample was asked
     # N_k: for how many rows this row is among the k nearest; estimated if not all were asked.
     occurrences: Array  # [V]; the mean is k over the rows that have a direction
     k: int  # the number of neighbours
     queries: int  # the number of rows whose neighbours were searched
-    exact: bool  # whether these were all rows, so that nothing is estimated
 
     def largest(self, number: int) -> NDArray[np.int64]:
         """The rows with the largest N_k, the largest first."""
@@ -108,10 +120,7 @@ def hubness(
     """Measure hubness: the skewness of N_k (Radovanovic et al. 2010, JMLR 11).
 
     All of 65,536 rows or fewer are asked, and of more a sample of 4,096, drawn at random with a
-    fixed seed; or a sample of another size. The moments of N_k are estimated without bias: a row
-    that is a neighbour of N of V rows is found by n of Q of these, and the mean of n (n - 1) ...
-    (n - r + 1) is N (N - 1) ... (N - r + 1) times the same fraction of Q and V. For the other
-    arguments see :func:`nearest`.
+    fixed seed; or a sample of another size. For the other arguments see :func:`nearest`.
     """
     queried = rows = np.flatnonzero(alive_rows(embeddings))
     if sample is None:
@@ -120,27 +129,142 @@ def hubness(
         queried = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
     neighbours = nearest(embeddings, queried, k, centered=centered, progress=progress).neighbours
     counts = np.bincount(neighbours.reshape(-1), minlength=len(embeddings)).astype(np.float64)
-    asked, total = len(queried), len(rows)
-    skewness = _skewness(counts[rows], asked, total)
-    return Hubness(skewness, counts * (total / asked), k, asked, exact=asked == total)
+    # That of a sample would be that of its own noise.
+    is_exact = len(queried) == len(rows)
+    skewness = float(stats.skew(counts[rows])) if is_exact and np.ptp(counts[rows]) else None
+    return Hubness(skewness, counts * (len(rows) / len(queried)), k, len(queried))
 
 
-def _skewness(counts: Array, queries: int, total: int) -> float | None:
-    """The skewness of N_k, from its factorial moments in a sample of the rows."""
-    factorial, thinning = np.ones_like(counts), 1.0
-    moments = []
-    for order in range(3):
-        factorial = factorial * (counts - order)
-        thinning *= (queries - order) / (total - order)
-        moments.append(float(factorial.mean()) / thinning)
-    first, second, third = moments
-    second += first  # from here on, the mean of N^2
-    third += 3 * second - 2 * first  # and of N^3
-    variance = second - first**2
-    if variance <= 1e-9 * first**2:
-        return None
-    central: float = third - 3 * first * second + 2 * first**3
-    return central / math.pow(variance, 1.5)
+@dataclasses.dataclass(frozen=True)
+class NeighbourReport:
+    """The neighbours of some tokens of one analysis, and the hubs among all, for each variant."""
+
+    analysis: Analysis
+    nearest: dict[str, Neighbours]
+    hubs: dict[str, Hubness]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The neighbours of each token, and the hubs, as plain values."""
+        name = self.analysis.vocabulary.name
+
+        def near(index: int, neighbours: Neighbours) -> list[dict[str, Any]]:
+            pairs = zip(neighbours.neighbours[index].tolist(), neighbours.cosines[index].tolist())
+            return [{"id": row, "token": name(row), "cosine": cosine} for row, cosine in pairs]
+
+        return {
+            "neighbours": [
+                {
+                    **self.analysis.token(int(row)),
+                    **{variant: near(index, side) for variant, side in self.nearest.items()},
+                }
+                for index, row in enumerate(self.nearest["raw"].rows)
+            ],
+            "hubness": {
+                variant: {
+                    "k": hubs.k,
+                    "skewness": hubs.skewness,
+                    "rows_asked": hubs.queries,
+                    "largest": [
+                        {**self.analysis.token(row), "occurrences": hubs.occurrences[row]}
+                        for row in hubs.largest(NEIGHBOURS).tolist()
+                    ],
+                }
+                for variant, hubs in self.hubs.items()
+            },
+        }
+
+    def tables(self) -> list[Table]:
+        """The neighbours and the hubs, for the terminal."""
+        name, numbers = self.analysis.vocabulary.name, self.to_dict()
+        lines, hubs = [], []
+        for entry in numbers["neighbours"]:
+            for variant, shown in _VARIANTS.items():
+                listed = ", ".join(f"{n['token']} {n['cosine']:.2f}" for n in entry[variant])
+                lines.append([name(entry["id"]) if variant == "raw" else "", shown, listed])
+        for variant, entry in numbers["hubness"].items():
+            skewness = "–" if entry["skewness"] is None else f"{entry['skewness']:.2f}"
+            largest = (f"{name(hub['id'])} {hub['occurrences']:.0f}" for hub in entry["largest"])
+            hubs.append([_VARIANTS[variant], skewness, ", ".join(largest)])
+        label = self.analysis.label
+        columns = ["token", "", "neighbours and their cosines"]
+        nearest = Table(columns, lines, f"Nearest by cosine: {label}", left=(0, 1, 2))
+        columns = ["", "skewness of N_k", f"largest hubs and their N_k (k = {NEIGHBOURS})"]
+        return [nearest, Table(columns, hubs, f"Hubs: {label}", left=(0, 2))]
+
+
+def find_neighbours(
+    analysis: Analysis, tokens: Sequence[str] = (), progress: Progress | None = None
+) -> NeighbourReport:
+    """Find the neighbours of tokens, or of the ten most frequent ones, and the hubs.
+
+    Tokens are as :meth:`Vocabulary.row` takes them. Raises UsageError if one of them is
+    unknown, or there are too few rows.
+    """
+    matrix, counts = analysis.embeddings.matrix, analysis.counts
+    rows = [analysis.vocabulary.row(token) for token in tokens]
+    if not tokens and counts is not None:
+        order = np.argsort(-counts, kind="stable")
+        rows = order[~np.isin(order, analysis.dead)][:NEIGHBOURS].tolist()
+    near, hubs = {}, {}
+    with refused(f"{analysis.model}: "):
+        for variant in _VARIANTS:
+            centered = variant == "centered"
+            near[variant] = nearest(matrix, rows, NEIGHBOURS, centered=centered)
+            hubs[variant] = hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
+    return NeighbourReport(analysis, near, hubs)
+
+
+@dataclasses.dataclass(frozen=True)
+class DuplicateReport:
+    """The pairs of rows of one analysis that are nearly equal in direction, the nearest first."""
+
+    analysis: Analysis
+    pairs: NDArray[np.int64]  # [n, 2], rows; each row is with its nearest one
+    cosines: NDArray[np.float32]  # [n]
+    identical: Mask  # [n], whether the two have the same numbers
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """The pairs as plain values."""
+        return [
+            {
+                "tokens": [self.analysis.token(row) for row in pair],
+                "cosine": cosine,
+                "identical": identical,
+            }
+            for pair, cosine, identical in zip(
+                self.pairs.tolist(), self.cosines.tolist(), self.identical.tolist()
+            )
+        ]
+
+    def table(self, number: int) -> Table:
+        """The first of the pairs, for the terminal."""
+        name = self.analysis.vocabulary.name
+        rows = [
+            [str(a), name(a), str(b), name(b), "identical" if same else f"{cosine:.4f}"]
+            for (a, b), cosine, same in zip(self.pairs.tolist(), self.cosines, self.identical)
+        ][:number]
+        note = (
+            f"{len(self.pairs)} pairs with a cosine of at least {DUPLICATE:g}, of which "
+            f"{self.identical.sum()} are identical"
+        )
+        columns = ["id", "token", "id", "token", "cosine"]
+        return Table(columns, rows, f"Duplicates: {self.analysis.label}", [note], left=(1, 3))
+
+
+def find_duplicates(analysis: Analysis, progress: Progress | None = None) -> DuplicateReport:
+    """Find the rows whose nearest one has a cosine of at least :data:`DUPLICATE`."""
+    matrix = analysis.embeddings.matrix
+    alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
+    with refused(f"{analysis.model}: "):
+        near = nearest(matrix, alive, 1, progress=progress)
+    chosen = near.cosines[:, 0] >= DUPLICATE
+    # Two rows that are nearest to each other are one pair.
+    pairs = np.sort(np.stack([alive, near.neighbours[:, 0]], 1)[chosen], axis=1)
+    pairs, first = np.unique(pairs, axis=0, return_index=True)
+    cosines = near.cosines[chosen, 0][first]
+    identical = np.array([torch.equal(matrix[a], matrix[b]) for a, b in pairs.tolist()], np.bool_)
+    order = np.lexsort((-cosines, ~identical))
+    return DuplicateReport(analysis, pairs[order], cosines[order], identical[order])
 
 
 def _search(

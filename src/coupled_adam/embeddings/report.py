@@ -14,15 +14,20 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.centering import top_directions
-from coupled_adam.embeddings.diagnosis import diagnose
+from coupled_adam.embeddings.diagnosis import Advice, diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import Array, OnRows, as_array
+from coupled_adam.embeddings.geometry import (
+    Array,
+    Mask,
+    OnRows,
+    alive_rows,
+    as_array,
+    top_directions,
+)
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
-from coupled_adam.embeddings.measures import MEASURES, Measures, Summary
-from coupled_adam.embeddings.partition import Directions, extreme_directions, sum_partitions
+from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
+from coupled_adam.embeddings.partition import Directions, log_partitions
 from coupled_adam.embeddings.similarity import Sets, TokenIds, similarity_of, word_vectors
-from coupled_adam.embeddings.undertrained import alive_rows
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.rendering.tables import Cell, Table
 from coupled_adam.runs import COUNTS
@@ -69,12 +74,13 @@ class EmbeddingReport(Measures):
         """Whether the embeddings are healthy, which measures say so, and what to do next."""
         return " ".join(self.sentences())
 
-    def sentences(
-        self, model: str = "MODEL", role: str = "", dead: Sequence[str] = ()
-    ) -> list[str]:
+    def sentences(self, dead: Sequence[str] = (), advice: Advice | None = None) -> list[str]:
         """The diagnosis, sentence by sentence; the arguments are those of :func:`diagnose`."""
-        size = self.vocab_size - self.excluded_rows, self.hidden_size
-        return diagnose(self, self.centered, size, model, role, dead)
+        rows = self.vocab_size - self.excluded_rows
+        seen = max(rows - (self.unseen_tokens or 0), 0)
+        return diagnose(
+            self, self.centered, (rows, self.hidden_size), seen, dead, advice or Advice()
+        )
 
     def table(self) -> Table:
         """All measures of the three variants, and the healthy ranges of the first."""
@@ -155,8 +161,8 @@ def analyze(
 
     The measures are exact. They take four passes over the rows and two eigendecompositions of
     H x H matrices. The extra memory is a few blocks of 8 MB and H x H matrices, for any V. All are
-    computed in float64, except for the exponents of the isotropy of a large matrix, if the relative
-    error of the isotropy is then at most 1e-4 (see :func:`sum_partitions`).
+    computed in float64, except for the exponents of the isotropy of a large matrix (see
+    :func:`log_partitions`).
 
     Args:
         embeddings: [V, H]; a torch tensor on any device, or a NumPy array. Or a module with one
@@ -179,6 +185,46 @@ def analyze(
             ``directions`` is not between 0 and H; if a file cannot be read.
         OSError: if there is no such file or model.
     """
+    inputs = _inputs(embeddings, counts, sets, token_ids, keep)
+    columns = inputs.matrix.shape[1]
+    top = top_directions(columns, directions)
+    spectra = _spectra(inputs, columns - top, on_rows)
+    clouds = _clouds(inputs, spectra, on_rows)
+    log_z = _log_z(inputs, spectra, clouds, on_rows)
+    as_is, centered, without_top = _measures(inputs, spectra, clouds, log_z)
+    rows, used = len(inputs.matrix), len(spectra.norms)
+    return EmbeddingReport(
+        **vars(as_is),
+        vocab_size=rows,
+        hidden_size=columns,
+        excluded_rows=rows - used,
+        unseen_tokens=inputs.unseen,
+        centered=centered,
+        all_but_the_top=without_top,
+        top_directions=top,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """What is measured: the arguments of :func:`analyze`, checked."""
+
+    matrix: geometry.Embeddings  # [V, H]
+    keep: Mask | None  # [V]
+    p: Array | None  # counts or probabilities of the rows to keep
+    unseen: int | None  # how many tokens have a count of zero
+    sets: Sets | None
+    words: list[str]
+    vectors: Array  # [words, H]
+
+
+def _inputs(
+    embeddings: geometry.Embeddings | nn.Module | str | Path,
+    counts: Tensor | NDArray[Any] | None,
+    sets: Sets | None,
+    token_ids: TokenIds | None,
+    keep: Tensor | NDArray[Any] | None,
+) -> _Inputs:
     if isinstance(embeddings, str | Path):
         own_counts = Path(embeddings) / COUNTS
         if counts is None and own_counts.is_file():
@@ -191,7 +237,6 @@ def analyze(
         embeddings = _matrix_of(embeddings)
     geometry.check(embeddings)
     rows, columns = embeddings.shape
-    top = top_directions(columns, directions)
     measured = None if keep is None else geometry.as_mask("keep", keep, rows)
     if measured is not None and not measured.any():
         raise ValueError("keep must be True for at least one row")
@@ -204,89 +249,161 @@ def analyze(
         if token_ids is None:
             raise ValueError("sets needs token_ids, a function from a word to its token id")
         words, vectors = word_vectors(embeddings, sets, token_ids, measured)
+    return _Inputs(embeddings, measured, p, unseen, sets, words, vectors)
 
-    mean, norms = geometry.mean_and_norms(embeddings, measured, on_rows)
+
+@dataclasses.dataclass(frozen=True)
+class _Spectra:
+    """The mean, and the eigenvalues (ascending) and eigenvectors of E^T E, with and without it."""
+
+    mean: Tensor  # [H]
+    norms: Tensor  # [rows], of the rows as they are
+    squares: Tensor  # [H]
+    axes: Tensor  # [H, H]
+    centered_squares: Tensor
+    centered_axes: Tensor
+    left: int  # how many of the centered axes are left without the top ones
+
+    @property
+    def top(self) -> Tensor:
+        """The principal directions that are removed, [H, n]."""
+        return self.centered_axes[:, self.left :]
+
+
+def _spectra(inputs: _Inputs, left: int, on_rows: OnRows) -> _Spectra:
+    """Two passes, for the mean and for E^T E with the mean removed."""
+    mean, norms = geometry.mean_and_norms(inputs.matrix, inputs.keep, on_rows)
     geometry.check_not_zero(float(norms.max()))
-    used = len(norms)
-    centred_gram = geometry.gram(embeddings, mean, measured, on_rows)
+    gram = geometry.gram(inputs.matrix, mean, inputs.keep, on_rows)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
-    squares, basis = torch.linalg.eigh(centred_gram + used * torch.outer(mean, mean))
-    centred_squares, centred_basis = torch.linalg.eigh(centred_gram)
-    left = columns - top
-    top_axes = centred_basis[:, left:]
+    squares, axes = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
+    centered_squares, centered_axes = torch.linalg.eigh(gram)
+    return _Spectra(mean, norms, squares, axes, centered_squares, centered_axes, left)
 
-    # Rows equal to the mean differ from it by rounding errors only; the floor treats them as zero.
-    floor = 1e-12 * float(norms.max())
-    raw, centred, topless = _Cloud(used, 0.0), _Cloud(used, floor), _Cloud(used, floor)
-    along = torch.empty_like(norms)
-    start = 0
-    for block in geometry.blocks(embeddings, measured, on_rows):
-        along[start : start + len(block)] = block @ mean
-        raw.add(block, start)
-        block = block - mean
-        centred.add(block, start)
-        topless.add(block - block @ top_axes @ top_axes.T, start)
-        start += len(block)
 
-    # Z comes last, because the isotropy at unit mean norm needs the norms; and only for directions
-    # that can have the largest or smallest.
-    means, variances = mean @ basis, centred_squares / used
-    raw_directions = Directions(
-        basis, raw.longest, raw.views(means, squares / used - means**2, centred.longest)
+class _RowNorms:
+    """The norms and the mean cosine of the rows of one variant, block by block."""
+
+    def __init__(self, rows: int, floor: float) -> None:
+        self.floor = floor  # what is not longer is a zero with rounding errors
+        self.norms = torch.zeros(rows, dtype=torch.float64)
+        self.angles = geometry.Angles()
+
+    def add(self, vectors: Tensor, start: int) -> None:
+        """Add a block of rows [rows, H], of which the first is number ``start``."""
+        norms = vectors.norm(dim=1)
+        norms = torch.where(norms > self.floor, norms, 0)
+        self.norms[start : start + len(norms)] = norms
+        self.angles.add(vectors, norms, self.floor)
+
+    @property
+    def units(self) -> tuple[float, float]:
+        """What the rows are divided by for the two isotropies: 1, and their mean norm."""
+        return 1.0, float(self.norms.mean()) or 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Clouds:
+    """The rows of the three variants, and e_i . mu."""
+
+    as_is: _RowNorms
+    centered: _RowNorms
+    without_top: _RowNorms
+    along: Tensor  # [rows]
+
+
+def _clouds(inputs: _Inputs, spectra: _Spectra, on_rows: OnRows) -> _Clouds:
+    """A pass for the norms and angles of each variant."""
+    rows, floor = len(spectra.norms), 1e-12 * float(spectra.norms.max())
+    clouds = _Clouds(
+        _RowNorms(rows, 0.0),
+        _RowNorms(rows, floor),
+        _RowNorms(rows, floor),
+        torch.empty_like(spectra.norms),
     )
-    # In the basis of the principal directions, removing the top ones means dropping columns.
-    centred_views = centred.views(0 * means, variances, centred.longest)
-    centred_views += topless.views(0 * means[:left], variances[:left], topless.longest)
-    centred_directions = Directions(centred_basis, centred.longest, centred_views, mean)
-    sum_partitions(embeddings, [raw_directions, centred_directions], measured, on_rows)
-    topless_squares = centred_squares.clone()
-    topless_squares[left:] = 0
-    centred_vectors = vectors - as_array(mean)
-    axes = as_array(top_axes)
-    topless_vectors = centred_vectors - centred_vectors @ axes @ axes.T
+    start, top = 0, spectra.top
+    for block in geometry.blocks(inputs.matrix, inputs.keep, on_rows):
+        clouds.along[start : start + len(block)] = block @ spectra.mean
+        clouds.as_is.add(block, start)
+        block = block - spectra.mean
+        clouds.centered.add(block, start)
+        clouds.without_top.add(block - block @ top @ top.T, start)
+        start += len(block)
+    return clouds
 
-    def measures(
-        cloud: _Cloud, squares: Tensor, log_z: Sequence[Array], word_vectors: Array, **raw: Any
-    ) -> Measures:
-        """Those of a cloud, whose mean is zero unless ``raw`` has what depends on it."""
-        norms = as_array(cloud.norms)
-        values = geometry.singular_values_of(squares.sort().values, used)
-        # Z of a direction that was removed is that of a zero for every row.
-        removed = (0, 0), (0, int(squares[-1] == 0))
-        of_zero = [np.pad(z, removed, constant_values=math.log(used)) for z in log_z]
-        scores = None if sets is None else similarity_of(words, word_vectors, sets, cloud.floor)
-        centred = {"mean_norm": 0.0, "along": None, "spread": values if norms.any() else None}
-        return Measures.of(
-            Summary(
-                columns=columns,
-                norms=norms,
-                values=values,
-                log_z=of_zero[0],
-                unit_log_z=of_zero[1],
-                mean_cosine=cloud.angles.mean_cosine(),
-                p=p,
-                word_similarity=scores,
-                **(centred | raw),
+
+def _log_z(
+    inputs: _Inputs, spectra: _Spectra, clouds: _Clouds, on_rows: OnRows
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """A pass for log Z of each variant, as it is and at unit mean norm, which needs the norms."""
+    longest, longest_centered = (float(c.norms.max()) for c in (clouds.as_is, clouds.centered))
+    unit, without_top_unit = clouds.centered.units[1], clouds.without_top.units[1]
+    as_is, centered = log_partitions(
+        inputs.matrix,
+        [
+            Directions(spectra.axes, longest, clouds.as_is.units),
+            Directions(
+                spectra.centered_axes, longest_centered, (1.0, unit, without_top_unit), spectra.mean
+            ),
+        ],
+        inputs.keep,
+        on_rows,
+    )
+    # Without the top directions c . e_i is the same for all others, and 0 along these.
+    rows, without_top = len(spectra.norms), []
+    for log_z in (centered[0], centered[2]):
+        changed = log_z.copy()
+        changed[:, spectra.left :] = math.log(rows)
+        without_top.append(changed)
+    return as_is, centered[:2], without_top
+
+
+def _measures(
+    inputs: _Inputs,
+    spectra: _Spectra,
+    clouds: _Clouds,
+    log_z: tuple[list[Array], list[Array], list[Array]],
+) -> tuple[Measures, Measures, Measures]:
+    """The measures of the three variants."""
+    rows, columns = len(spectra.norms), len(spectra.mean)
+    squares_without_top = spectra.centered_squares.clone()
+    squares_without_top[spectra.left :] = 0
+    centered_vectors = inputs.vectors - as_array(spectra.mean)
+    top = as_array(spectra.top)
+    vectors = inputs.vectors, centered_vectors, centered_vectors - centered_vectors @ top @ top.T
+    variants = []
+    for cloud, squares, logs, words in zip(
+        (clouds.as_is, clouds.centered, clouds.without_top),
+        (spectra.squares, spectra.centered_squares, squares_without_top),
+        log_z,
+        vectors,
+    ):
+        # IsoScore is that of the covariance, by definition.
+        is_raw = cloud is clouds.as_is
+        spread, moved = (spectra.centered_squares, clouds.centered) if is_raw else (squares, cloud)
+        variants.append(
+            Measures.compute(
+                MeasureInputs(
+                    columns=columns,
+                    norms=as_array(cloud.norms),
+                    mean_norm=float(spectra.mean.norm()) if is_raw else 0.0,
+                    values=geometry.singular_values_of(squares.sort().values, rows),
+                    spread=geometry.singular_values_of(spread.sort().values, rows)
+                    if moved.norms.any()
+                    else None,
+                    log_z=logs[0],
+                    unit_log_z=logs[1],
+                    mean_cosine=cloud.angles.mean_cosine(),
+                    along=as_array(clouds.along) if is_raw else None,
+                    p=inputs.p,
+                    word_similarity=None
+                    if inputs.sets is None
+                    else similarity_of(inputs.words, words, inputs.sets, cloud.floor),
+                )
             )
         )
-
-    # IsoScore is that of the covariance, by definition.
-    spread = None
-    if centred.norms.any():
-        spread = geometry.singular_values_of(centred_squares, used)
-    of_mean = {"mean_norm": float(mean.norm()), "along": as_array(along), "spread": spread}
-    log_z = [raw_directions.log_z(view) for view in range(2)]
-    centred_log_z = [centred_directions.log_z(view) for view in range(4)]
-    return EmbeddingReport(
-        **vars(measures(raw, squares, log_z, vectors, **of_mean)),
-        vocab_size=rows,
-        hidden_size=columns,
-        excluded_rows=rows - used,
-        unseen_tokens=unseen,
-        centered=measures(centred, centred_squares, centred_log_z[:2], centred_vectors),
-        all_but_the_top=measures(topless, topless_squares, centred_log_z[2:], topless_vectors),
-        top_directions=top,
-    )
+    as_is, centered, without_top = variants
+    return as_is, centered, without_top
 
 
 def _matrix_of(module: nn.Module) -> Tensor:
@@ -302,32 +419,3 @@ def _matrix_of(module: nn.Module) -> Tensor:
         f"embeddings: which matrix of {type(module).__name__} is meant is not clear, as it {has}. "
         "Pass the matrix itself, such as model.embed_tokens.weight"
     )
-
-
-class _Cloud:
-    """The norms and the angles of one of a report's three variants, block by block."""
-
-    def __init__(self, rows: int, floor: float) -> None:
-        self.floor = floor
-        self.norms = torch.zeros(rows, dtype=torch.float64)
-        self.angles = geometry.Angles()
-
-    def add(self, vectors: Tensor, start: int) -> None:
-        """Add a block of rows [rows, H], of which the first is number ``start``."""
-        norms = vectors.norm(dim=1)
-        norms = torch.where(norms > self.floor, norms, 0)
-        self.norms[start : start + len(norms)] = norms
-        self.angles.add(vectors, norms, self.floor)
-
-    @property
-    def longest(self) -> float:
-        """The largest norm."""
-        return float(self.norms.max())
-
-    def views(self, means: Tensor, variances: Tensor, reach: float) -> list[tuple[float, Tensor]]:
-        """As they are and at unit mean norm: see :class:`Directions`."""
-        views = [(1.0, True), (float(self.norms.mean()) or 1.0, False)]
-        return [
-            (unit, extreme_directions(means, variances, reach, unit, published))
-            for unit, published in views
-        ]

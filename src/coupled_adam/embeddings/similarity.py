@@ -1,8 +1,8 @@
 """Compare embeddings with human judgements of word similarity."""
 
-import contextlib
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,16 +34,14 @@ class SetScore:
             fewer than three usable pairs, or if all ratings or all similarities are equal.
         interval: the 95 % confidence interval of ``r``, from Fisher's transformation. None with
             fewer than four usable pairs.
-        dot: the same correlation for dot products. None if ``r`` is, or if all products are equal.
-        dot_interval: the confidence interval of ``dot``.
+        spearman: 100 x the correlation of their ranks; None if ``r`` is.
         pairs: the number of usable pairs, from which ``r`` is computed.
         total: the number of pairs in the set.
     """
 
     r: float | None
     interval: tuple[float, float] | None
-    dot: float | None
-    dot_interval: tuple[float, float] | None
+    spearman: float | None
     pairs: int
     total: int
 
@@ -56,91 +54,75 @@ class WordSimilarityReport:
         sets: the score on each set, by the set's name.
         mean: r-bar, the mean of ``r`` over the sets. None unless ``r`` is defined for every set, as
             means over different sets cannot be compared.
-        interval: the 95 % confidence interval of the mean, if the sets are independent.
-        dot_mean: the mean of ``dot`` over the sets.
+        spearman_mean: the mean of ``spearman`` over the sets.
     """
 
     sets: dict[str, SetScore]
     mean: float | None
-    interval: tuple[float, float] | None
-    dot_mean: float | None
+    spearman_mean: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
         return dataclasses.asdict(self)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Format:
-    """The file in which a set was published, the digest of what is downloaded, and the columns."""
-
-    file: str
-    sha256: str
-    columns: tuple[int, int] = (3, 3)  # at least and at most
-    rating: int = 2  # the column with the rating
-    separator: str = "\t"
-    highest: float = 10  # the upper end of the rating scale, which starts at 0
-    tagged: bool = False  # whether words end in their part of speech, as in sun-n
-    header: str | None = None  # the first word of the header line, which some copies lack
-
-
-_FORMATS = {
-    "MEN": _Format(
-        "MEN_dataset_lemma_form_full",
-        "d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
-        separator=" ",
-        highest=50,
-        tagged=True,
-    ),
-    # The individual ratings follow their mean; some pairs have fewer than ten.
-    "RW": _Format(
-        "rw.txt",
-        "f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
-        columns=(10, 13),
-    ),
-    "SimLex-999": _Format(
-        "SimLex-999.txt",
-        "34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
-        columns=(10, 10),
-        rating=3,
-        header="word1",
-    ),
-    "WordSim-353 similarity": _Format(
-        "wordsim_similarity_goldstandard.txt",
-        "f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107",
-    ),
-    "WordSim-353 relatedness": _Format(
-        "wordsim_relatedness_goldstandard.txt",
-        "66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa",
-    ),
+_PUBLISHED = {
+    "MEN": "MEN_dataset_lemma_form_full",
+    "RW": "rw.txt",
+    "SimLex-999": "SimLex-999.txt",
+    "WordSim-353 similarity": "wordsim_similarity_goldstandard.txt",
+    "WordSim-353 relatedness": "wordsim_relatedness_goldstandard.txt",
+}
+"""The files in which sets were published, by name."""
+_SHA256 = {
+    "MEN": "d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
+    "RW": "f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
+    "SimLex-999": "34751e3b4f9ef1719357489e984977b779e759ca5aae4633608168b1dd0fb004",
+    "WordSim-353 similarity": "f1da938998863c94e53f72f984a5c6e215f0b46c323aae8f0f4930703a339107",
+    "WordSim-353 relatedness": "66a7c88100624d0a391605ff61ce84e11d11ee620d51ec0298da49592838f8fa",
 }
 _SOURCE = (
     "https://raw.githubusercontent.com/flxst/coupled-adam/"
     "714ba36f98416224eff0aab3092852ffc2c62337/tmic/datasets/"
 )
+_TAG = re.compile(r"(.+)-[nvj]")  # of sun-n only the word counts
 
 
-def read_word_similarity(folder: Path | str) -> dict[str, WordSimilaritySet]:
-    """Read word-similarity sets by name from their files as published, in a folder or below it.
+def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
+    """Read word-similarity sets by name, from a file or from a folder and those below it.
 
-    The known sets are MEN (Bruni et al. 2014), RW (Luong et al. 2013), SimLex-999 (Hill et al.
-    2015), and the two halves of WordSim-353, similarity and relatedness (Agirre et al. 2009).
+    In a folder, sets are the files as published of MEN (Bruni et al. 2014), RW (Luong et al. 2013),
+    SimLex-999 (Hill et al. 2015), and the two halves of WordSim-353, similarity and relatedness
+    (Agirre et al. 2009); and every ``.csv`` and ``.tsv`` file. A file has in each line two words
+    and, in a column of its own, a number, separated by tabs, commas, semicolons or spaces. The
+    first line may be a header.
 
     Raises:
         ValueError: if there is no set, a set exists twice, or a line has an unexpected format.
         OSError: if a file cannot be read.
     """
-    sets = {}
-    for name, layout in _FORMATS.items():
-        paths = sorted(p for p in Path(folder).rglob(layout.file) if p.is_file())
-        if len(paths) > 1:
-            raise ValueError(f"{name} exists twice, in {paths[0]} and {paths[1]}: remove one")
-        if paths:
-            sets[name] = _read(paths[0], layout)
-    if not sets:
-        files = ", ".join(layout.file for layout in _FORMATS.values())
-        raise ValueError(f"{folder} has no word-similarity set: none of {files}")
-    return sets
+    names = {file: name for name, file in _PUBLISHED.items()}
+    if Path(place).is_file():
+        return {names.get(Path(place).name, Path(place).stem): _read(Path(place))}
+    found: dict[str, Path] = {}
+    for path in sorted(Path(place).rglob("*")):
+        if path.is_file() and (path.name in names or path.suffix in (".csv", ".tsv")):
+            name = names.get(path.name, path.stem)
+            if name in found:
+                raise ValueError(f"{name} exists twice, in {found[name]} and {path}: remove one")
+            found[name] = path
+    if not found:
+        raise ValueError(
+            f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
+            f"{', '.join(_PUBLISHED.values())}"
+        )
+    return {name: _read(found[name]) for name in sorted(found, key=_order)}
+
+
+def _order(name: str) -> tuple[bool, int, str]:
+    """The published sets first, in the paper's order."""
+    published = [*_PUBLISHED]
+    return name not in published, published.index(name) if name in published else 0, name
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
@@ -159,10 +141,10 @@ def download_word_similarity(folder: Path | str | None = None) -> Path:
     sets = pooch.create(
         path=folder or pooch.os_cache("coupled-adam") / "word-similarity",
         base_url=_SOURCE,
-        registry={layout.file: f"sha256:{layout.sha256}" for layout in _FORMATS.values()},
+        registry={_PUBLISHED[name]: f"sha256:{digest}" for name, digest in _SHA256.items()},
     )
-    for layout in _FORMATS.values():
-        sets.fetch(layout.file)
+    for file in _PUBLISHED.values():
+        sets.fetch(file)
     return Path(sets.path)
 
 
@@ -233,16 +215,14 @@ def similarity_of(
 ) -> WordSimilarityReport:
     """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
     largest = np.abs(vectors).max(axis=1, initial=0)
-    used = np.flatnonzero(largest > floor)
-    # Scaled, as the squares of tiny and of huge numbers would underflow or overflow in float64.
-    rows = {}
-    for i in used.tolist():
+    directions = {}
+    for i in np.flatnonzero(largest > floor).tolist():
+        # Scaled, as the squares of tiny and of huge numbers would underflow or overflow in float64.
         direction = vectors[i] / largest[i]
-        direction /= np.linalg.norm(direction)
-        rows[words[i]] = (vectors[i] / largest[used].max(), direction)
-    scores = {name: _score(entry, rows) for name, entry in sets.items()}
-    mean, dot_mean = (_mean([getattr(s, key) for s in scores.values()]) for key in ("r", "dot"))
-    return WordSimilarityReport(scores, mean, _mean_interval([*scores.values()], mean), dot_mean)
+        directions[words[i]] = direction / np.linalg.norm(direction)
+    scores = {name: _score(entry, directions) for name, entry in sets.items()}
+    mean = _mean([score.r for score in scores.values()])
+    return WordSimilarityReport(scores, mean, _mean([s.spearman for s in scores.values()]))
 
 
 def _mean(numbers: Sequence[float | None]) -> float | None:
@@ -251,69 +231,62 @@ def _mean(numbers: Sequence[float | None]) -> float | None:
     return math.fsum(defined) / len(defined) if complete else None
 
 
-def _mean_interval(scores: Sequence[SetScore], mean: float | None) -> tuple[float, float] | None:
-    """The interval of a mean of independent correlations with variances (1 - r^2)^2 / (n - 3)."""
-    if mean is None or any(score.pairs < 4 for score in scores):
-        return None
-    variances = [(100 - (score.r or 0) ** 2 / 100) ** 2 / (score.pairs - 3) for score in scores]
-    reach = float(stats.norm.ppf(0.975)) * math.sqrt(math.fsum(variances)) / len(scores)
-    return max(mean - reach, -100.0), min(mean + reach, 100.0)
-
-
-def _score(entry: WordSimilaritySet, rows: Mapping[str, tuple[Array, Array]]) -> SetScore:
-    usable = [
-        (rating, rows[first], rows[second])
-        for (first, second), rating in zip(entry.pairs, entry.ratings)
-        if first in rows and second in rows
-    ]
-    ratings = [rating for rating, _, _ in usable]
-    cosines = [float(first[1] @ second[1]) for _, first, second in usable]
-    dots = [float(first[0] @ second[0]) for _, first, second in usable]
+def _score(entry: WordSimilaritySet, directions: Mapping[str, Array]) -> SetScore:
+    ratings, cosines = [], []
+    for (first, second), rating in zip(entry.pairs, entry.ratings):
+        if first in directions and second in directions:
+            ratings.append(rating)
+            cosines.append(float(directions[first] @ directions[second]))
+    count, total = len(ratings), len(entry.pairs)
     # Equal cosines differ by rounding errors, whose correlation would be meaningless.
-    r, interval = _correlation(ratings, cosines, 1e-12)
-    dot, dot_interval = _correlation(ratings, dots, 1e-12 * max(map(abs, dots), default=0))
-    return SetScore(r, interval, dot, dot_interval, len(usable), len(entry.pairs))
+    if count < 3 or np.ptp(ratings) == 0 or np.ptp(cosines) <= 1e-12:
+        return SetScore(None, None, None, count, total)
+    result, interval = stats.pearsonr(ratings, cosines), None
+    if count > 3:
+        low, high = result.confidence_interval(0.95)
+        interval = 100 * float(low), 100 * float(high)
+    spearman = 100 * float(stats.spearmanr(ratings, cosines).statistic)
+    return SetScore(100 * float(result.statistic), interval, spearman, count, total)
 
 
-def _correlation(
-    ratings: Sequence[float], similarities: Sequence[float], rounding: float
-) -> tuple[float | None, tuple[float, float] | None]:
-    """100 x Pearson's r, and its interval; None where they are not defined."""
-    if len(ratings) < 3 or np.ptp(ratings) == 0 or not np.ptp(similarities) > rounding:
-        return None, None
-    result = stats.pearsonr(ratings, similarities)
-    r = 100 * float(result.statistic)
-    if len(ratings) < 4:
-        return r, None
-    low, high = result.confidence_interval(0.95)
-    return r, (100 * float(low), 100 * float(high))
-
-
-def _read(path: Path, layout: _Format) -> WordSimilaritySet:
+def _read(path: Path) -> WordSimilaritySet:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text (byte {error.start})") from None
     pairs, ratings = [], []
-    least, most = layout.columns
+    separator = column = None
+    tagged = False
     for number, line in enumerate(lines, 1):
-        fields = line.split(layout.separator)
-        if not line.strip() or (number == 1 and fields[0] == layout.header):
+        if not line.strip():
             continue
-        words, rating = fields[:2], math.nan
-        # Of sun-n only the word counts; a word without a tag makes the line invalid below.
-        if layout.tagged:
-            words = [word[:-2] for word in words if word[-2:] in ("-n", "-v", "-j")]
-        if least <= len(fields) <= most:
-            with contextlib.suppress(ValueError):
-                rating = float(fields[layout.rating])
-        if not 0 <= rating <= layout.highest or len(words) != 2 or not all(words):
+        separator = separator or next((s for s in "\t,;" if line.count(s) >= 2), " ")
+        fields = [field.strip().strip('"') for field in line.split(separator)]
+        if column is None:
+            numeric = [i for i, field in enumerate(fields) if i > 1 and _number(field) is not None]
+            if not numeric and number == 1 and len(fields) > 2:
+                continue  # a header
+            column = numeric[0] if numeric else 2
+            tagged = all(_TAG.fullmatch(word) for word in fields[:2])
+        words = fields[:2]
+        if tagged:
+            words = [match[1] for word in words if (match := _TAG.fullmatch(word))]
+        rating = _number(fields[column]) if column < len(fields) else None
+        if rating is None or len(words) != 2 or not all(words):
             raise ValueError(
-                f"{path}, line {number}: expected two words and a rating from 0 to "
-                f"{layout.highest:g} in column {layout.rating + 1}, not {line[:100]!r}"
+                f"{path}, line {number}: expected two words and a rating in column {column + 1}, "
+                f"not {line[:100]!r}"
             )
         pairs.append((words[0], words[1]))
         ratings.append(rating)
     if not pairs:
         raise ValueError(f"{path} contains no pairs")
     return WordSimilaritySet(tuple(pairs), tuple(ratings))
+
+
+def _number(field: str) -> float | None:
+    try:
+        number = float(field)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

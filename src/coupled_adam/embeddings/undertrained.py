@@ -6,8 +6,11 @@ the output, away from the hidden states; at the input, not at all, or by weight 
 that resemble those that are known to be unused have hardly been trained either.
 """
 
+from __future__ import annotations
+
+import collections
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,9 +18,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows, Progress, rows_done
 from coupled_adam.embeddings.loading import EmbeddingMatrix
-from coupled_adam.embeddings.vocabulary import Vocabulary
+from coupled_adam.embeddings.verification import Verification, verify
+from coupled_adam.embeddings.vocabulary import CATEGORIES, Vocabulary
+from coupled_adam.errors import UsageError, refused
+from coupled_adam.rendering.tables import Table
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from coupled_adam.embeddings.analysis import Analysis
 
 Indicator = Literal["norm", "distance", "cosine", "cosine_without_first", "cosine_centered"]
 INDICATORS: dict[Indicator, str] = {
@@ -92,7 +103,7 @@ def undertrained(
     among = geometry.as_mask("among", np.ones(rows, bool) if among is None else among, rows)
     if not 0 < share <= 1:
         raise ValueError(f"share={share} must be above 0 and at most 1")
-    finite, norms = finite_rows(embeddings, on_rows)
+    finite, norms = geometry.finite_rows(embeddings, on_rows)
     healthy = finite & (norms > 0)
     if not healthy.any():
         raise ValueError("no row of embeddings is finite and different from zero")
@@ -105,22 +116,8 @@ def undertrained(
     indicators: dict[Indicator, Array] = {"norm": norms}
     limit = None
     if reference.any():
-        mean = geometry.mean_and_norms(embeddings, healthy, on_rows)[0]
-        axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy, on_rows))[1]
-        frame = mean, axes[:, -1]
-        mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
-        indicators |= {name: np.full(rows, np.nan) for name in INDICATORS if name != "norm"}
-        places = np.flatnonzero(finite)
-        for block in geometry.blocks(embeddings, finite, on_rows):
-            here, places = np.split(places, [len(block)])
-            for name, values in indicators.items():
-                values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
-        unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
-        count = len(unused_rows)
-        if count > 2:
-            # The mean without a row follows from that of all of them.
-            means_of_others = (mean_unused * count - unused_rows) / (count - 1)
-            limit = float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
+        others, limit = _compared(embeddings, finite, healthy, reference, order_by, on_rows)
+        indicators |= others
     # Rows that are known to be unused are the reference, and need not be found.
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
@@ -139,6 +136,36 @@ def undertrained(
     )
 
 
+def _compared(
+    embeddings: Embeddings,
+    finite: Mask,
+    healthy: Mask,
+    reference: Mask,
+    order_by: Indicator,
+    on_rows: OnRows,
+) -> tuple[dict[Indicator, Array], float | None]:
+    """The indicators that compare all rows with the reference, and the highest of its own rows."""
+    mean = geometry.mean_and_norms(embeddings, healthy, on_rows)[0]
+    axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy, on_rows))[1]
+    frame = mean, axes[:, -1]
+    mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
+    indicators: dict[Indicator, Array] = {
+        name: np.full(len(finite), np.nan) for name in INDICATORS if name != "norm"
+    }
+    places = np.flatnonzero(finite)
+    for block in geometry.blocks(embeddings, finite, on_rows):
+        here, places = np.split(places, [len(block)])
+        for name, values in indicators.items():
+            values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
+    unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
+    count = len(unused_rows)
+    if count < 3:
+        return indicators, None
+    # The mean without a row follows from that of all of them.
+    means_of_others = (mean_unused * count - unused_rows) / (count - 1)
+    return indicators, float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
+
+
 def undertrained_tokens(
     entry: EmbeddingMatrix, vocabulary: Vocabulary, share: float = 0.02, on_rows: OnRows = None
 ) -> Undertrained:
@@ -153,24 +180,134 @@ def undertrained_tokens(
     )
 
 
-def finite_rows(embeddings: Embeddings, on_rows: OnRows = None) -> tuple[Mask, Array]:
-    """Which rows are finite, [V] booleans, and the norms of all rows, [V]; NaN if not finite."""
-    norms = np.empty(len(embeddings))
-    for chunk in geometry.row_slices(*embeddings.shape):
-        block = geometry.as_float64(embeddings[chunk])
-        norms[chunk] = geometry.as_array(block.norm(dim=1))
-        if on_rows is not None:
-            on_rows(len(block))
-    finite = np.isfinite(norms)
-    norms[~finite] = np.nan
-    return finite, norms
+@dataclasses.dataclass(frozen=True)
+class UndertrainedReport:
+    """The under-trained tokens of one analysis, and what the model says of them if asked."""
+
+    analysis: Analysis
+    indicated: Undertrained
+    verification: Verification | None = None
+
+    @property
+    def rows(self) -> list[int]:
+        """The rows to name: the candidates, or those like unused ones if these are more."""
+        rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
+        return rows
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts of each category, and all rows that are named, as plain values."""
+        result, vocabulary, asked = self.indicated, self.analysis.vocabulary, self.verification
+        alike = {*result.alike.tolist()}
+        verified: dict[str, Any] = {}
+        answers: dict[int, dict[str, Any]] = {}
+        if asked is not None:
+            verified = {
+                "can_verify": asked.is_able,
+                "controls_repeated": asked.control_probabilities.tolist(),
+            }
+            said = zip(asked.rows.tolist(), asked.probabilities.tolist(), asked.verdicts())
+            answers = {row: {"repeated": p, "verdict": verdict} for row, p, verdict in said}
+        return {
+            "categories": dict(collections.Counter(vocabulary.categories.tolist())),
+            "surplus_tokens": vocabulary.surplus,
+            "unused_rows": int(result.unused.sum()),
+            "dead_rows": result.dead.tolist(),
+            "order_by": result.order_by,
+            "limit": result.limit,
+            **verified,
+            "tokens": [
+                {
+                    **self.analysis.token(row),
+                    **{name: float(values[row]) for name, values in result.indicators.items()},
+                    "like_unused": row in alike,
+                    **answers.get(row, {}),
+                }
+                for row in self.rows
+            ],
+        }
+
+    def table(self, number: int) -> Table:
+        """The first of the rows that are named, for the terminal."""
+        result, numbers = self.indicated, self.to_dict()
+        has_verdicts, has_counts = self.verification is not None, self.analysis.counts is not None
+        kinds = numbers["categories"]
+        counted = ", ".join(f"{kinds[name]} {name}" for name in CATEGORIES if name in kinds)
+        notes = [
+            f"rows by category: {counted}",
+            f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}",
+        ]
+        if numbers["surplus_tokens"]:
+            notes.append(f"{numbers['surplus_tokens']} tokens of the tokenizer have no row")
+        if len(result.dead):
+            notes.append(f"{len(result.dead)} rows are zero or not finite")
+        # Without a limit nothing tells a rare token from an unused one, which should be said.
+        if result.limit is None:
+            notes.append(
+                "the rows that are known to be unused are too few, or do not resemble each other: "
+                "candidates may be tokens that are merely rare, or well trained"
+            )
+        else:
+            notes.append(
+                f"{len(result.alike)} tokens cannot be told from the {numbers['unused_rows']} "
+                "rows that are known to be unused (marked with *)"
+            )
+        # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
+        columns = ["id", "token", "category", *["repeated", "verdict"] * has_verdicts]
+        columns += [INDICATORS[k].replace("principal component", "PC") for k in result.indicators]
+        columns += ["count"] * has_counts
+        rows = []
+        for token in numbers["tokens"][:number]:
+            cells = [f"{'*' if token['like_unused'] else ''}{token['id']}"]
+            cells += [self.analysis.vocabulary.name(token["id"]), token["category"]]
+            cells += [f"{token['repeated']:.2%}", token["verdict"]] if has_verdicts else []
+            cells += [f"{token[name]:.4f}" for name in result.indicators]
+            cells += [f"{token['count']:g}"] if has_counts else []
+            rows.append(cells)
+        title = f"Under-trained tokens: {self.analysis.label}"
+        left = (1, 2, 4) if has_verdicts else (1, 2)
+        return Table(columns, rows, title, ["; ".join(notes)], left=left)
+
+    @property
+    def diagnosis(self) -> list[str]:
+        """That of the analysis, and what the model's answers show if it was asked."""
+        asked = self.verification
+        return [*self.analysis.diagnosis, *([] if asked is None else [asked.sentence])]
 
 
-def alive_rows(embeddings: Embeddings) -> Mask:
-    """Which rows are finite and different from zero, [V] booleans."""
-    finite, norms = finite_rows(embeddings)
-    alive: Mask = finite & (norms > 0)
-    return alive
+def find_undertrained(
+    analysis: Analysis, share: float = 0.02, progress: Progress | None = None
+) -> UndertrainedReport:
+    """Find the under-trained tokens of an analysis; UsageError if no row is finite and not zero."""
+    on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
+    with refused(f"{analysis.model}: "):
+        result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
+    return UndertrainedReport(analysis, result)
+
+
+def verify_undertrained(
+    undertrained: UndertrainedReport,
+    model: PreTrainedModel,
+    length: int,
+    progress: Progress | None = None,
+) -> UndertrainedReport:
+    """Ask the model to repeat the under-trained tokens, and as many that are well trained.
+
+    Those are drawn from the half of the other reachable tokens that is the more frequent one or,
+    without counts, has the higher indicator. For the rest see :func:`verify`.
+    """
+    analysis, indicated = undertrained.analysis, undertrained.indicated
+    if analysis.tokenizer is None:
+        raise UsageError(f"--verify needs a tokenizer, which {analysis.model} has not")
+    ranks = indicated.indicators[indicated.order_by] if analysis.counts is None else analysis.counts
+    rows = np.array(undertrained.rows, np.int64)
+    candidates = analysis.vocabulary.categories == "ok"
+    candidates[[*rows, *indicated.dead, *np.flatnonzero(indicated.unused)]] = False
+    best = np.flatnonzero(candidates)[np.argsort(-ranks[candidates], kind="stable")]
+    best = best[: -(-len(best) // 2)]
+    size = min(len(rows), len(best))
+    controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
+    asked = verify(model, analysis.tokenizer, rows, controls, length=length, progress=progress)
+    return dataclasses.replace(undertrained, verification=asked)
 
 
 def _indicator(

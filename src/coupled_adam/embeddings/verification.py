@@ -109,7 +109,7 @@ def verify(
 
 
 def _prompts(tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int | None]]:
-    """Prompts of at most so many ids, with None in the places of the token, which comes next."""
+    """Prompts of up to ``length`` ids, with None where the token goes, which also comes next."""
     # As models were trained: documents begin with BOS or, where there is none, follow EOS.
     starts = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     first = [start for start in starts if start is not None][:1]
@@ -134,7 +134,7 @@ def _prompts(tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[i
 def _repeated(
     model: PreTrainedModel, prompt: Sequence[int | None], tokens: NDArray[np.int64]
 ) -> Array:
-    """The probability of each token [n] behind the prompt that is filled with it."""
+    """The probability of each token [n] after the prompt that is filled with it."""
     places = torch.tensor([piece is None for piece in prompt])
     ids = torch.tensor([piece or 0 for piece in prompt]).repeat(len(tokens), 1)
     asked = torch.from_numpy(tokens)[:, None]

@@ -29,7 +29,7 @@ _NEVER_USED = {
 }
 _RESERVED = re.compile(r"[<\[|]+\W*\w*(unused|reserved)\w*\W*[>\]|]+", re.IGNORECASE)
 
-# A token is reachable if it appears behind at least one of these. Some never begin a text: "##ing"
+# A token is reachable if it appears after at least one of these. Some never begin a text: "##ing"
 # of WordPiece, or "ing" of SentencePiece, which puts a space in front of a text.
 _CONTEXTS = ("", "a", "«", "\n", "1", "zq")
 
@@ -55,13 +55,13 @@ class Vocabulary:
         return len(self.texts)
 
     def name(self, row: int) -> str:
-        """A row's text, escaped as Python would for a terminal; its id behind # if it has none."""
+        """A row's text, escaped as Python would for a terminal; its id after # if it has none."""
         text = self.texts[row]
         return repr(text) if text else f"#{row}"
 
     def row(self, token: str) -> int:
         """The row of a token as a user writes it: its text, with or without a space before it, the
-        tokenizer's own spelling, or its id behind #. Raises UsageError if there is none.
+        tokenizer's own spelling, or its id after #. Raises UsageError if there is none.
         """
         shown = one_line(token, 50)
         if re.fullmatch(r"#\d+", token):
@@ -83,6 +83,12 @@ class Vocabulary:
         return {self.texts[row]: row for row in order}
 
     @classmethod
+    def of_words(cls, words: Sequence[str]) -> Vocabulary:
+        """The vocabulary of a file that says what its rows stand for."""
+        kinds = np.array(["ok" if word else "none" for word in words])
+        return cls(words, kinds, kinds == "none")
+
+    @classmethod
     def of_ids(cls, rows: int) -> Vocabulary:
         """The vocabulary of a model without a tokenizer: all rows count as reachable tokens."""
         return cls([""] * rows, np.full(rows, "ok"), np.zeros(rows, np.bool_))
@@ -93,7 +99,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
 
     A token is reachable if it is what the tokenizer makes of its own text; this and the categories
     are those of Land & Bartolo (2024, arXiv 2405.05417), section 3.1. Here, a token also counts
-    as reachable if that is so only behind another character.
+    as reachable if that is so only after another character.
     """
     if tokenizer is None:
         return Vocabulary.of_ids(rows)
@@ -124,7 +130,7 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """The text of each token behind another one, where a space at its beginning is not lost."""
+    """The text of each token after another one, where a space at its beginning is not lost."""
 
     def text(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
@@ -134,15 +140,15 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]
     prefix = text(before)
     texts = []
     for row in ids:
-        behind = text([*before, row])
-        texts.append(behind.removeprefix(prefix) if behind.startswith(prefix) else text([row]))
+        both = text([*before, row])
+        texts.append(both.removeprefix(prefix) if both.startswith(prefix) else text([row]))
     return texts
 
 
 def _reachable(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], texts: Sequence[str]
 ) -> set[int]:
-    """The ids that the tokenizer returns for their own texts, alone or behind something else."""
+    """The ids that the tokenizer returns for their own texts, alone or after something else."""
     reachable: set[int] = set()
     left = {row: text for row, text in zip(ids, texts) if text}
     for context in _CONTEXTS:

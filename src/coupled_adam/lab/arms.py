@@ -7,17 +7,41 @@ created, as checking and listing recipes does not need it.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from coupled_adam.lab.sections import Beta, Finite, NotNegative, Positive, Share, Training
+from coupled_adam.fields import Beta, Finite, NotNegative, Positive, Share, require
+from coupled_adam.lab.sections import Training
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from coupled_adam.optim.param_groups import ParamGroups
+
+
+def expanded(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """Arms whose options have one value each, from arms whose options may be lists of values.
+
+    An arm with lists becomes one arm for each combination of their values. These are numbered, as
+    in lean-1 and lean-2, since a run's folder is named after its arm.
+
+    Raises:
+        UsageError: a list is empty, or a numbered arm has the name of another arm.
+    """
+    single: dict[str, Any] = {}
+    for name, options in arms.items():
+        pairs = options.items() if isinstance(options, dict) else ()
+        lists = {key: values for key, values in pairs if isinstance(values, list)}
+        for key, values in lists.items():
+            require(values, f"arms.{name}.{key}=[] must have at least one value")
+        for number, combination in enumerate(itertools.product(*lists.values()), 1):
+            copy = f"{name}-{number}" if lists else name
+            require(copy not in single, f"arms: two would be called {copy}: rename one of them")
+            single[copy] = {**options, **dict(zip(lists, combination))} if lists else options
+    return single
 
 
 class Arm(Protocol):
@@ -32,13 +56,29 @@ class Arm(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamWArm:
+class _Tuned:
+    """An arm that may have a learning rate of its own: each optimizer has one that suits it."""
+
+    lr: Positive | None = dataclasses.field(default=None, kw_only=True)
+
+    def tuned(self, training: Training) -> Training:
+        """The training with the arm's learning rate."""
+        return training if self.lr is None else dataclasses.replace(training, lr=self.lr)
+
+    def named(self, *parts: str) -> str:
+        """The arm's label: its name, and the options that differ from their defaults."""
+        return ", ".join([*parts, *([] if self.lr is None else [f"lr {self.lr:g}"])])
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWArm(_Tuned):
     """AdamW for all parameters.
 
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
     beta1, beta2: the betas of the token embeddings; null means the training's.
+    lr: the learning rate of all parameters; null means the training's.
     """
 
     lr_factor: Positive = 1.0
@@ -49,20 +89,26 @@ class AdamWArm:
     @property
     def label(self) -> str:
         """AdamW, followed by the options that differ from their defaults."""
-        return ", ".join(["AdamW", *_embedding_options(self)])
+        return self.named("AdamW", *_embedding_options(self))
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
-        groups = _param_groups(model, training, **_for_embeddings(self, training))
+        training = self.tuned(training)
+        groups = _param_groups(
+            model,
+            training,
+            _for_embeddings(self, training),
+            embedding_weight_decay=self.embedding_weight_decay,
+        )
         for group in groups:
             del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
 
 
 @dataclasses.dataclass(frozen=True)
-class CoupledAdamArm:
+class CoupledAdamArm(_Tuned):
     """Coupled Adam for the token embeddings.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
@@ -73,6 +119,7 @@ class CoupledAdamArm:
     embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
         have the recipe's (``training.decay_positions``).
     beta1, beta2: the betas of coupled matrices; null means the training's.
+    lr: the learning rate of all parameters; null means the training's.
     """
 
     second_moment_scale: Positive = 1.0
@@ -96,14 +143,20 @@ class CoupledAdamArm:
             parts.append("zero-sum")
         if self.couple != "both":
             parts.append(f"{self.couple} only")
-        return ", ".join([*parts, *_embedding_options(self)])
+        return self.named(*parts, *_embedding_options(self))
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW
 
-        options = _for_embeddings(self, training)
-        groups = _param_groups(model, training, couple=self.couple, **options)
+        training = self.tuned(training)
+        groups = _param_groups(
+            model,
+            training,
+            _for_embeddings(self, training),
+            embedding_weight_decay=self.embedding_weight_decay,
+            couple=self.couple,
+        )
         return CoupledAdamW(
             groups,
             training.lr,
@@ -116,10 +169,11 @@ class CoupledAdamArm:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeanArm:
+class LeanArm(_Tuned):
     """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``.
 
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
+    lr: the learning rate of all parameters; null means the training's.
     """
 
     lr_factor: Positive = 2.0
@@ -127,23 +181,26 @@ class LeanArm:
     @property
     def label(self) -> str:
         """LEAN, followed by its ``lr_factor`` f."""
-        return f"LEAN, f = {self.lr_factor:g}"
+        return self.named(f"LEAN, f = {self.lr_factor:g}")
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create CoupledAdamW with the options of LEAN for the token embeddings."""
         from coupled_adam import LEAN, CoupledAdamW
 
-        groups = _param_groups(model, training, **LEAN | {"lr_factor": self.lr_factor})
+        training = self.tuned(training)
+        groups = _param_groups(model, training, LEAN | {"lr_factor": self.lr_factor})
         return CoupledAdamW(groups, training.lr, training.betas, training.eps)
 
 
-def _param_groups(model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
+def _param_groups(
+    model: "nn.Module", training: Training, embeddings: dict[str, Any], **options: Any
+) -> "ParamGroups":
     """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
     from coupled_adam import param_groups
 
     positions = _learned_positions(model) if training.decay_positions else {}
     groups = param_groups(
-        model, weight_decay=training.weight_decay, exclude=[*positions], **options
+        model, embeddings, weight_decay=training.weight_decay, exclude=[*positions], **options
     )
     if positions:
         decayed = {"coupled": False, "weight_decay": training.weight_decay}
@@ -168,10 +225,9 @@ def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
 
 
 def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
-    """What embeddings have instead of the training's options, for ``param_groups``."""
+    """What token embeddings have instead of the training's options."""
     beta1, beta2 = training.betas
     return {
-        "embedding_weight_decay": arm.embedding_weight_decay,
         "lr": arm.lr_factor * training.lr,
         "betas": (
             beta1 if arm.beta1 is None else arm.beta1,
@@ -192,11 +248,12 @@ def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class SGDArm:
+class SGDArm(_Tuned):
     """SGD with momentum for the token embeddings (Algorithm 2).
 
     lr_factor: the learning rate of the token embeddings, relative to that of other parameters.
     momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
+    lr: the learning rate of all parameters; null means the training's.
     """
 
     lr_factor: Positive
@@ -212,13 +269,14 @@ class SGDArm:
     @property
     def label(self) -> str:
         """SGD, followed by its ``lr_factor`` f."""
-        return f"SGD, f = {self.lr_factor:g}"
+        return self.named(f"SGD, f = {self.lr_factor:g}")
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
-        groups = _param_groups(model, training, lr=self.lr_factor * training.lr)
+        training = self.tuned(training)
+        groups = _param_groups(model, training, {"lr": self.lr_factor * training.lr})
         for group in groups:
             if group.pop("coupled"):
                 group["sgd"] = {
@@ -230,7 +288,7 @@ class SGDArm:
 
 
 @dataclasses.dataclass(frozen=True)
-class MuonArm:
+class MuonArm(_Tuned):
     """Muon for the hidden matrices, and Coupled Adam or AdamW for everything else.
 
     Muon's updates are as large as AdamW's, so that one learning rate suits both. Learned positions
@@ -240,6 +298,7 @@ class MuonArm:
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
     row_exponent: as for coupled_adam.
     zero_sum: as for coupled_adam.
+    lr: the learning rate of all parameters; null means the training's.
     """
 
     coupled: bool = True
@@ -262,22 +321,27 @@ class MuonArm:
             parts.append(f"a = {self.row_exponent:g}")
         if self.zero_sum:
             parts.append("zero-sum")
-        return ", ".join(parts)
+        return self.named(*parts)
 
     def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
-        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more options of its ``groups``."""
+        """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
+        training = self.tuned(training)
         positions = _learned_positions(model)
         optimizer = MuonWithCoupledAdam(
             model,
             training.lr,
-            groups={"lr_factor": self.lr_factor, "exclude": [*positions], **groups},
+            embeddings={
+                "lr_factor": self.lr_factor,
+                "row_exponent": self.row_exponent,
+                "zero_sum": self.zero_sum,
+            },
+            exclude=[*positions],
             weight_decay=training.weight_decay,
             betas=training.betas,
             eps=training.eps,
-            row_exponent=self.row_exponent,
-            zero_sum=self.zero_sum,
+            **groups,
         )
         if positions:
             decay = training.weight_decay if training.decay_positions else 0.0

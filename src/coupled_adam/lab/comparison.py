@@ -5,23 +5,21 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 """
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from coupled_adam import files
-from coupled_adam.errors import UsageError, on_all_ranks
-from coupled_adam.lab.data.corpus import BY_CONTENT, Corpus, prepare_corpus
+from coupled_adam.errors import DivergedError, UsageError
+from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import (
-    all_gather,
     on_every_rank,
     on_rank_zero,
     process_group,
@@ -70,16 +68,19 @@ def compare(
     cache: Path,
     resume: bool = False,
     on_start: Callable[[], object] = lambda: None,
+    on_report: Callable[[Report], object] = lambda _: None,
 ) -> Report | None:
     """Train and evaluate all runs into ``out``, and write its report.
 
     Several processes (started by torchrun or srun) train each run together; rank 0 evaluates it.
+    A run that diverges does not end the others: the report says that it is missing.
 
     Args:
         cache: the folder of prepared corpora.
         resume: continue in a folder that holds the same comparison, with the same arms and seeds
             or more of them; an interrupted run continues from its last checkpoint.
         on_start: called when the folder and the corpus are there, before the first run starts.
+        on_report: called with the report, even if a run has diverged.
 
     Returns:
         The report, on rank 0; None on the others.
@@ -87,11 +88,11 @@ def compare(
     Raises:
         UsageError: if the folder is in use or not writable, or the text or the device cannot be
             used. An existing folder is left unchanged.
+        DivergedError: if runs have diverged, once all others are finished and reported.
         TrainingError, PreemptedError, OSError, KeyboardInterrupt: as in :func:`train`.
     """
-    settings = {"command": "compare", **shared_settings(recipe, out, execution, resume)}
     with contextlib.ExitStack() as locks:
-        with process_group(execution.device, settings):
+        with process_group(execution.device):
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
             corpus = prepare_and_claim(out / COMPARISON, content, recipe, cache, locks)
             runs = [
@@ -100,9 +101,16 @@ def compare(
                 for arm in recipe.arms
             ]
             on_start()
+            diverged: list[DivergedError] = []
+            finished = []
             with Progress(runs) as progress:
                 for run in runs:
-                    train(run, corpus, execution, progress)
+                    try:
+                        train(run, corpus, execution, progress)
+                    except DivergedError as error:  # on all processes alike
+                        diverged.append(error)
+                        continue
+                    finished.append(run)
                     # At once if no other process has to wait for it; otherwise after the group.
                     if world_size() == 1:
                         progress.say("testing")
@@ -112,19 +120,25 @@ def compare(
         if not is_first:
             return None
         # A run that has been evaluated above is not evaluated again.
-        for run in runs:
+        for run in finished:
             evaluate_trained(run, corpus, execution)
-        return report([out], out / REPORT)
+        if not finished:
+            raise diverged[0]
+        written = report([out], out / REPORT)
+        on_report(written)
+        if diverged:
+            raise diverged[0]
+        return written
 
 
 def train_and_evaluate(
     run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
-    with process_group(execution.device, run_settings(run, execution, resume)):
+    with process_group(execution.device):
         if not resume:
             on_rank_zero(lambda: check_unused(run.folder, "run", resume))
-        corpus = _same_corpus(run.recipe, cache)
+        corpus = on_every_rank(lambda: prepare_corpus(run.recipe, cache))
         train(run, corpus, execution)
         is_first = rank() == 0
     if is_first:
@@ -139,7 +153,7 @@ def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> 
 def prepare_and_claim(
     file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
 ) -> Corpus:
-    """Prepare the corpus, then claim the folder of a comparison or a sweep, and describe it.
+    """Prepare the corpus, then claim the folder of a comparison, and describe it.
 
     A text that is mistyped, for example, thus leaves no folder behind.
 
@@ -152,91 +166,33 @@ def prepare_and_claim(
     """
     # Code that cannot be imported is refused before the text is read, which may take hours.
     on_every_rank(lambda: load_variant(recipe.variant))
-    corpus, out = _same_corpus(recipe, cache), file.parent
+    corpus, out = on_every_rank(lambda: prepare_corpus(recipe, cache)), file.parent
 
     def claim() -> None:
         try:
             # The lock is a file in the folder, and ends with this process however that ends.
-            files.make_folder(out)
+            out.mkdir(parents=True, exist_ok=True)
             locks.enter_context(files.sole_writer(out))
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise UsageError(
                 f"--out {out} cannot be written ({reason}): choose another folder"
             ) from None
-        files.clear_leftovers(out)
         files.write_atomically(file, yaml.safe_dump(content, sort_keys=False))
 
     on_rank_zero(claim)
     return corpus
 
 
-def run_settings(run: TrainingRun, execution: Execution, resume: bool) -> dict[str, Any]:
-    """What must be the same in all processes that train a single run."""
-    settings = shared_settings(run.recipe, run.folder, execution, resume)
-    return {"command": "train", "arm": run.arm, "seed": run.seed, **settings}
-
-
-def shared_settings(
-    recipe: Recipe, out: Path, execution: Execution, resume: bool
-) -> dict[str, Any]:
-    """What must be the same in all processes: the content of the text, but not its place."""
-    content = recipe.to_dict()
-    content["data"] = {k: v for k, v in content["data"].items() if k not in BY_CONTENT}
-    options = dataclasses.asdict(execution)
-    return {"out": str(out.absolute()), "resume": resume, **options, **content}
-
-
-def _same_corpus(recipe: Recipe, cache: Path) -> Corpus:
-    """Prepare the corpus on all ranks; UsageError on all of them if their texts differ."""
-    corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
-    (first_source, first_identity), *later = all_gather((corpus.facts["source"], corpus.identity))
-    for number, (source, identity) in enumerate(later, 1):
-        if identity != first_identity:
-            raise on_all_ranks(
-                UsageError(
-                    f"the processes of this run have different texts: {first_source} in process 0, "
-                    f"{source} in process {number}. Start all of them with the same text"
-                )
-            )
-    return corpus
-
-
 def check_unused(out: Path, kind: str, resume: bool) -> None:
-    """Raise UsageError if a folder that holds no comparison, sweep or run cannot become one."""
+    """Raise UsageError if a folder that holds no comparison or run cannot become one."""
     is_used = out.exists()
     if out.is_dir():  # a process that was killed before it wrote anything leaves its lock
-        paths = [path for path in out.iterdir() if not files.is_temporary(path)]
-        is_used = [path.name for path in paths] not in ([], [files.LOCK])
+        is_used = not all(path.name.startswith(".") for path in out.iterdir())
     if is_used and resume:
         raise UsageError(f"--out {out} holds no {kind} to resume: choose another folder")
     if is_used:
         raise UsageError(f"--out {out} exists: continue it with --resume, or choose another folder")
-
-
-def check_same(
-    out: Path,
-    kind: str,
-    stored: Mapping[str, Any],
-    current: Mapping[str, Any],
-    may_differ: Callable[[str], bool],
-) -> None:
-    """Raise UsageError if a folder holds another comparison or sweep than is to be continued.
-
-    ``stored`` is what the folder has, ``current`` what is asked for; ``may_differ`` says whether a
-    setting, by its dotted key, may have another value.
-    """
-    # All differences at once, as the user typed them or left them out.
-    different = ", ".join(
-        f"{key}={there!r} there, {here!r} here"
-        for key, (there, here) in differences(stored, current).items()
-        if not may_differ(key)
-    )
-    if different:
-        raise UsageError(
-            f"--out {out} holds another {kind} ({different}): leave those options out "
-            "to continue it, or choose another folder"
-        )
 
 
 def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
@@ -256,5 +212,15 @@ def _extended(recipe: Recipe, out: Path, resume: bool) -> Recipe:
         section, _, option = key.partition(".")
         return key == "seeds" or (section == "arms" and option.partition(".")[0] not in shared)
 
-    check_same(out, "comparison", stored.to_dict(), recipe.to_dict(), may_differ)
+    # All differences at once, as the user typed them or left them out.
+    different = ", ".join(
+        f"{key}={there!r} there, {here!r} here"
+        for key, (there, here) in differences(stored.to_dict(), recipe.to_dict()).items()
+        if not may_differ(key)
+    )
+    if different:
+        raise UsageError(
+            f"--out {out} holds another comparison ({different}): leave those options out "
+            "to continue it, or choose another folder"
+        )
     return recipe.joined(stored)

@@ -57,7 +57,8 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
             f"model.architecture={name!r} must be the model_type of a causal language model in "
             f"transformers: {hint}"
         )
-    usual = AutoConfig.for_model(name).to_dict()
+    default = AutoConfig.for_model(name)
+    usual = default.to_dict()
     values: dict[str, Any] = {
         "intermediate_size": options.intermediate_size or 4 * options.n_embd,
         "num_key_value_heads": options.n_head,
@@ -65,7 +66,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         "pad_token_id": None,
         **{key: 0.0 for key in usual if key.endswith(("dropout", "pdrop"))},
     }
-    values = {key: value for key, value in values.items() if key in usual} | {
+    own = {
         "vocab_size": options.vocab_size,
         "hidden_size": options.n_embd,
         "num_hidden_layers": options.n_layer,
@@ -75,6 +76,7 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    values = {key: value for key, value in values.items() if key in usual} | own
     if name == "gpt2":
         values |= {"n_inner": options.intermediate_size, "activation_function": "gelu"}
     elif name == "stablelm":
@@ -86,6 +88,12 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
             f"model.config.{unknown[0]} is no value of {name} in transformers: it has "
             f"{', '.join(sorted(usual))}"
         )
+    # A second way to what the recipe checks, and goes by, would be one around its checks.
+    given = {*own, "intermediate_size"}
+    given |= {default.attribute_map.get(key, key) for key in given}  # its own names of these
+    twice = [key for key in options.config if key in given]
+    if twice:
+        raise UsageError(f"model.config.{twice[0]} is what other keys of model give: leave it out")
     config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
     return config
 

@@ -1,11 +1,13 @@
 """Recipes: what to train, read from YAML and validated.
 
-A file with ``extends: NAME`` needs to contain only the values that differ from that recipe. Values
-given as ``key=value`` on the command line are applied last. If a file has arms, they replace all
-inherited arms.
+A file with ``extends: NAME`` needs to contain only the values that differ from that recipe. If it
+has arms, they replace all inherited arms. Values of the command line, such as ``--training.lr``,
+are applied last.
 """
 
+import copy
 import dataclasses
+import fnmatch
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,12 +15,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from coupled_adam.errors import UsageError, did_you_mean, one_line
-from coupled_adam.lab.arms import OPTIMIZERS, Arm
-from coupled_adam.lab.checking import as_typed, checked
-from coupled_adam.lab.safe_yaml import LONGEST, read_yaml
-from coupled_adam.lab.sections import LARGEST, Model, Seed, Training, require
-from coupled_adam.text.source import Data
+from coupled_adam.errors import UsageError, did_you_mean, refused
+from coupled_adam.fields import Seed, checked, require
+from coupled_adam.lab.arms import OPTIMIZERS, Arm, expanded
+from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.sections import Data, Model, Training
 
 _FOLDER = resources.files("coupled_adam.lab") / "recipes"
 
@@ -51,7 +52,6 @@ class Recipe:
             re.fullmatch(r"\w[\w.+-]{,49}", self.name),
             f"name={self.name!r} must be letters, digits and . _ + - (a folder), at most 50",
         )
-        _check_data(self.data)
         # Each section has checked itself; what follows is about two of them, or the arms.
         positions, length = self.model.n_positions, self.training.sequence_length
         require(
@@ -59,7 +59,7 @@ class Recipe:
             f"training.sequence_length={length} must not exceed model.n_positions={positions}",
         )
         require(
-            self.variant is None or re.fullmatch(r"[\w.]+:\w+", self.variant),
+            self.variant is None or re.fullmatch(r"\w+(\.\w+)*:\w+", self.variant),
             f"variant={self.variant!r} must be module:name, such as study.masked_lm:MASKED_LM",
         )
         require(self.arms, "arms must name at least one arm")
@@ -104,9 +104,6 @@ class Recipe:
     def arm(self, name: str) -> Arm:
         """Create the arm of that name from its options."""
         options = dict(self.arms[name])
-        for key, value in options.items():
-            if not isinstance(value, str | int | float | None):
-                raise UsageError(f"arms.{name}.{key}={as_typed(value)} must be one value")
         kind, kinds = options.pop("optimizer", None), ", ".join(OPTIMIZERS)
         if kind is None:  # an arm that is not there, as in arms.half.lr_factor=2
             names = ", ".join(arm for arm in self.arms if arm != name) or "none"
@@ -114,9 +111,10 @@ class Recipe:
                 f"arms.{name}.optimizer must be given: one of {kinds}. Or did you mean another "
                 f"arm? There are {names}"
             )
-        if kind not in OPTIMIZERS:
+        if not isinstance(kind, str) or kind not in OPTIMIZERS:
             raise UsageError(f"arms.{name}.optimizer={kind!r} must be one of {kinds}")
-        return checked(OPTIMIZERS[kind], options, f"arms.{name}")
+        with refused(f"arms.{name}: ", UsageError):
+            return checked(OPTIMIZERS[kind], options)
 
     def only(self, arm: str, seed: int) -> "Recipe":
         """The recipe of a single run, which does not depend on the other arms and seeds."""
@@ -147,37 +145,40 @@ def load_recipe(name: str) -> Recipe:
     Raises:
         UsageError: there is no such recipe or file, or it has an invalid key or value.
     """
-    return recipe_from(_read_inherited(name, []), f"recipe {name!r}")
+    return recipe_from(load_values(name), f"recipe {name!r}")
 
 
 def override(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Copy a recipe and replace values, given by dotted keys: ``{"model.n_layer": 24}``."""
-    changed = recipe.to_dict()
-    for key, value in values.items():
-        *sections, last = key.split(".")
-        target = changed
-        for section in sections:
-            target = target.setdefault(section, {})
-            if not isinstance(target, dict):
-                raise UsageError(f"{key}: {section} has no keys of its own")
-        target[last] = value
-    return recipe_from(changed, f"recipe {recipe.name!r}")
+    return recipe_from(with_values(recipe.to_dict(), values), f"recipe {recipe.name!r}")
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """Parse arguments such as ``"model.n_layer=24"`` into a dict; the values are YAML."""
-    values: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or not key or not key.isprintable():
-            form = "key=value, such as training.lr=1e-3"
-            raise UsageError(f"{argument!r} is neither an option nor of the form {form}")
-        if not value.strip():
-            raise UsageError(f"{key}= has no value: give one, or write {key}=null")
-        if key in values:
-            raise UsageError(f"{key} is given twice: give it once")
-        values[key] = read_yaml(value, repr(argument))
-    return values
+def with_values(plain: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a recipe's plain values in which some are replaced, given by dotted keys.
+
+    ``arms.*.lr_factor`` is that option of all arms.
+    """
+    changed = copy.deepcopy(dict(plain))
+    for pattern, value in values.items():
+        for key in _keys(pattern, changed):
+            *places, last = key.split(".")
+            target = changed
+            for place in places:
+                target = target.setdefault(place, {})
+                require(isinstance(target, dict), f"{key}: {place} has no keys of its own")
+            target[last] = value
+    return changed
+
+
+def _keys(pattern: str, plain: Mapping[str, Any]) -> list[str]:
+    """The keys that a key with a pattern of arms stands for."""
+    section, _, option = pattern.partition(".")
+    arm, _, option = option.partition(".")
+    if section != "arms" or "*" not in arm:
+        return [pattern]
+    arms = fnmatch.filter(plain["arms"], arm)
+    require(arms, f"{pattern} matches no arm of the recipe: there are {', '.join(plain['arms'])}")
+    return [f"arms.{name}.{option}" for name in arms]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -208,23 +209,30 @@ def recipe_from(values: Any, source: str) -> Recipe:
         UsageError: they are not those of a recipe.
     """
     values = _mapping(values, source)
-    try:
+    with refused(f"{source}: ", UsageError):
+        if isinstance(values.get("arms"), dict):
+            values = {**values, "arms": expanded(values["arms"])}
         return checked(Recipe, values)
-    except UsageError as error:
-        raise UsageError(f"{source}: {one_line(error)}") from None
 
 
-def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
-    """Read the values of a recipe and of all recipes that it extends."""
-    if name in extended:
-        raise UsageError(f"recipe {name!r} extends itself, through {', '.join(extended)}")
+def load_values(name: str, extended: Sequence[str] = ()) -> dict[str, Any]:
+    """The plain values of a recipe and of all recipes that it extends.
+
+    Args:
+        name: of a recipe of this package, or the path of a YAML file or of a run's config.
+        extended: the recipes that extend this one.
+
+    Raises:
+        UsageError: there is no such recipe or file, or it does not consist of keys and values.
+    """
+    require(name not in extended, f"recipe {name!r} extends itself, through {', '.join(extended)}")
     source = f"recipe {name!r}" + (f", which {extended[-1]!r} extends" if extended else "")
-    path = Path(name) if name not in recipe_names() else _FOLDER / f"{name}.yaml"
+    is_ours = name in recipe_names()
+    path = _FOLDER / f"{name}.yaml" if is_ours else Path(name)
     try:
         if extended and not path.is_file():  # reading a device could block
             raise OSError(None, "no such file")
-        with path.open(encoding="utf-8") as file:
-            text = file.read(LONGEST + 1)
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a null byte in the name
         hint = did_you_mean(Path(name).name, recipe_names(), "see coupled-adam recipes")
         reason = getattr(error, "strerror", None) or error
@@ -236,12 +244,19 @@ def _read_inherited(name: str, extended: list[str]) -> dict[str, Any]:
     if base is None:
         return values
     base = str(base)
-    if base not in recipe_names() and path != _FOLDER / f"{name}.yaml":
+    if base not in recipe_names() and not is_ours:
         # Beside this file, wherever the command was started; resolved, so that a circle is seen.
         base = os.path.realpath(Path(name).parent / base.replace("\0", ""))
     if not extended:  # a file of one's own is not its parent, whose runs it would replace
         values.setdefault("name", Path(name).stem)
-    inherited = _read_inherited(base, [*extended, name])
+    inherited = load_values(base, [*extended, name])
+    # What is extended may be somebody else's, and a variant is code that will be executed.
+    variant = inherited.get("variant")
+    require(
+        variant is None or "variant" in values,
+        f"{source} extends {base!r}, but its variant, {variant}, is code and not inherited: write "
+        f"variant: {variant} here as well if you trust it, or variant: null",
+    )
     # Sections are merged; arms are not, as half of them would be another recipe's.
     for key, value in values.items():
         both_sections = isinstance(value, dict) and isinstance(inherited.get(key), dict)
@@ -255,19 +270,3 @@ def _mapping(values: Any, source: str) -> dict[str, Any]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UsageError(f"{source} must consist of keys and values, such as name: tiny")
     return values
-
-
-def _check_data(data: Data) -> None:
-    """Raise UsageError for values of ``data``, whose room knows nothing of recipes or pydantic."""
-    for name in ("max_tokens", "max_held_out_tokens"):
-        value = getattr(data, name)
-        require(
-            value is None or 1 <= value <= LARGEST,
-            f"data.{name}={value} must be 1 or more, and at most {LARGEST:g}",
-        )
-    sources = [name for name in ("text", "hub", "tokens") if getattr(data, name) is not None]
-    require(
-        len(sources) <= 1, f"data.{' and data.'.join(sources)} exclude each other: give only one"
-    )
-    require(data.separator != "", "data.separator='' separates nothing: give some text, or null")
-    require(0 < data.held_out < 0.5, f"data.held_out={data.held_out} must be between 0 and 0.5")

@@ -1,39 +1,20 @@
-"""The sections ``model`` and ``training`` of a recipe; ``data`` is in :mod:`coupled_adam.text`.
-
-The types say what each value may be, and the docstrings what it means. :mod:`recipe` checks the
-one with pydantic, and prints the other.
-"""
+"""The sections ``model``, ``data`` and ``training`` of a recipe."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from coupled_adam.errors import UsageError
-
-LARGEST = 10**15
-"""The limit of all counts: far larger than any in use, and exact as a float."""
-
-
-def require(condition: object, message: str) -> None:
-    """Raise UsageError with the message unless the condition is true."""
-    if not condition:
-        raise UsageError(message)
-
-
-def _not_a_bool(value: Any) -> Any:
-    """The value; pydantic would read ``true`` as 1."""
-    return str(value) if isinstance(value, bool) else value
-
-
-_Number = Annotated[float, BeforeValidator(_not_a_bool)]
-Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-Finite = Annotated[_Number, Field(allow_inf_nan=False)]
-Positive = Annotated[Finite, Field(gt=0)]
-NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[_Number, Field(ge=0, le=1)]
-Beta = Annotated[_Number, Field(ge=0, lt=1)]
-Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+from coupled_adam.fields import (
+    LARGEST,
+    Beta,
+    Count,
+    NotNegative,
+    Positive,
+    PositiveOrInfinite,
+    Share,
+    require,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +37,8 @@ class Model:
 
     architecture: str
     # The smallest byte-level vocabulary has 256 bytes and the end-of-text token.
-    vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST)]
-    n_layer: Annotated[int, Field(strict=True, ge=1, le=1000)]  # more take too long to count
+    vocab_size: Annotated[Count, Field(ge=257)]
+    n_layer: Annotated[Count, Field(le=1000)]  # more take too long to count
     n_head: Count
     n_embd: Count
     n_positions: Count | None = None
@@ -81,6 +62,59 @@ class Model:
             not self.config or self.architecture not in ("gpt2", "stablelm"),
             f"model.config={self.config} is not for {self.architecture}, which the other keys of "
             "model describe: leave it out",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The source of the text: ``text``, ``hub`` or ``tokens``; by default Python's documentation.
+
+    text: a file or folder of .txt, .md, .rst, .jsonl, .json, .csv, .tsv or .parquet files, which
+        may be compressed.
+    separator: the text between two documents in plain text files; null cuts files into passages.
+    hub: the id of a data set on the Hugging Face hub, or a folder in its format.
+    hub_config: the configuration of the data set, if it has several.
+    hub_revision: the branch, tag or commit of the data set.
+    train_split: the split of the data set that is trained on.
+    valid_split: its split for validation; null takes a share of the documents, ``held_out``.
+    test_split: its split for the test; null takes a share of the documents, ``held_out``.
+    shuffle_seed: shuffle its documents with this seed; null leaves them in order.
+    column: the column, or the key in .jsonl, .json and .parquet files, that holds the text.
+    tokens: a folder of token files in the formats of nanoGPT and llm.c.
+    token_dtype: the type of the ids in token files; null finds out.
+    tokenizer: the id or folder of a tokenizer; null trains a byte-level BPE on the training text.
+    held_out: the share of the documents for validation, and the same share for the test, unless
+        ``valid_split`` and ``test_split`` name splits of the data set.
+    max_tokens: the maximum number of training tokens.
+    max_held_out_tokens: the maximum number of tokens in each held-out split.
+    """
+
+    text: str | None = None
+    separator: str | None = None
+    hub: str | None = None
+    hub_config: str | None = None
+    hub_revision: str | None = None
+    train_split: str = "train"
+    valid_split: str | None = None
+    test_split: str | None = None
+    shuffle_seed: int | None = None
+    column: str = "text"
+    tokens: str | None = None
+    token_dtype: Literal["uint16", "uint32", "int64"] | None = None
+    tokenizer: str | None = None
+    held_out: Annotated[float, Field(gt=0, lt=0.5)] = 0.05
+    max_tokens: Count | None = None
+    max_held_out_tokens: Count | None = None
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for values that do not fit together."""
+        sources = [name for name in ("text", "hub", "tokens") if getattr(self, name) is not None]
+        require(
+            len(sources) <= 1,
+            f"data.{' and data.'.join(sources)} exclude each other: give only one",
+        )
+        require(
+            self.separator != "", "data.separator='' separates nothing: give some text, or null"
         )
 
 
@@ -124,7 +158,7 @@ class Training:
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.1
     decay_positions: bool = False
-    max_grad_norm: Annotated[_Number, Field(gt=0)] = 1.0
+    max_grad_norm: PositiveOrInfinite = 1.0
     precision: Literal["64-true", "32-true", "bf16-mixed"] = "32-true"
     evaluate_every: Count = 1000
     evaluation_batches: Count | None = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.token_embeddings import check_not_tensor_parallel
+from coupled_adam.optim.find_embeddings import check_not_tensor_parallel
 
 Group = dict[str, Any]
 
@@ -27,7 +27,7 @@ def check_group(group: Group) -> None:
 
 
 def check_options(group: Group) -> None:
-    """Raise ValueError for options out of range."""
+    """Raise ValueError for options of Coupled Adam that are out of range; torch's are torch's."""
     for name in ("coupled", "zero_sum", "stochastic_rounding"):
         if not isinstance(group[name], bool):
             raise ValueError(f"Invalid {name}: {group[name]!r} (True or False)")
@@ -57,16 +57,6 @@ def check_options(group: Group) -> None:
             "amsgrad=True is not defined with row_exponent or zero_sum: construct with "
             "amsgrad=False, or leave these two out"
         )
-    # torch checks these only for the constructor's arguments, not for those of a group.
-    if not group["eps"] >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {group['eps']}")
-    if not group["weight_decay"] >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
-    if not group["lr"] >= 0.0:
-        raise ValueError(f"Invalid learning rate: {group['lr']}")
-    for index, beta in enumerate(group["betas"]):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
 
 
 def check_parameter(group: Group, index: int) -> None:
@@ -113,10 +103,8 @@ def _check_matrix(group: Group, index: int) -> None:
     elif p.dim() == 1:
         problem = (
             "only matrices [V, H] can be coupled. Move it to a group without coupled=True; or, if "
-            "a wrapper has flattened a matrix into it, make the param groups of the model that "
-            "FSDP1 has wrapped with use_orig_params=True, call "
-            "coupled_adam.deepspeed.couple(engine) for ZeRO 1 and 2, or use a wrapper that keeps "
-            "matrices (FSDP2)"
+            "a wrapper has flattened a matrix into it, call coupled_adam.deepspeed.couple(engine) "
+            "for DeepSpeed's ZeRO 1 and 2, or use a wrapper that keeps matrices (FSDP2)"
         )
     elif p.dim() != 2:
         problem = "only matrices [V, H] can be coupled. Move it to a group without coupled=True"

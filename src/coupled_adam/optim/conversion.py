@@ -260,9 +260,8 @@ def _step_of_ranks(state: State, shards: list[flat.FlatShard], p: Tensor) -> flo
     loaded = [float(state["step"]), 1.0] if "step" in state else [0.0, 0.0]
     wide = torch.float32 if p.device.type == "mps" else torch.float64
     total = torch.tensor(loaded, dtype=wide, device=p.device)
-    step, count = sharded.add_up(total, sharded.ranks_of(shards[0].process_group))
-    average: float = step.item() / (count.item() or 1.0)
-    return average
+    summed = sharded.add_up(total, sharded.ranks_of(shards[0].process_group))
+    return summed[0].item() / (summed[1].item() or 1.0)
 
 
 def _flat_averages(group: Group, index: int, state: State, step: float) -> State:
@@ -329,7 +328,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
                         "is left out: Adam begins this matrix anew",
                         stacklevel=2,
                     )
-        left_out = (*OPTIONS, "flat_shards")
+        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1")
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 

@@ -1,6 +1,5 @@
 """``CoupledAdam`` and ``CoupledAdamW``: their options, state, step and checkpoints."""
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,9 +12,18 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim.checks import check_group, check_parameter
 from coupled_adam.optim.conversion import from_adam, without_shards
+from coupled_adam.optim.find_embeddings import given_sizes, warn
 from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
-from coupled_adam.optim.param_groups import ParamGroups, apply_lr_factor, couple_by_size
-from coupled_adam.optim.state import fit_state
+from coupled_adam.optim.param_groups import (
+    Embeddings,
+    ParamGroups,
+    apply_lr_factor,
+    arriving,
+    couple_by_size,
+    param_groups,
+    warn_of_lost_options,
+)
+from coupled_adam.optim.state import fit_state, is_lean
 from coupled_adam.optim.update import Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -46,15 +54,16 @@ class CoupledAdam(torch.optim.Adam):
     Where a wrapper has flattened matrices and left a piece of each on every rank, groups need the
     option ``flat_shards``: a list with a :class:`coupled_adam.FlatShard` for each parameter, with a
     list of them for a tensor that holds pieces of several matrices, or with None for a whole
-    parameter. :func:`coupled_adam.param_groups` sets it for FSDP1. The state dict then has Adam's
-    layout, in which the second moments have the parameter's shape.
+    parameter. The state dict then has Adam's layout, in which the second moments have the
+    parameter's shape.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` have the same meaning for coupled
     parameters as in torch, and rows are coupled with every one of them. Coupled matrices are always
     updated one at a time, even with ``foreach=True``, as they are few and large.
 
     Args:
-        params: tensors, named parameters, or param groups, as in torch.
+        params: a model, of which :func:`coupled_adam.param_groups` makes the groups; or tensors,
+            named parameters, or param groups, as in torch.
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.Adam`, with the same
             defaults.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
@@ -73,28 +82,34 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding (bool): round updated bfloat16 parameters up or down at random, so that
             small updates are kept on average (see :mod:`coupled_adam.optim.rounding`). Affects
             bfloat16 parameters of coupled groups only.
+        embeddings (str or mapping, optional): how the coupled matrices of a model, or those that
+            ``vocab_size`` finds, are updated: ``"coupled"`` (the default) as the paper has it,
+            ``"lean"`` without matrices of state, or a mapping of options, as in
+            :func:`coupled_adam.param_groups`.
         vocab_size (int or iterable of ints, optional): the number V of rows of the embedding
-            matrices, padding included, for frameworks that pass on parameters but not the model.
-            Every matrix with V rows, or with V columns (``vocab_dim=1``), is moved to a coupled
-            group with the same options. Where the model is at hand, use
-            :func:`coupled_adam.param_groups`, which does not go by the size alone. Groups that
-            are added later have to say ``coupled`` themselves.
-        groups (mapping, optional): with ``vocab_size``, options of the matrices that it finds, such
-            as ``coupled_adam.LEAN``: any option of a param group, or ``lr_factor``, a multiple of
-            the learning rate.
+            matrices, padding included. A model needs it if it does not say V itself. Frameworks
+            that pass on parameters only always do: every matrix with V rows, or with V columns
+            (``vocab_dim=1``), is then moved to a coupled group with the options of its own group
+            and of ``embeddings``. Groups that are added later have to say ``coupled`` themselves.
+        lr_factor (None): not an option of the optimizer. An error says where to put it.
 
     Raises:
+        TypeError: if ``lr_factor`` is given.
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. The message contains the parameter's name if it is known. Also
-            if no matrix has the size ``vocab_size``, if some have V rows and others V columns, as
-            hidden layers have, or if ``coupled`` or ``vocab_dim`` is given as well; and if
-            ``groups`` has an unknown option, or is given without ``vocab_size``.
+            as in :func:`coupled_adam.param_groups` for a model; if no matrix has the size
+            ``vocab_size``, if some have V rows and others V columns, as hidden layers have; if
+            ``coupled`` or ``vocab_dim`` is given beside a model or ``vocab_size``; and if
+            ``embeddings`` has an unknown option, or is given with neither of the two.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
 
     # Optimizer.__init__ adds the groups before this class can add its options to self.defaults.
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
+    # What param_groups has left out, with the groups that these parameters would be in.
+    _frozen: Mapping[Tensor, dict[str, Any]] = MappingProxyType({})
+    _vocab_sizes: frozenset[int] = frozenset()
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
@@ -104,7 +119,7 @@ class CoupledAdam(torch.optim.Adam):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | torch.nn.Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -123,15 +138,38 @@ class CoupledAdam(torch.optim.Adam):
         zero_sum: bool = False,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
+        embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        groups: Mapping[str, Any] | None = None,
+        lr_factor: None = None,
     ) -> None:
-        if isinstance(params, torch.nn.Module):
+        if lr_factor is not None:
             raise TypeError(
-                f"params is a {type(params).__name__}: pass coupled_adam.param_groups(model), or "
-                "coupled_adam.param_groups(model, **coupled_adam.LEAN)"
+                f"lr_factor={lr_factor} is an option of the embeddings alone: write embeddings="
+                f"'lean', or embeddings={{'lr_factor': {lr_factor}}}, instead of **options"
             )
-        self._pending = Pending()
+        is_decided = isinstance(params, torch.nn.Module) or vocab_size is not None
+        if embeddings is not None and not is_decided:
+            raise ValueError(
+                f"embeddings={embeddings!r} says how embedding matrices are updated, but not which "
+                "parameters they are: pass the model instead of parameters, or vocab_size= with "
+                "the number of their rows; param groups have the options themselves"
+            )
+        groups: Any = params
+        if is_decided and not isinstance(params, Tensor):
+            groups = [] if isinstance(params, torch.nn.Module) else list(params)
+            dicts = [group for group in groups if isinstance(group, dict)]
+            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*group} for group in dicts):
+                raise ValueError(
+                    "the model, or vocab_size=, decides which matrices are coupled, and by which "
+                    "dimension: leave out coupled and vocab_dim here and in the param groups, or "
+                    "vocab_size (coupled_adam.param_groups has a vocab_size= of its own)"
+                )
+            if isinstance(params, torch.nn.Module):
+                groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
+                vocab_size = None
+        self._pending, self._warned = Pending(), set[str]()
+        if isinstance(groups, ParamGroups):
+            self._frozen = groups.frozen
         self._coupling_defaults = {
             "coupled": coupled,
             "second_moment_scale": second_moment_scale,
@@ -140,24 +178,10 @@ class CoupledAdam(torch.optim.Adam):
             "vocab_dim": vocab_dim,
             "stochastic_rounding": stochastic_rounding,
         }
-        if groups and vocab_size is None:
-            raise ValueError(
-                f"groups={dict(groups)} are options of the matrices that vocab_size= finds: pass "
-                "it as well, or give the options to coupled_adam.param_groups"
-            )
-        if vocab_size is not None and not isinstance(params, Tensor):
-            params = list(params)  # type: ignore[assignment]
-            dicts = [group for group in params if isinstance(group, dict)]
-            if coupled or vocab_dim or any({"coupled", "vocab_dim"} & {*group} for group in dicts):
-                raise ValueError(
-                    f"vocab_size={vocab_size} decides which matrices are coupled, and by which "
-                    "dimension: leave out coupled and vocab_dim here and in the param groups, or "
-                    "vocab_size (coupled_adam.param_groups has a vocab_size= of its own)"
-                )
         # Not super().__init__: in CoupledAdamW that is AdamW's, without decoupled_weight_decay.
         torch.optim.Adam.__init__(
             self,
-            params,
+            groups,
             lr,
             betas,
             eps,
@@ -171,44 +195,55 @@ class CoupledAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         if vocab_size is not None:
-            self.param_groups = couple_by_size(self.param_groups, vocab_size, groups or {})
+            self._vocab_sizes = frozenset(given_sizes(vocab_size))
+            self.param_groups = couple_by_size(
+                self.param_groups, vocab_size, embeddings or "coupled"
+            )
             for group in self.param_groups:
                 check_group(group)
         # param_groups has said why it has coupled nothing.
-        if not isinstance(params, ParamGroups) and not any(
+        if not isinstance(groups, ParamGroups) and not any(
             group["coupled"] for group in self.param_groups
         ):
-            warnings.warn(
+            warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
-                "torch's optimizer. Pass coupled_adam.param_groups(model), or vocab_size= with the "
+                "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
                 "number of rows of the embedding matrix, or set 'coupled': True in the group that "
-                "holds it. Ignore this warning on a pipeline rank without embeddings",
-                stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
+                "holds it. Ignore this warning on a pipeline rank without embeddings"
             )
         # docs/study/14-wrong.md: a loss of 5.56 in the place of 5.25
         if any(
             group["coupled"] and group["row_exponent"] == 0 and group["betas"][0] == 0
             for group in self.param_groups
         ):
-            warnings.warn(
+            warn(
                 "betas[0] is 0 in a coupled group: Coupled Adam itself learns much less without "
-                "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]",
-                stacklevel=3 if isinstance(self, CoupledAdamW) else 2,
+                "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch. A group that fails the checks is not added.
 
         Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``.
+        Token embeddings that were frozen when :func:`coupled_adam.param_groups` saw them come into
+        a coupled group with the options given there, unless this group says ``coupled`` itself.
+
+        Warns:
+            UserWarning: if the group does not say ``coupled`` and has a matrix with as many rows as
+                the ``vocab_size`` that the optimizer was made with.
         """
         self.defaults = {**self._coupling_defaults, **self.defaults}
-        if isinstance(param_group, dict):  # torch refuses anything else
-            apply_lr_factor(param_group, self.defaults["lr"])
-        super().add_param_group(param_group)
+        before = len(self.param_groups)
         try:
-            check_group(self.param_groups[-1])
+            for group in arriving(param_group, self.param_groups, self._frozen, self._vocab_sizes):
+                if isinstance(group, dict):  # torch refuses anything else
+                    apply_lr_factor(group, self.defaults["lr"])
+                super().add_param_group(group)
+                check_group(self.param_groups[-1])
+                if is_lean(self.param_groups[-1]) and not isinstance(group["betas"][0], Tensor):
+                    group["initial_beta1"] = group["betas"][0]
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
 
     def init_state(self) -> None:
@@ -290,6 +325,7 @@ class CoupledAdam(torch.optim.Adam):
         unscale = None if grad_scale is None else 1 / grad_scale
 
         self._pending.finish()
+        warn_of_lost_options(self.param_groups, self._warned)
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
@@ -309,7 +345,9 @@ class CoupledAdam(torch.optim.Adam):
         uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
         for group in self.param_groups:
             tensors: Tensors = ([], [], [], [], [], [])
-            without_state = {p for p in group["params"] if not self.state.get(p)}
+            without_state = {
+                p for p in group["params"] if group["coupled"] and not self.state.get(p)
+            }
             has_complex = self._init_group(group, *tensors)
             if not group["coupled"]:
                 uncoupled.append((group, tensors, has_complex))
@@ -332,7 +370,7 @@ class CoupledAdam(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pending = Pending()
+        self._pending, self._warned = Pending(), set[str]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch.
@@ -421,20 +459,22 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
     is as in :class:`CoupledAdam`. This is the optimizer of the paper's experiments.
 
     Example:
-        >>> from coupled_adam import CoupledAdamW, param_groups
-        >>> optimizer = CoupledAdamW(param_groups(model), lr=6e-4, betas=(0.9, 0.95))
+        >>> from coupled_adam import CoupledAdamW
+        >>> optimizer = CoupledAdamW(model, lr=6e-4, betas=(0.9, 0.95), fused=True)
+        >>> optimizer = CoupledAdamW(model, lr=6e-4, embeddings="lean", fused=True)
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the
-            same defaults.
+        params: as in :class:`CoupledAdam`.
+        lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the same
+            defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
         coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, vocab_size, groups: likewise.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size: likewise.
     """
 
     def __init__(
         self,
-        params: ParamsT,
+        params: ParamsT | torch.nn.Module,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -452,8 +492,9 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         zero_sum: bool = False,
         vocab_dim: int = 0,
         stochastic_rounding: bool = False,
+        embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        groups: Mapping[str, Any] | None = None,
+        lr_factor: None = None,
     ) -> None:
         super().__init__(
             params,
@@ -474,8 +515,9 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             zero_sum=zero_sum,
             vocab_dim=vocab_dim,
             stochastic_rounding=stochastic_rounding,
+            embeddings=embeddings,
             vocab_size=vocab_size,
-            groups=groups,
+            lr_factor=lr_factor,
         )
 
 

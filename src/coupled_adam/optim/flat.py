@@ -291,7 +291,3 @@ def mean_over(
             "flattened matrix: do the ranks' checkpoints belong together?"
         )
     return torch.cat(means)
-
-
-def of_fsdp1(model: object) -> dict[Tensor, FlatShard]:
-    return {}

@@ -1,8 +1,7 @@
 """Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from coupled_adam.optim.coupled_adam import CoupledAdamW
-from coupled_adam.optim.matrices import Parameters, resolve
-from coupled_adam.optim.param_groups import ParamGroups, param_groups
+from coupled_adam.optim.find_embeddings import Parameters, resolve
+from coupled_adam.optim.param_groups import Embeddings, param_groups
 
 
 class MuonWithCoupledAdam(Optimizer):
@@ -31,17 +30,17 @@ class MuonWithCoupledAdam(Optimizer):
         model: any module, on which distributed wrappers have not flattened the parameters.
         lr: Muon's learning rate.
         adam_lr: the learning rate of everything else; by default ``lr``.
-        groups: options of :func:`coupled_adam.param_groups`, such as ``{"lr_factor": 4}``, which
-            here is relative to ``adam_lr``.
+        embeddings: how the token embeddings are updated, as in
+            :func:`coupled_adam.param_groups`; ``lr_factor`` is here relative to ``adam_lr``.
         weight_decay: the weight decay of matrices other than embeddings.
         momentum, nesterov, ns_steps: as in :class:`torch.optim.Muon`.
         adjust_lr_fn: ``"match_rms_adamw"`` or ``"original"``, as in :class:`torch.optim.Muon`,
             where the latter is the default.
         betas, eps, fused: as in :class:`CoupledAdamW`.
-        second_moment_scale, row_exponent, zero_sum: likewise, for the coupled matrices.
         adamw: hidden matrices that Muon should not update, such as the score of a reward model or
             the router of a mixture of experts: one or several modules, parameters, parameter names
             or glob patterns over names.
+        groups: further arguments of :func:`coupled_adam.param_groups`.
 
     Raises:
         RuntimeError: if this torch has no ``torch.optim.Muon``, which needs 2.9 or later.
@@ -49,7 +48,7 @@ class MuonWithCoupledAdam(Optimizer):
             matrix; if ``adam_lr`` is missing; if an option is out of range.
 
     Example:
-        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, groups={"lr_factor": 4})
+        >>> optimizer = MuonWithCoupledAdam(model, lr=6e-4, embeddings={"lr_factor": 4})
         >>> schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
     """
 
@@ -59,7 +58,7 @@ class MuonWithCoupledAdam(Optimizer):
         lr: float = 1e-3,
         *,
         adam_lr: float | None = None,
-        groups: Mapping[str, Any] = MappingProxyType({}),
+        embeddings: Embeddings = "coupled",
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -68,10 +67,8 @@ class MuonWithCoupledAdam(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         fused: bool | None = None,
-        second_moment_scale: float = 1.0,
-        row_exponent: float = 0.0,
-        zero_sum: bool = False,
         adamw: Parameters = (),
+        **groups: Any,
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise RuntimeError(
@@ -83,14 +80,7 @@ class MuonWithCoupledAdam(Optimizer):
                 f"adjust_lr_fn={adjust_lr_fn!r} makes lr={lr} a rate for Muon alone: pass adam_lr= "
                 "for the other parameters, or adjust_lr_fn='match_rms_adamw'"
             )
-        if "weight_decay" in groups:
-            raise ValueError("groups has a weight_decay: pass it as weight_decay=, also for Muon")
-        by_adam = param_groups(model, **groups)
-        if flat := [group["param_names"][0] for group in by_adam if "flat_shards" in group]:
-            raise ValueError(
-                f"FSDP1 has flattened {flat[0]!r}, but Muon needs whole matrices or DTensors: use "
-                "FSDP2, torch.distributed.fsdp.fully_shard"
-            )
+        by_adam = param_groups(model, embeddings, **groups)
         for_adamw = resolve(model, adamw, "adamw")
         hidden = []
         for group in by_adam:
@@ -114,26 +104,26 @@ class MuonWithCoupledAdam(Optimizer):
             ns_steps=ns_steps,
             adjust_lr_fn=adjust_lr_fn,
         )
+        by_adam[:] = [group for group in by_adam if group["params"]]
         adam = CoupledAdamW(
-            ParamGroups(group for group in by_adam if group["params"]),
+            by_adam,
             lr=lr if adam_lr is None else adam_lr,
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
             fused=fused,
-            second_moment_scale=second_moment_scale,
-            row_exponent=row_exponent,
-            zero_sum=zero_sum,
         )
-        super().__init__([*muon.param_groups, *adam.param_groups], {})
+        # Schedulers read defaults: OneCycleLR looks for betas in them, and then in every group.
+        super().__init__([*muon.param_groups, *adam.param_groups], {"lr": lr, "betas": betas})
         self._muon, self._adam = muon, adam
-        self._share()
 
     def _share(self) -> None:
-        """Give the two inside the groups and the states of this optimizer."""
-        count = len(self._muon.param_groups)
-        self._muon.param_groups = self.param_groups[:count]
-        self._adam.param_groups = self.param_groups[count:]
+        """Give the two inside the groups and the states of this optimizer.
+
+        That is done before each use of them, since anyone may assign ``param_groups`` or ``state``.
+        """
+        self._muon.param_groups = [g for g in self.param_groups if "ns_steps" in g]
+        self._adam.param_groups = [g for g in self.param_groups if "ns_steps" not in g]
         self._muon.state = self._adam.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,18 +132,18 @@ class MuonWithCoupledAdam(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group that is updated as by :class:`CoupledAdamW`, not by Muon."""
-        super().add_param_group(param_group)
         if "_adam" not in self.__dict__:  # called by Optimizer.__init__
+            super().add_param_group(param_group)
             return
-        group = self.param_groups.pop()
-        self._adam.add_param_group(group)
-        self.param_groups.append(group)
+        self._adam.param_groups = self.param_groups  # to which it then appends
+        self._adam.add_param_group(param_group)
 
     def init_state(self) -> None:
         """Create the state of every trainable parameter without performing a step.
 
         As :meth:`CoupledAdam.init_state`, for loading a distributed checkpoint.
         """
+        self._share()
         self._adam.init_state()
         for group in self._muon.param_groups:
             for p in group["params"]:
@@ -174,6 +164,7 @@ class MuonWithCoupledAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._share()
         self._adam.step()  # first, as it checks everything before it changes anything
         self._muon.step()
         return loss
@@ -188,25 +179,22 @@ class MuonWithCoupledAdam(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = before(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
-        count = len(self._muon.param_groups)
-        state_dicts = []  # Muon's and AdamW's
-        for groups in (state_dict["param_groups"][:count], state_dict["param_groups"][count:]):
+        self._share()
+        saved = state_dict["param_groups"]
+        if ["ns_steps" in g for g in saved] != ["ns_steps" in g for g in self.param_groups]:
+            raise ValueError(
+                "the groups of the checkpoint are not Muon's and AdamW's as they are here: was it "
+                "saved by a MuonWithCoupledAdam of the same model?"
+            )
+        for inner in (self._adam, self._muon):
+            groups = [g for g in saved if ("ns_steps" in g) == (inner is self._muon)]
             keys = {key for group in groups for key in group["params"]}
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            state_dicts.append({"state": state, "param_groups": groups})
-        if not all("momentum" in group for group in state_dicts[0]["param_groups"]):
-            raise ValueError(
-                f"the first {count} groups of the checkpoint are not Muon's: was it saved by a "
-                "MuonWithCoupledAdam of the same model?"
-            )
-        try:
-            self._adam.load_state_dict(state_dicts[1])
-            self._muon.load_state_dict(state_dicts[0])
-        except Exception:
-            self._share()
-            raise
-        self.param_groups = [*self._muon.param_groups, *self._adam.param_groups]
+            inner.load_state_dict({"state": state, "param_groups": groups})
+        of_muon, of_adam = iter(self._muon.param_groups), iter(self._adam.param_groups)
+        self.param_groups = [
+            next(of_muon if "ns_steps" in group else of_adam) for group in self.param_groups
+        ]
         self.state = defaultdict(dict, {**self._muon.state, **self._adam.state})
-        self._share()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

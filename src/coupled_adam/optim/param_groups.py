@@ -2,21 +2,25 @@
 
 import itertools
 import math
-import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Container, Iterable, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from coupled_adam.optim.flat import of_fsdp1
-from coupled_adam.optim.matrices import Parameters, listed, resolve
-from coupled_adam.optim.token_embeddings import (
+from coupled_adam.optim.find_embeddings import (
     Couple,
-    Embeddings,
-    coupled_matrices,
+    Parameters,
+    Tables,
+    find_embeddings,
+    listed,
     matrices_of_size,
+    resolve,
+    warn,
 )
+
+Group = dict[str, Any]
+Embeddings = str | Mapping[str, Any]
 
 LEAN: dict[str, Any] = {
     "betas": (0.0, 0.99),
@@ -24,88 +28,85 @@ LEAN: dict[str, Any] = {
     "zero_sum": True,
     "lr_factor": 2.0,
 }
-"""The variant that keeps no matrix of state: ``param_groups(model, **LEAN)``.
+"""The variant that keeps no matrix of state: ``CoupledAdamW(model, embeddings="lean")``.
 
 Its state of an embedding matrix V x H is V + H numbers, where AdamW's is 2 V x H. It is not in
 arXiv 2502.08441; docs/study/14-wrong.md compares it with AdamW at its best betas. A training that
-is short for its model needs another rate: ``param_groups(model, **LEAN | {"lr_factor": 4})``.
+is short for its model needs another rate: ``embeddings=LEAN | {"lr_factor": 4}``.
 """
 
+_NAMED: dict[str, dict[str, Any]] = {"coupled": {}, "lean": LEAN}
+_OPTIONS = {"lr", "lr_factor", "betas", "eps", "weight_decay", "second_moment_scale"}
+_OPTIONS |= {"row_exponent", "zero_sum", "stochastic_rounding"}
 _SHOWN = ("weight_decay", "lr", "lr_factor", "betas", "row_exponent", "zero_sum")
 """Options in the table of the groups."""
 
 
-class ParamGroups(list[dict[str, Any]]):
-    """A list of param groups for an optimizer that prints as a table of the parameters."""
+class ParamGroups(list[Group]):
+    """A list of param groups for an optimizer that prints as a table of the parameters.
 
-    def __str__(self) -> str:
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = [
-            f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {group:<{widths[2]}}  {saved:>{widths[3]}}"
-            for name, shape, group, saved in rows
-        ]
-        rule = "-" * sum((*widths, 6))
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+    Attributes:
+        frozen: for each parameter that is left out because it is frozen, the group that it would be
+            in.
+    """
 
-    def _repr_html_(self) -> str:
-        """The same table, for notebooks."""
-        import html  # only here, as the optimizer needs nothing beyond torch
+    def __init__(self, groups: Iterable[Group], frozen: Mapping[Tensor, Group]) -> None:
+        super().__init__(groups)
+        self.frozen = frozen
 
-        header, *rows = self._rows()
-
-        def line(texts: Iterable[str], tag: str) -> str:
-            return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
-
-        body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-        return f"<table><thead><tr>{line(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        """The header, a row for each parameter, and the total."""
+    def __repr__(self) -> str:
+        """A row for each parameter, and the total."""
         rows = [("parameter", "shape", "group", "state saved")]
         total = 0
         for group in self:
             options = {key: group[key] for key in _SHOWN if key in group}
             if "lr_factor" in options:
                 del options["lr"]
-            shown = [f"{key}={_spelled(value)}" for key, value in options.items()]
+            shown = [
+                f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
+                for key, value in options.items()
+            ]
             label = ", ".join(shown) or "the optimizer's options"
             if group["coupled"]:
                 label += ", coupled" + (" by columns" if group.get("vocab_dim") else "")
-            shards = group.get("flat_shards") or [None] * len(group["params"])
-            for name, p, shard in zip(group["param_names"], group["params"], shards):
-                whole = p.shape if shard is None else shard.shape
-                columns = whole[1 - group.get("vocab_dim", 0)] if group["coupled"] else 0
-                saved = _state_saved(group, p, columns) if group["coupled"] else 0
+            for name, p in zip(group["param_names"], group["params"]):
+                saved = _state_saved(group, p) if group["coupled"] else 0
                 total += saved
-                shape = " x ".join(map(str, whole))
-                if shard is not None:
-                    shape = f"{p.numel()} of {shape}"
+                shape = " x ".join(map(str, p.shape))
                 rows.append((name, shape, label, f"{saved:,} B" if saved else ""))
-        return [*rows, ("total", "", "", f"{total:,} B")]
+        rows.append(("total", "", "", f"{total:,} B"))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = [
+            f"{name:<{widths[0]}}  {shape:>{widths[1]}}  {label:<{widths[2]}}  {saved:>{widths[3]}}"
+            for name, shape, label, saved in rows
+        ]
+        rule = "-" * sum((*widths, 6))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 
-def _spelled(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _state_saved(group: Group, p: Tensor) -> int:
+    """How many bytes of optimizer state coupling a matrix saves compared with AdamW."""
+    vocab_dim = group.get("vocab_dim", 0)
+    vectors: int = p.shape[1 - vocab_dim]
+    if group.get("row_exponent") or group.get("zero_sum"):
+        vectors += p.shape[vocab_dim]
+    has_momentum = group.get("betas", (0.9,))[0] != 0
+    matrices = (1 if has_momentum else 2) * p.nbytes
+    return matrices - vectors * torch.promote_types(p.dtype, torch.float32).itemsize
 
 
 def param_groups(
     model: nn.Module,
+    embeddings: Embeddings = "coupled",
     *,
-    lr: float | None = None,
-    lr_factor: float | None = None,
-    betas: tuple[float, float] | None = None,
-    eps: float | None = None,
-    second_moment_scale: float | None = None,
-    row_exponent: float | None = None,
-    zero_sum: bool | None = None,
     head_lr: float | None = None,
     weight_decay: float | None = None,
     embedding_weight_decay: float = 0.0,
     couple: Couple = "both",
-    embeddings: Embeddings | None = None,
+    tables: Tables | None = None,
     vocab_size: int | Iterable[int] | None = None,
     exclude: Parameters = (),
+    **misplaced: NoReturn,
 ) -> ParamGroups:
     """Build the param groups of a model for :class:`coupled_adam.CoupledAdamW`.
 
@@ -118,21 +119,20 @@ def param_groups(
     What is not given here, for the token embeddings or for all, is the optimizer's.
 
     Args:
-        model: any module, also on the meta device, or wrapped by FSDP1 with
-            ``use_orig_params=True``.
-        lr: the learning rate of the coupled matrices alone. As with the options below, learned
-            positions and all other parameters keep the optimizer's.
-        lr_factor: the same relative to the learning rate of the optimizer. Learning-rate schedulers
-            keep the ratio.
-        betas, eps, second_moment_scale, row_exponent, zero_sum: as in
-            :class:`coupled_adam.CoupledAdamW`, for the coupled matrices alone.
+        model: any module, also on the meta device.
+        embeddings: how the coupled matrices are updated. ``"coupled"`` is the algorithm of the
+            paper and ``"lean"`` is :data:`coupled_adam.LEAN`. A mapping has options of the coupled
+            matrices alone, in the place of the optimizer's: ``lr``, ``lr_factor`` (a multiple of
+            the optimizer's learning rate; schedulers keep the ratio), ``betas``, ``eps``,
+            ``weight_decay``, ``second_moment_scale``, ``row_exponent``, ``zero_sum`` and
+            ``stochastic_rounding``, as in :class:`coupled_adam.CoupledAdamW`.
         head_lr: the learning rate of output embeddings that are not tied to the input embeddings,
             coupled or not, in the place of ``lr`` and ``lr_factor``.
         weight_decay: the weight decay of matrices other than embeddings.
         embedding_weight_decay: the weight decay of embeddings, coupled or not.
         couple: which embeddings to couple if input and output embeddings are not tied: ``"both"``,
             ``"input"`` or ``"output"``.
-        embeddings: the matrices to couple, as in :func:`embedding_parameters`; by default they are
+        tables: the matrices to couple, as in :func:`embedding_parameters`; by default they are
             found automatically.
         vocab_size: the number of rows of the token embeddings, if it cannot be found automatically.
         exclude: parameters to leave out, for example because another optimizer updates them: one
@@ -140,116 +140,144 @@ def param_groups(
             patterns over names such as ``"*.experts.*"``.
 
     Returns:
-        A list of groups to pass to the optimizer: coupled matrices first (also an untied head with
-        a rate of its own, and matrices stored as [H, V], in groups of their own), then the matrices
-        that decay, then the rest. Each has ``params``, ``param_names`` and ``coupled``, and
-        whichever of ``vocab_dim``, ``flat_shards`` (if FSDP1 has flattened the matrices) and the
-        options above is not left to the optimizer. The list prints as a table with each parameter's
-        name, shape and group, and the number of bytes of optimizer state that coupling saves
-        compared with AdamW. Other optimizers of torch can take it, too, such as AdamW for
-        comparison: they ignore options that they do not have, except for ``lr_factor``, at which
-        they raise an error.
+        A list of groups to pass to the optimizer: the matrices that decay, the rest, and last the
+        coupled matrices (those stored as [H, V], and an untied head with a rate of its own, in
+        groups of their own). Each has ``params``, ``param_names`` and ``coupled``, and whichever of
+        ``vocab_dim`` and the options above is not left to the optimizer. The list prints as a table
+        with each parameter's name, shape and group, and the number of bytes of optimizer state that
+        coupling saves compared with AdamW. Other optimizers of torch can take it, too, such as
+        AdamW for comparison: they ignore options that they do not have, except for ``lr_factor``,
+        at which they raise an error.
 
     Raises:
-        TypeError: as in :func:`embedding_parameters`.
-        ValueError: for a negative weight decay or learning rate, for ``lr`` together with
-            ``lr_factor``, for a ``head_lr`` where the head is tied, if an entry of ``exclude``
-            matches no parameter, or as in :func:`embedding_parameters`.
+        TypeError: as in :func:`embedding_parameters`, or for an unknown argument.
+        ValueError: for an unknown name or option in ``embeddings``, for ``lr`` together with
+            ``lr_factor``, for a negative weight decay or learning rate, for a ``head_lr`` where the
+            head is tied, if an entry of ``exclude`` matches no parameter, or as in
+            :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
             token embeddings are frozen (as with LoRA), or were not found.
 
     Example:
-        >>> groups = param_groups(model, **LEAN)
+        >>> groups = param_groups(model, "lean")
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
-    coupled, all_embeddings = coupled_matrices(
-        model, couple=couple, embeddings=embeddings, vocab_size=vocab_size
-    )
-    if embeddings is None and not coupled:
-        frozen = [m for m in all_embeddings if m.sides and not m.parameter.requires_grad]
-        warnings.warn(
-            "no param group is coupled, as the token embeddings are frozen: " + listed(frozen)
-            if frozen
-            else "no param group is coupled, as no token embeddings were found: if the model has "
-            "any, pass vocab_size= with the number of their rows, or embeddings=",
-            stacklevel=2,
+    if misplaced:
+        hint = (
+            f". Options of the token embeddings are one argument: param_groups(model, {misplaced})"
         )
+        raise TypeError(
+            f"param_groups has no argument {', '.join(map(repr, misplaced))}"
+            + (hint if {*misplaced} <= _OPTIONS else "")
+        )
+    options = embedding_options(embeddings)
+    coupled_decay = options.pop("weight_decay", embedding_weight_decay)
     for option, value in (
-        ("lr", lr),
+        ("lr", options.get("lr")),
         ("head_lr", head_lr),
         ("weight_decay", weight_decay),
         ("embedding_weight_decay", embedding_weight_decay),
     ):
         if value is not None and not value >= 0:
             raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
-    if lr is not None and lr_factor is not None:
-        raise ValueError(
-            f"lr={lr} and lr_factor={lr_factor} both set the learning rate of the coupled "
-            "matrices: leave one of the two out"
+    if "lr_factor" in options:
+        options["lr"] = _LrFactor()
+    coupled, all_embeddings = find_embeddings(
+        model, couple=couple, tables=tables, vocab_size=vocab_size
+    )
+    if tables is None and not any(m.parameter.requires_grad for m in coupled):
+        frozen_ones = [m for m in all_embeddings if m.sides and not m.parameter.requires_grad]
+        warn(
+            "no param group is coupled, as the token embeddings are frozen: " + listed(frozen_ones)
+            if frozen_ones
+            else "no param group is coupled, as no token embeddings were found: if the model has "
+            "any, pass vocab_size= with the number of their rows, or tables="
         )
-    options = {
-        "lr": lr if lr_factor is None else _LrFactor(),
-        "lr_factor": lr_factor,
-        "betas": betas,
-        "eps": eps,
-        "second_moment_scale": second_moment_scale,
-        "row_exponent": row_exponent,
-        "zero_sum": zero_sum,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
-    left_out = resolve(model, exclude, "exclude")
     embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
     if head_lr is not None and (tied := [m for m in embedding_of.values() if m.is_tied]):
         raise ValueError(
             f"head_lr={head_lr}, but the head is tied to the input embedding {tied[0].name!r}: "
-            "pass lr= or lr_factor= instead"
+            "pass embeddings= with lr or lr_factor instead"
         )
-    norms = _norm_weights(model)
-    shards = of_fsdp1(model)
-    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name, p in model.named_parameters():
-        if p in left_out or not p.requires_grad:
-            continue
-        m, shard = embedding_of.get(p), shards.get(p)
-        is_coupled = m in coupled
-        vocab_dim = m.vocab_dim if m is not None and is_coupled else 0
-        has_head_lr = head_lr is not None and m is not None and m.is_head
-        shape = p.shape if shard is None else shard.shape
-        is_vector = len(shape) < 2 or p in norms or name.rpartition(".")[2] == "bias"
-        decay = embedding_weight_decay if m is not None else 0.0 if is_vector else weight_decay
-        # Coupled groups first, then the matrices: the same order for every model.
-        is_matrix = m is None and not is_vector
-        key = (not is_coupled, vocab_dim, has_head_lr, not is_matrix, decay or 0.0)
-        if key not in groups:
-            group = groups[key] = {"params": [], "param_names": [], "coupled": is_coupled}
-            group |= options if is_coupled else {}
-            if vocab_dim:
-                group["vocab_dim"] = vocab_dim
-            if has_head_lr:
-                group.pop("lr_factor", None)
-                group["lr"] = head_lr
-            if decay is not None:
-                group["weight_decay"] = decay
-            if shards:
-                group["flat_shards"] = []
-        groups[key]["params"].append(p)
-        groups[key]["param_names"].append(name)
-        if shards:
-            groups[key]["flat_shards"].append(shard)
-    return ParamGroups(groups[key] for key in sorted(groups))
-
-
-def _norm_weights(model: nn.Module) -> set[Tensor]:
-    """The weights of normalization layers, which may be matrices."""
-    return {
+    left_out = resolve(model, exclude, "exclude")
+    norms = {  # which may have matrices
         p
         for module in model.modules()
         if isinstance(module, nn.LayerNorm | nn.RMSNorm)
         for p in module.parameters(recurse=False)
     }
+    groups: dict[tuple[Any, ...], Group] = {}
+    frozen: dict[Tensor, Group] = {}
+    for name, p in model.named_parameters():
+        if p in left_out:
+            continue
+        m = embedding_of.get(p)
+        is_coupled = m in coupled
+        vocab_dim = m.vocab_dim if m is not None and is_coupled else 0
+        has_head_lr = head_lr is not None and m is not None and m.is_head
+        # weight_norm's magnitudes [V, 1] are vectors.
+        is_vector = p.dim() < 2 or p in norms or name.rpartition(".")[2] == "bias" or 1 in p.shape
+        decay = (
+            (coupled_decay if is_coupled else embedding_weight_decay)
+            if m is not None
+            else (0.0 if is_vector else weight_decay)
+        )
+        group: Group = {"params": [], "param_names": [], "coupled": is_coupled}
+        group |= options if is_coupled else {}
+        if vocab_dim:
+            group["vocab_dim"] = vocab_dim
+        if has_head_lr:
+            group.pop("lr_factor", None)
+            group["lr"] = head_lr
+        if decay is not None:
+            group["weight_decay"] = decay
+        # The first group's learning rate is the one that frameworks log: the optimizer's own.
+        is_matrix = m is None and not is_vector
+        key = (is_coupled, has_head_lr, vocab_dim, not is_matrix, decay or 0.0)
+        group = groups.setdefault(key, group) if p.requires_grad else frozen.setdefault(p, group)
+        group["params"].append(p)
+        group["param_names"].append(name)
+    return ParamGroups((groups[key] for key in sorted(groups)), frozen)
+
+
+def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
+    """The options of coupled matrices that a name or a mapping stands for.
+
+    Raises:
+        TypeError: if ``embeddings`` is neither.
+        ValueError: if the name or an option is unknown, or for both ``lr`` and ``lr_factor``.
+    """
+    if isinstance(embeddings, str):
+        if embeddings not in _NAMED:
+            raise ValueError(
+                f"Invalid embeddings value: {embeddings!r} ({', '.join(map(repr, _NAMED))}, or a "
+                "mapping of options such as coupled_adam.LEAN | {'lr_factor': 4}; matrices to "
+                "couple are named in tables=)"
+            )
+        return dict(_NAMED[embeddings])
+    if not isinstance(embeddings, Mapping):
+        raise TypeError(
+            f"embeddings must be a name or a mapping of options, not {type(embeddings).__name__}: "
+            "pass 'lean' or coupled_adam.LEAN | {'lr_factor': 4}; matrices to couple are named in "
+            "tables="
+        )
+    if unknown := sorted({*embeddings} - _OPTIONS):
+        raise ValueError(
+            f"embeddings={dict(embeddings)}: {', '.join(unknown)} is none of {sorted(_OPTIONS)}. "
+            "Matrices to couple are named in tables="
+        )
+    options = dict(embeddings)
+    if {"lr", "lr_factor"} <= {*options}:
+        raise ValueError(
+            f"lr={options['lr']} and lr_factor={options['lr_factor']} both set the learning rate "
+            "of the coupled matrices: leave one of the two out"
+        )
+    if isinstance(options.get("betas"), list):  # as YAML has them
+        options["betas"] = tuple(options["betas"])
+    return options
 
 
 class _LrFactor:
@@ -261,13 +289,14 @@ class _LrFactor:
     def _refuse(self, *_: object) -> Any:
         raise TypeError(
             "lr_factor is an option of CoupledAdam, CoupledAdamW and MuonWithCoupledAdam. For "
-            "another optimizer give the embeddings' learning rate itself: param_groups(..., lr=)"
+            "another optimizer give the embeddings' learning rate itself: "
+            "param_groups(model, {'lr': ...})"
         )
 
     __mul__ = __rmul__ = __truediv__ = __neg__ = __float__ = __lt__ = __ge__ = _refuse
 
 
-def apply_lr_factor(group: dict[str, Any], lr: float | Tensor) -> None:
+def apply_lr_factor(group: Group, lr: float | Tensor) -> None:
     """Replace a group's ``lr_factor`` by a learning rate, given the optimizer's.
 
     Raises:
@@ -282,40 +311,118 @@ def apply_lr_factor(group: dict[str, Any], lr: float | Tensor) -> None:
             f"a param group has both lr={group['lr']} and lr_factor={group['lr_factor']}: leave "
             "one of the two out"
         )
-    group["lr"] = group.pop("lr_factor") * lr
+    group["initial_lr_factor"] = group.pop("lr_factor")
+    group["lr"] = group["initial_lr_factor"] * lr
+
+
+def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
+    """Warn if a scheduler or a loop has undone what a coupled group was built with.
+
+    Those that set one learning rate for all groups remove a group's factor, and those that cycle
+    momentum give one to groups that were built without.
+
+    Args:
+        groups: an optimizer's param groups.
+        warned: what the optimizer has warned of, which is not said again.
+    """
+    for group in groups:
+        factor, lr, beta1 = group.get("initial_lr_factor", 1), group["lr"], group["betas"][0]
+        if factor != 1 and "lr" not in warned and not isinstance(lr, Tensor) and lr != 0:
+            others = [other["lr"] for other in groups if not other["coupled"]]
+            if any(not isinstance(other, Tensor) and other == lr for other in others):
+                warned.add("lr")
+                warn(
+                    f"the coupled group was built with {factor:g} times the learning rate of the "
+                    f"others, but now has theirs, {lr:g}. In a loop, set group['lr'] = lr * "
+                    "group.get('initial_lr_factor', 1); OneCycleLR takes a list, max_lr=[lr * "
+                    "group.get('initial_lr_factor', 1) for group in optimizer.param_groups]"
+                )
+        begins = group.get("initial_beta1") == 0 and not isinstance(beta1, Tensor) and beta1 != 0
+        if begins and "betas" not in warned:
+            warned.add("betas")
+            warn(
+                f"the coupled group was built without momentum, but betas[0] is {beta1:g} now, "
+                "which brings back a matrix of state: pass cycle_momentum=False to the scheduler"
+            )
+
+
+def arriving(
+    group: Group, others: list[Group], frozen: Mapping[Tensor, Group], vocab_sizes: Container[int]
+) -> list[Group]:
+    """What to add to an optimizer for a group that arrives later.
+
+    It has names if the other groups have, as nobody knows that :func:`param_groups` has given them
+    some. Token embeddings that were frozen before come in coupled groups of their own.
+
+    Args:
+        group: the group, as in torch; ``params`` and ``param_names`` are replaced.
+        others: the optimizer's groups.
+        frozen: as in :class:`ParamGroups`.
+        vocab_sizes: numbers of rows with which a matrix is named in a warning.
+    """
+    params = group["params"] if isinstance(group, dict) else {}
+    if not others or isinstance(params, set | dict):  # torch refuses sets
+        return [group]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    if all(isinstance(p, Tensor) for p in params) and "param_names" not in group:
+        if "param_names" in others[0]:
+            first = sum(len(other["params"]) for other in others)
+            params = [
+                (frozen[p]["param_names"][0] if p in frozen else f"parameter {i}", p)
+                for i, p in enumerate(params, first)
+            ]
+    elif "param_names" in group:
+        params = [*zip(group.pop("param_names"), params)]
+    group["params"] = params
+    if "coupled" in group:
+        return [group]
+    arrived = []
+    for p in params:
+        tensor = p[1] if isinstance(p, tuple) else p
+        if isinstance(tensor, Tensor) and frozen.get(tensor, {}).get("coupled"):
+            own = {**frozen[tensor], **group, "params": [p]}
+            own.pop("param_names")
+            if "lr" in group and "lr_factor" in own:
+                own["lr"] = own.pop("lr_factor") * group["lr"]
+            arrived.append(own)
+            params = [q for q in params if q is not p]
+        elif isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[0] in vocab_sizes:
+            warn(
+                f"a matrix {list(tensor.shape)} that was added has as many rows as there are "
+                "tokens and is not coupled: add it in a group with 'coupled': True, or False if it "
+                "is no embedding"
+            )
+    group["params"] = params
+    return [*arrived, group] if params or not arrived else arrived
 
 
 def couple_by_size(
-    groups: Iterable[dict[str, Any]], vocab_size: int | Iterable[int], options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+    groups: Iterable[Group], vocab_size: int | Iterable[int], embeddings: Embeddings
+) -> list[Group]:
     """Move the matrices with V rows or V columns to coupled groups with otherwise equal options.
 
     Args:
         groups: an optimizer's param groups.
         vocab_size: the number V of rows of the token embeddings, including padding; several numbers
             for several vocabularies.
-        options: of the coupled groups, in place of those of the group that a matrix comes from;
-            ``lr_factor`` multiplies that group's learning rate.
+        embeddings: as in :func:`param_groups`; ``lr_factor`` multiplies the learning rate of the
+            group that a matrix comes from.
 
     Returns:
-        Up to three groups in place of each: with matrices [V, H], with matrices [H, V], the rest.
+        Up to three groups in the place of each: first what is left of all of them, then those with
+        matrices [V, H] and [H, V].
 
     Raises:
-        ValueError: if no matrix of the groups has this size, if some have V rows and others have
-            V columns, as hidden layers have; if ``options`` has what is no option of a group, or
-            both ``lr`` and ``lr_factor``.
+        ValueError: if no matrix of the groups has this size, if hidden layers must be among those
+            that have, or as :func:`embedding_options`.
     """
+    options = embedding_options(embeddings)
     groups = list(groups)
-    possible = {"lr_factor", *groups[0]} - {"params", "param_names", "coupled", "vocab_dim"}
-    if unknown := sorted({*options} - possible):
-        raise ValueError(
-            f"groups={dict(options)}: {', '.join(unknown)} is none of {sorted(possible)}"
-        )
     members = [list(zip(_names(group), group["params"])) for group in groups]
     vocab_dims = matrices_of_size(itertools.chain(*members), vocab_size)
     split = []
-    for group, named in zip(groups, members):
-        for dim in (0, 1, None):
+    for dim in (None, 0, 1):
+        for group, named in zip(groups, members):
             moved = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
             if not moved:
                 continue
@@ -331,18 +438,7 @@ def couple_by_size(
     return split
 
 
-def _names(group: dict[str, Any]) -> list[str]:
+def _names(group: Group) -> list[str]:
     numbered = [f"parameter {index}" for index, _ in enumerate(group["params"])]
     names: list[str] = group.get("param_names", numbered)
     return names
-
-
-def _state_saved(group: dict[str, Any], p: Tensor, columns: int) -> int:
-    """How many bytes of optimizer state coupling a matrix saves compared with AdamW."""
-    width = torch.promote_types(p.dtype, torch.float32).itemsize
-    matrix = p.numel() * p.element_size()
-    vectors = columns * width
-    if group.get("row_exponent") or group.get("zero_sum"):
-        vectors += p.numel() // columns * width
-    has_momentum = group.get("betas", (0.9,))[0] != 0
-    return (1 if has_momentum else 2) * matrix - vectors

@@ -48,8 +48,8 @@ def entries(group: Group) -> dict[str, int | None]:
 
 
 def is_lean(group: Group) -> bool:
-    """Whether a coupled group is updated by LEAN."""
-    return bool(group["row_exponent"] != 0 or group["zero_sum"])
+    """Whether a group is coupled and updated by LEAN."""
+    return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
 
 
 def has_momentum(group: Group) -> bool:

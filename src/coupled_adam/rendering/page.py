@@ -1,11 +1,14 @@
 """Self-contained pages of HTML: pictures are embedded, and all text is escaped."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from coupled_adam.rendering.pictures import Picture
+if TYPE_CHECKING:  # tables are pages, too, and need no pictures
+    from coupled_adam.rendering.pictures import Picture
 
 
 def render(

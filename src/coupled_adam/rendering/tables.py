@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import html
 import io
 import re
-import textwrap
-import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +14,11 @@ from coupled_adam.errors import printable
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.measure import Measurement
+    from rich.table import Table as RichTable
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_GAP = "  "
 _LONGEST_NOTE = 100
-
-Line = list[tuple[str, str]]
-"""A line of text: its pieces, each with its style."""
+_LONGEST_TITLE = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +30,12 @@ class Cell:
         bold: whether it is better than others, by a test.
         outside: whether it is outside of its healthy range.
         note: small print below it; on pages only.
-        link: where it leads to; on pages only.
     """
 
     text: str
     bold: bool = False
     outside: bool = False
     note: str = ""
-    link: str = ""
 
     @property
     def style(self) -> str:
@@ -61,8 +54,6 @@ class Table:
         title: what is above the table.
         notes: what is below it, a paragraph each.
         left: the columns that are aligned to the left.
-        lead: how many columns each piece begins with, if the table is too wide for the terminal and
-            falls into pieces; 0 if it never does.
     """
 
     columns: Sequence[str]
@@ -70,7 +61,6 @@ class Table:
     title: str = ""
     notes: Sequence[str] = ()
     left: Collection[int] = (0,)
-    lead: int = 0
 
     def cells(self) -> Iterator[list[Cell] | str]:
         """The rows, in which each text is a cell; titles stay texts."""
@@ -80,77 +70,76 @@ class Table:
             else:
                 yield [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
 
-    # Text
-
     def __str__(self) -> str:
-        return "\n".join(_plain(line) for line in self.lines(_LONGEST_NOTE))
+        from rich.console import Console
+
+        console = Console(width=1000, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.constrain import Constrain
         from rich.text import Text
 
-        for line in self.lines(options.max_width):
-            yield Text.assemble(*line, no_wrap=True, overflow="ignore")
+        yield ""
+        yield self._for_terminal()
+        # Long lines of small print are hard to read.
+        for note in self.notes:
+            yield Constrain(Text(printable(note), "dim"), _LONGEST_NOTE)
+        yield ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement
 
-        widest = max(_width(_plain(line)) for line in self.lines(console.width))
-        return Measurement(widest, widest)
+        # Numbers are never cut off; texts are broken into lines in a narrow terminal.
+        narrowest = Measurement.get(console, options, self._for_terminal()).minimum
+        return Measurement(narrowest, narrowest)
 
-    def lines(self, width: int) -> Iterator[Line]:
-        """The table as text, in pieces if it is wider than ``width`` and may fall into pieces.
+    def _for_terminal(self) -> RichTable:
+        """The table for rich, in which no text can control a terminal."""
+        from rich import box
+        from rich.cells import cell_len
+        from rich.table import Table as RichTable
+        from rich.text import Text
 
-        No text in it can control a terminal.
-        """
-        texts = [[cell.text for cell in row] for row in self.cells() if not isinstance(row, str)]
-        widths = [max(map(_width, column)) for column in zip(self.columns, *texts)]
-        title = self.title
-        for columns in self._pieces(widths, width):
-            yield from self._piece(columns, widths, title)
-            title = ""
-        # Notes are wrapped, as long lines of small print are hard to read.
-        widest = min(max(width, 40), _LONGEST_NOTE)
-        for note in self.notes:
-            yield from ([(line, "dim")] for line in textwrap.wrap(printable(note), widest))
-        yield [("", "")]
-
-    def _pieces(self, widths: Sequence[int], width: int) -> Iterator[list[int]]:
-        """The columns of each piece: the leading ones, and as many as fit, but at least one."""
-        columns = [*range(self.lead)]
-        for index in range(self.lead, len(widths)):
-            total = sum(widths[i] + len(_GAP) for i in [*columns, index]) - len(_GAP)
-            if self.lead and total > width and len(columns) > self.lead:
-                yield columns
-                columns = [*range(self.lead)]
-            columns.append(index)
-        yield columns
-
-    def _piece(self, columns: Sequence[int], widths: Sequence[int], title: str) -> Iterator[Line]:
-        # Spaces are pieces of their own, so that underlines and colors end with the text.
-        def line(cells: Sequence[Cell], style: str = "") -> Line:
-            pieces: Line = []
-            for index in columns:
-                text = printable(cells[index].text)
-                space = " " * (widths[index] - _width(text))
-                before, after = ("", space) if index in self.left else (space, "")
-                pieces += [(before, ""), (text, style or cells[index].style), (after + _GAP, "")]
-            return pieces[:-1]
-
-        yield [("", "")]
-        if title:
-            yield [(printable(title), "bold")]
-        if any(self.columns):
-            yield line([Cell(header) for header in self.columns], "bold")
-        total = sum(widths[index] + len(_GAP) for index in columns) - len(_GAP)
-        yield [("─" * total, "dim")]
-        for number, row in enumerate(self.cells()):
+        table = RichTable(
+            box=box.SIMPLE_HEAD,
+            border_style="dim",
+            header_style="bold",
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+            show_edge=False,
+            show_header=any(self.columns),
+            title=Text(printable(self.title), "bold") if self.title else None,
+            title_justify="left",
+        )
+        rows = [*self.cells()]
+        texts = [[cell.text for cell in row] for row in rows if not isinstance(row, str)]
+        columns = [[header, *cells] for header, *cells in zip(self.columns, *texts)]
+        widths = [max(map(cell_len, column)) for column in columns]
+        words = [max(map(cell_len, " ".join(column).split() or [""])) for column in columns]
+        # In a narrow terminal one column takes several lines, that with the most to save; a title
+        # between rows stands in the first column, which a long one must not widen.
+        broken = max(self.left, key=lambda index: widths[index] - words[index], default=None)
+        for index, header in enumerate(self.columns):
+            table.add_column(
+                Text(printable(header)),
+                justify="left" if index in self.left else "right",
+                overflow="fold",
+                min_width=(words if index == broken else widths)[index],
+                no_wrap=index != broken,
+                max_width=max(widths[0], _LONGEST_TITLE) if index == 0 else None,
+            )
+        for number, row in enumerate(rows):
             if not isinstance(row, str):
-                yield line(row)
+                table.add_row(*(Text(printable(cell.text), cell.style) for cell in row))
                 continue
             if number:
-                yield [("", "")]
+                table.add_row()
             if row:
-                yield [(printable(row), "bold")]
+                table.add_row(Text(printable(row), "bold", no_wrap=False))
+        return table
 
     # Other formats
 
@@ -188,55 +177,11 @@ class Table:
 
     def __html__(self) -> str:
         """The table and its notes as a part of a page; all text is escaped. Jinja calls this."""
+        from coupled_adam.rendering.page import render
 
-        def side(index: int) -> str:
-            return ' class="left"' if index in self.left else ""
-
-        heads = (f"<th{side(i)}>{html.escape(head)}</th>" for i, head in enumerate(self.columns))
-        lines = [f"<thead><tr>{''.join(heads)}</tr></thead>", "<tbody>"]
-        # A title, or an empty text, sets the next row of cells apart from those before it.
-        apart = ""
-        for row in self.cells():
-            if isinstance(row, str):
-                apart = ' class="first"'
-                if row:
-                    head = f'<th colspan="{len(self.columns)}" class="left">{html.escape(row)}</th>'
-                    lines.append(f"<tr{apart}>{head}</tr>")
-                    apart = ""
-                continue
-            cells = (
-                f'<td{side(i)} data-name="{html.escape(self.columns[i])}">{_html_cell(cell)}</td>'
-                for i, cell in enumerate(row)
-            )
-            lines.append(f"<tr{apart}>{''.join(cells)}</tr>")
-            apart = ""
-        caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""
-        notes = "".join(f'<p class="note">{html.escape(note)}</p>\n' for note in self.notes)
-        table = "\n".join([*lines, "</tbody>"])
-        return f'<div class="wide"><table>{caption}{table}</table></div>\n{notes}'
+        return render("table.html", {"table": self}, [])
 
     _repr_html_ = __html__
-
-
-def _plain(line: Line) -> str:
-    return "".join(text for text, _ in line).rstrip()
-
-
-def _width(text: str) -> int:
-    """How many columns of a terminal a text takes."""
-    return sum(
-        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
-        for c in printable(text)
-    )
-
-
-def _html_cell(cell: Cell) -> str:
-    text = html.escape(cell.text)
-    if cell.link:
-        text = f'<a href="{html.escape(cell.link)}">{text}</a>'
-    tag = "b" if cell.bold else "em" if cell.outside else ""
-    text = f"<{tag}>{text}</{tag}>" if tag else text
-    return text + (f"<small>{html.escape(cell.note)}</small>" if cell.note else "")
 
 
 def _markdown_text(text: str) -> str:
@@ -278,8 +223,16 @@ def _latex_header(text: str) -> str:
 
 
 def fixed(number: float, decimals: int) -> str:
-    """A number with so many decimals, and without a minus before a zero."""
+    """A number with this many decimals, and without a minus before a zero."""
     return f"{round(number, decimals) + 0.0:.{decimals}f}"
+
+
+def short(number: float) -> str:
+    """Abbreviate a number to three digits: 123456789 becomes 123M."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{float(f'{number / size:.3g}'):g}{unit}"
+    return f"{number:g}"
 
 
 def csv_text(lines: Sequence[Sequence[Any]]) -> str:

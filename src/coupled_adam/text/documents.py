@@ -1,163 +1,137 @@
-"""Sources of text: files, data sets on the Hugging Face hub, and Python's own documentation."""
+"""The documents of text files, which ``datasets`` reads, and of Python's own documentation."""
 
 import ast
-import dataclasses
-import functools
-import hashlib
+import csv
+import glob
 import itertools
+import json
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import file_digest
-from coupled_adam.text.formats import (
-    PLAIN,
-    TABLES,
-    file_documents,
-    file_format,
-    passages,
-    row_texts,
-)
-from coupled_adam.text.hub import hub_error, reach_hub
-from coupled_adam.text.source import Data
+from coupled_adam.errors import UsageError, did_you_mean, one_line
 
+if TYPE_CHECKING:
+    from datasets import IterableDataset
 
-@dataclasses.dataclass(frozen=True)
-class Documents:
-    """The documents of a source. None of them is blank, and every pass yields the same documents.
-
-    source: the name of the source in messages.
-    fingerprint: a string that changes when the documents change.
-    readers: for each split, a function that iterates over its documents. A held-out split without
-        a reader is taken from the training documents.
-    check: raises UsageError if what has been read is not what the fingerprint is of.
-    """
-
-    source: str
-    fingerprint: str
-    readers: Mapping[str, Callable[[], Iterator[str]]]
-    check: Callable[[], None]
+T = TypeVar("T")
+PLAIN = (".txt", ".md", ".rst")
+TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
-class _Files:
-    """Files, a hash of their names and contents in order, and whether they have changed since.
+def documents(path: Path, separator: str | None = None, column: str = "text") -> Iterator[str]:
+    """Yield the documents of a text, none of which is blank; every pass yields the same ones.
 
-    In messages ``argument``, which gave the files, precedes their paths.
-    """
-
-    def __init__(self, files: Iterable[Path], argument: str = "") -> None:
-        self._argument = argument
-        self._states: dict[Path, tuple[int, ...]] = {}
-        contents = hashlib.sha256()
-        for path in files:
-            # The state comes first, so that a change while the digest is taken shows as well.
-            with _naming(self.named(path)):
-                self._states[path] = _state(path)
-                digest = bytes.fromhex(file_digest(path))
-            contents.update(path.name.encode(errors="replace") + b"\0" + digest)
-        self.identity = contents.hexdigest()
-
-    def __iter__(self) -> Iterator[Path]:
-        return iter(self._states)
-
-    def named(self, path: Path) -> str:
-        """A file as messages name it."""
-        return f"{self._argument}{path}"
-
-    def check(self) -> None:
-        """Raise UsageError if files have changed since their digests were taken."""
-        for path, state in self._states.items():
-            name = self.named(path)
-            with _naming(name):
-                if _state(path) != state:
-                    raise UsageError(
-                        f"{name} changed while it was read: start again once it is whole"
-                    )
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    """What every write to a file changes, at the latest when the file is closed."""
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Turn errors of the file system into UsageErrors that begin with a file's name."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{name}: {error.strerror}") from None
-
-
-def open_documents(data: Data) -> Documents:
-    """Open the documents of ``data.hub`` or ``data.text`` or, by default, Python's documentation.
-
-    The readers raise UsageError if a document cannot be read or if there is no text at all.
+    Args:
+        path: a file or a folder, as for :func:`text_files`. A file with an unknown ending is read
+            as plain text.
+        separator: the text between two documents of plain text; None cuts it into passages.
+        column: the column, or the key in JSON, that holds the text of a table.
 
     Raises:
-        UsageError: the source is missing, or the hub cannot be reached.
+        UsageError: a file cannot be read, or there is no text at all; the message begins with a
+            path.
     """
-    readers: dict[str, Callable[[], Iterator[str]]]
-    if data.hub is not None:
-        source, (identity, revision, check) = f"data.hub={data.hub}", _hub_state(data)
-        splits = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
-        readers = {
-            split: functools.partial(_hub, data, name, revision)
-            for split, name in splits.items()
-            if name
-        }
-    elif data.text is not None:
-        files = _Files(text_files(Path(data.text)), "data.text=")
-        source, identity, check = files.named(Path(data.text)), files.identity, files.check
-        readers = {
-            "train": lambda: itertools.chain.from_iterable(
-                file_documents(path, data, files.named(path)) for path in files
-            )
-        }
-    else:
-        library = _Files(_library())
-        source, check = "the documentation inside Python", library.check
-        identity = f"{sys.version} {library.identity}"
-        # It is small, and slow to parse.
-        documentation = functools.cache(lambda: list(python_documentation()))
-        readers = {"train": lambda: iter(documentation())}
-    return Documents(
-        source,
-        hashlib.sha256(identity.encode()).hexdigest(),
-        {split: functools.partial(_with_text, reader, source) for split, reader in readers.items()},
-        check,
-    )
-
-
-def content_digest(files: Iterable[Path]) -> str:
-    """Compute a hash of the names and contents of files, which depends on their order."""
-    return _Files(files).identity
+    empty = True
+    for file in text_files(path):
+        with _readable(file):
+            for document in _file_documents(file, separator, column):
+                if document and not document.isspace():
+                    empty = False
+                    yield document
+    if empty:
+        raise UsageError(f"{path}: there is no text in it")
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
-    named = f"data.text={path}"
-    with _naming(named):
+    """The file itself, or the files of one kind (plain text or tables) in a folder, in order.
+
+    Raises:
+        UsageError: there is no such file or folder, or it does not hold files of one kind.
+    """
+    with _readable(path):
         path.stat()
-    if path.is_file():
+    if not path.is_dir():
         return [path]
-    if not path.is_dir():  # a device or a pipe, which may never end
-        raise UsageError(f"{named}: not a file or folder")
-    files = [p for p in _files(path) if file_format(p) in PLAIN + TABLES]
+    files = [file for file in visible_files(path) if _format(file) in PLAIN + TABLES]
     if not files:
-        raise UsageError(f"{named}: no file in it ends in {', '.join(PLAIN + TABLES)}")
-    formats = {file_format(p) for p in files}
+        raise UsageError(f"{path}: no file in it ends in {', '.join(PLAIN + TABLES)}")
+    formats = {_format(file) for file in files}
     if not formats <= {*PLAIN} and not formats <= {*TABLES}:
         raise UsageError(
-            f"{named} holds plain text and tables ({', '.join(sorted(formats))}): give "
-            "one file, a folder of one kind, or a folder as the hub has them as data.hub"
+            f"{path} holds plain text and tables ({', '.join(sorted(formats))}): give "
+            "one file, or a folder of one kind"
         )
     return files
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """All files in a folder and below it that are not hidden, in order."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not any(name[0] == "." for name in path.relative_to(folder).parts)
+    )
+
+
+def row_texts(rows: "IterableDataset", column: str) -> Iterator[str]:
+    """Yield the texts in a column; UsageError if there is no such column, or it holds no text."""
+
+    def values() -> Iterator[Any]:
+        # As Arrow's tables, so that other columns are not converted; short ones, as not all of a
+        # text may be needed.
+        for table in rows.with_format("arrow").iter(batch_size=100):
+            _check_column(table.column_names, column)
+            # datasets makes quoted JSON of all texts in a column that holds something else as well.
+            if "json" in str(table.schema.field(column).type):
+                raise UsageError(f"column {column!r} is not text in all of its rows")
+            yield from table[column].to_pylist()
+
+    yield from _texts(values(), column)
+
+
+def passages(lines: Iterable[str], length: int = 4000) -> Iterator[str]:
+    """Join lines into passages that end at the first blank line after ``length`` characters.
+
+    A passage without such a line ends after four times that length.
+    """
+    passage = ""
+    for line in lines:
+        for start in range(0, len(line), 4 * length):  # one piece, unless the line is very long
+            passage += line[start : start + 4 * length]
+            if len(passage) >= 4 * length or (len(passage) >= length and not line.strip()):
+                yield passage.strip()
+                passage = ""
+    yield passage.strip()
+
+
+def separated(chunks: Iterable[str], separator: str) -> Iterator[str]:
+    """Split a stream of text at a separator, which may lie across two chunks."""
+    remainder = ""
+    for chunk in chunks:
+        *complete, remainder = (remainder + chunk).split(separator)
+        yield from map(str.strip, complete)
+    yield remainder.strip()
+
+
+def batched(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in lists, each of which ends once the lengths in it add up to a size."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        batch.append(item)
+        total += length(item)
+        if total >= size:
+            yield batch
+            batch, total = [], 0
+    if batch:
+        yield batch
 
 
 def python_documentation() -> Iterator[str]:
@@ -171,7 +145,7 @@ def python_documentation() -> Iterator[str]:
         yield from passages(topic.splitlines(keepends=True))
     # Docstrings are read from the source, without importing and so executing the modules.
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for path in _library()[1:]:
+    for path in library_files()[1:]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -183,17 +157,7 @@ def python_documentation() -> Iterator[str]:
         yield from passages(text.splitlines(keepends=True))
 
 
-def _with_text(reader: Callable[[], Iterator[str]], source: str) -> Iterator[str]:
-    empty = True
-    for document in reader():
-        if document and not document.isspace():
-            empty = False
-            yield document
-    if empty:
-        raise UsageError(f"{source}: there is no text in it")
-
-
-def _library() -> list[Path]:
+def library_files() -> list[Path]:
     """The files of Python's documentation, with the topics of the language reference first."""
     try:
         from pydoc_data import topics
@@ -207,60 +171,103 @@ def _library() -> list[Path]:
     return [Path(topics.__file__), *modules]
 
 
-def _files(folder: Path) -> list[Path]:
-    """All files in a folder that are not hidden, in order."""
-    return sorted(
-        p
-        for p in folder.rglob("*")
-        if p.is_file() and not any(name[0] == "." for name in p.relative_to(folder).parts)
-    )
+def _format(path: Path) -> str:
+    """The file extension that tells the format, without that of a compression."""
+    # The last two, as in text.jsonl.gz; a name may have more dots before them.
+    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSED]
+    return suffixes[-1] if suffixes else ""
 
 
-def _hub_state(data: Data) -> tuple[str, str | None, Callable[[], None]]:
-    """What identifies a data set's content, its full commit (None for a folder), and its check."""
-    folder = Path(str(data.hub))
-    if folder.exists():
-        files = _Files(_files(folder) if folder.is_dir() else [folder])
-        return files.identity, None, files.check
-    from huggingface_hub import snapshot_download
-
-    reach_hub()
-    # The hub's own cache remembers the commit, in case the hub cannot be reached later.
-    with _hub_errors(data):
-        snapshot = snapshot_download(
-            str(data.hub),
-            repo_type="dataset",
-            revision=data.hub_revision,
-            allow_patterns="README.md",
-        )
-    commit = Path(snapshot).name
-    return f"{data.hub} {commit}", commit, lambda: None
+def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[str]:
+    kind = _format(path)
+    if kind == ".parquet":
+        yield from row_texts(_rows("parquet", path), column)
+    elif kind in (".jsonl", ".json"):
+        yield from _texts(_json_values(_lines(path), column), column)
+    elif kind in _DELIMITERS:
+        yield from _cells(_lines(path), _DELIMITERS[kind], column)
+    elif separator is None:
+        yield from passages(_lines(path))
+    else:
+        chunks = batched(_lines(path), 2**20, len)
+        yield from separated(map("".join, chunks), separator)
 
 
-def _hub(data: Data, split: str, revision: str | None) -> Iterator[str]:
-    from datasets import load_dataset  # this import takes a second
+def _rows(kind: str, path: Path, **options: Any) -> "IterableDataset":
+    """The rows of a file, which is unpacked while it is read."""
+    import datasets  # this takes a second
 
-    with _hub_errors(data):
-        # Streamed: max_tokens may need only a small part of a data set of terabytes.
-        rows = load_dataset(
-            data.hub, data.hub_config, split=split, revision=revision, streaming=True
-        )
-        if data.shuffle_seed is not None:
-            rows = rows.shuffle(seed=data.shuffle_seed, buffer_size=10_000)
-        yield from row_texts(rows, data.column, f"data.hub={data.hub}, {split} row")
+    # What it logs as an error is also raised.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    files = [glob.escape(str(path.absolute()))]  # it takes names for patterns
+    return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of plain text, with their ends."""
+    for line in row_texts(_rows("text", path, keep_linebreaks=True, encoding="utf-8-sig"), "text"):
+        if "\0" in line:
+            raise UsageError("NUL characters are in it, which text has not: unpack an archive")
+        yield line
+
+
+# datasets has readers of JSON and CSV, too. That of JSON refuses rows with a key that earlier ones
+# have not, and makes quoted JSON of texts near a row of another type; that of CSV takes rows that
+# are too short or too long.
+
+
+def _json_values(lines: Iterator[str], column: str) -> Iterator[Any]:
+    """Yield the values of a key of JSON Lines, or of a single array, which is read as a whole."""
+    first = next(lines, "")
+    texts = filter(str.strip, itertools.chain([first], lines))
+    is_array = first.lstrip().startswith("[")
+    number = 0
+    try:
+        for row in json.loads("".join(texts)) if is_array else map(json.loads, texts):
+            number += 1
+            if not isinstance(row, dict):
+                raise UsageError(f"row {number} is not a JSON object, but {str(row)[:50]!r}")
+            _check_column([*row], column)
+            yield row[column]
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"row {number + 1}: not JSON ({error})") from None
+
+
+def _cells(lines: Iterable[str], delimiter: str, column: str) -> Iterator[str]:
+    """Yield the texts in a column of a table whose first line names its columns."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    names = next(reader, [])
+    _check_column(names, column)
+    for row in filter(None, reader):
+        if len(row) != len(names):
+            raise UsageError(
+                f"line {reader.line_num}: a row of {len(row)} columns, where the first line names "
+                f"{len(names)}"
+            )
+        yield row[names.index(column)]
+
+
+def _texts(values: Iterable[Any], column: str) -> Iterator[str]:
+    """The values of a column, which are texts or null; UsageError for anything else."""
+    for number, value in enumerate(values, 1):
+        if value is not None and not isinstance(value, str):
+            raise UsageError(f"row {number}: {column!r} is not text, but {str(value)[:50]!r}")
+        # JSON may hold half a surrogate pair, which UTF-8 cannot.
+        yield "" if value is None else value.encode(errors="replace").decode()
+
+
+def _check_column(names: Sequence[str], column: str) -> None:
+    if column not in names:
+        hint = did_you_mean(column, names, "name the column that holds the text")
+        raise UsageError(f"column={column!r} is not among its columns {', '.join(names)}: {hint}")
 
 
 @contextmanager
-def _hub_errors(data: Data) -> Iterator[None]:
-    """Turn errors while a data set is read, which many libraries raise, into UsageErrors."""
+def _readable(path: Path) -> Iterator[None]:
+    """Put a path before the message of an error, and make it a UsageError."""
     try:
         yield
-    except UsageError:
-        raise
-    except Exception as error:
-        is_here = Path(str(data.hub)).exists()
-        reason = f"{type(error).__name__}: {one_line(error, 300)}" if is_here else hub_error(error)
-        raise UsageError(
-            f"data.hub={data.hub} cannot be read ({reason}): "
-            "check its name, config, revision and splits, and that the hub can be reached"
-        ) from None
+    except Exception as error:  # datasets lets those of all libraries pass with which it reads
+        reason = getattr(error, "strerror", None) or one_line(error, 300)
+        raise UsageError(f"{path}: {reason}") from None

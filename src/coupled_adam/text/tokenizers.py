@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.text.hub import check_sizes, hub_error, reach_hub
+from coupled_adam.text.documents import batched, documents
+from coupled_adam.text.hub import hub_error, reach_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-T = TypeVar("T")
 _BATCH = 1_000_000  # characters per call of the tokenizer, which has its own threads
 
 
 def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, from its folder or the hub, without running its code.
 
+    The name may also be that of a ``tokenizer.json``.
+
     Raises:
         UsageError: if there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer  # takes seconds
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds
 
     is_here = Path(name).exists()
-    if is_here:
-        check_sizes(Path(name))  # since transformers reads the model's configuration, too
-    else:
+    if not is_here:
         reach_hub()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name,
-            revision=revision or "main",
-            local_files_only=is_here,
-            trust_remote_code=False,
-        )
+        tokenizer: PreTrainedTokenizerBase
+        if Path(name).is_file():
+            cls: Any = PreTrainedTokenizerFast  # which has no types
+            tokenizer = cls(tokenizer_file=str(name))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name,
+                revision=revision or "main",
+                local_files_only=is_here,
+                trust_remote_code=False,
+            )
         # Some mistakes in its file show only here, such as that nothing stands for what it does not
         # know: a hieroglyph is in no vocabulary.
         tokenizer.encode("a \N{EGYPTIAN HIEROGLYPH A001}")
@@ -47,12 +53,25 @@ def load_tokenizer(name: Path | str, revision: str | None = None) -> PreTrainedT
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = f"{type(error).__name__}: {one_line(error)}" if is_here else hub_error(error)
-        raise UsageError(f"{name} has no tokenizer that can be read ({reason})") from None
+        text = f"{name} has no tokenizer that can be read ({reason}){_remedy(Path(name))}"
+        raise UsageError(text) from None
     # If files are missing, transformers creates some tokenizers with special tokens alone, or with
     # one more, which stands for a space.
     if len(tokenizer.get_vocab().keys() - {*tokenizer.all_special_tokens}) < 2:
         raise UsageError(f"{name} has no tokenizer that can be read (its vocabulary is empty)")
     return tokenizer
+
+
+def _remedy(folder: Path) -> str:
+    """What to do about a folder whose tokenizer cannot be read, if that is known."""
+    if folder.is_file():
+        return ""
+    # transformers asks for the code of the model's author first.
+    if (folder / "tokenizer.json").exists():
+        return f": --tokenizer {folder / 'tokenizer.json'} needs nothing else of the model"
+    if [*folder.glob("*.model")] and importlib.util.find_spec("sentencepiece") is None:
+        return ": SentencePiece models need a package: pip install sentencepiece"
+    return ""
 
 
 def text_tokens(text: Path, tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:
@@ -66,36 +85,18 @@ def token_pieces(text: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[NDA
     Each document is preceded by the tokenizer's BOS token, or by its EOS token if it has no other.
 
     Raises:
-        UsageError: if the text, as for ``data.text`` in a recipe, cannot be read or is empty.
+        UsageError: the text cannot be read, or is empty.
     """
     from tqdm import tqdm
-
-    from coupled_adam.text.documents import open_documents
-    from coupled_adam.text.source import Data
 
     # As models were trained: documents begin with BOS or, where there is none, follow EOS.
     first = tokenizer.bos_token_id
     if first is None:
         first = tokenizer.eos_token_id
     begin = [] if first is None else [first]
-    documents = open_documents(Data(text=str(text))).readers["train"]()
     with tqdm(desc="tokens", unit="", unit_scale=True, disable=None, leave=False) as bar:
-        for batch in batched(documents, _BATCH, len):
+        for batch in batched(documents(text), _BATCH, len):
             encoded = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
             piece = np.concatenate([np.array([*begin, *ids], np.int32) for ids in encoded])
             bar.update(len(piece))
             yield piece
-
-
-def batched(items: Iterable[T], size: int, length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yield the items in lists, each of which ends once the lengths in it add up to a size."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        batch.append(item)
-        total += length(item)
-        if total >= size:
-            yield batch
-            batch, total = [], 0
-    if batch:
-        yield batch

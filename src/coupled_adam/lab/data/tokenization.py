@@ -13,10 +13,11 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
-from coupled_adam.text.documents import Documents, content_digest
-from coupled_adam.text.source import Data
+from coupled_adam.lab.data.source import Documents, content_digest
+from coupled_adam.lab.sections import Data
+from coupled_adam.text.documents import batched
 from coupled_adam.text.token_files import TokenFile
-from coupled_adam.text.tokenizers import batched, load_tokenizer
+from coupled_adam.text.tokenizers import load_tokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 SPLITS = ("train", "valid", "test")

@@ -23,11 +23,10 @@ PAPER_TASKS = (
 """The tasks of arXiv 2502.08441."""
 
 _ACCURACIES = ("acc", "acc_norm", "exact_match")  # the first one that a task reports
-_FEWSHOT_SEED = 1234  # the harness's default, for tasks with few-shot examples
 
 
 class Downstream:
-    """Tasks of the lm-evaluation-harness, loaded with their data, which can be run on models.
+    """Tasks of the lm-evaluation-harness, which can be run on models.
 
     Args:
         names: the names of tasks, groups or tags.
@@ -46,7 +45,6 @@ class Downstream:
         limit: int | None = None,
     ) -> None:
         try:
-            import lm_eval
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError as error:
             raise UsageError(f"--lm-eval needs a package ({error}): {install('lm-eval')}") from None
@@ -54,32 +52,38 @@ class Downstream:
             raise UsageError(f"--lm-eval-path {folder} is not a folder")
         path = None if folder is None else str(folder)
         # Indexing the harness's thousands of tasks takes seconds, which the user's own do not need.
-        self._manager = TaskManager(include_path=path, include_defaults=folder is None)
-        if folder is not None and not set(names) <= set(self._manager.all_tasks):
-            self._manager = TaskManager(include_path=path)
+        manager = TaskManager(include_path=path, include_defaults=folder is None)
+        if folder is not None and not set(names) <= set(manager.all_tasks):
+            manager = TaskManager(include_path=path)
         for name in names:
-            if name not in self._manager.all_tasks:
-                hint = did_you_mean(name, self._manager.all_tasks, "see lm-eval ls tasks", most=3)
+            if name not in manager.all_tasks:
+                hint = did_you_mean(name, manager.all_tasks, "see lm-eval ls tasks", most=3)
                 raise UsageError(f"--lm-eval {name}: no such task: {hint}")
         self.names = list(dict.fromkeys(names))
+        self.limit = limit
+        self._manager = manager
+        # Loaded once before anything is evaluated, which may take hours, to see that it can be.
         try:
-            loaded = {name: self._manager.load([name]) for name in self.names}
+            tasks = manager.load(self.names)["tasks"]
         except Exception as error:  # raised by several libraries and by the tasks' own code
-            reason = one_line(error)
             raise UsageError(
-                f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {reason}. Can the "
-                "tasks' data be reached?"
+                f"--lm-eval {' '.join(self.names)}: {type(error).__name__}: {one_line(error)}. "
+                "Can the tasks' data be reached?"
             ) from None
-        tasks = {name: task for group in loaded.values() for name, task in group["tasks"].items()}
         for name, task in tasks.items():
             if not set(task.aggregation()) & set(_ACCURACIES):
                 raise UsageError(
                     f"--lm-eval {name} measures {', '.join(task.aggregation())}, and no accuracy"
                 )
-            task.set_fewshot_seed(_FEWSHOT_SEED)
-        self.limit = limit
-        self._version = lm_eval.__version__
-        self._loaded = loaded
+
+    @staticmethod
+    def check(tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise UsageError for a tokenizer that the harness cannot use."""
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise UsageError(
+                f"--lm-eval needs a BOS or an EOS token before each text, and the tokenizer of "
+                f"{tokenizer.name_or_path} has neither: set one in its tokenizer_config.json"
+            )
 
     def evaluate(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int
@@ -92,35 +96,29 @@ class Downstream:
             harness reports none; ``tasks``, with ``accuracy``, ``stderr`` and ``metric`` of each;
             the ``versions`` of harness and tasks; and the ``limit``.
         """
-        from lm_eval.evaluator import evaluate
+        import lm_eval
         from lm_eval.models.huggingface import HFLM
 
-        lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
+            results = lm_eval.simple_evaluate(
+                HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
+                tasks=self.names,
+                limit=self.limit,
+                log_samples=False,
+                # Only perplexities, which are not used here, are bootstrapped.
+                bootstrap_iters=2,
+                task_manager=self._manager,
+            )
         tasks: dict[str, dict[str, Any]] = {}
-        versions: dict[str, Any] = {}
-        for number, (name, loaded) in enumerate(self._loaded.items(), 1):
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is for results
-                results = evaluate(
-                    lm=lm,
-                    task_dict=loaded,
-                    limit=self.limit,
-                    log_samples=False,
-                    # Only perplexities, not used here, are bootstrapped; means have a formula.
-                    bootstrap_iters=2,
-                )
-            scores = self._scores(name, results)
-            tasks |= scores
-            versions |= results["versions"]
-            for task, score in scores.items():
-                line = f"{task}: {score['metric']} {with_error(score)}"
-                print(f"{line} ({number} of {len(self.names)})", file=sys.stderr)
+        for name in self.names:
+            tasks |= self._scores(name, results)
         errors = [score["stderr"] for score in tasks.values()]
         return {
             "accuracy": math.fsum(score["accuracy"] for score in tasks.values()) / len(tasks),
             "stderr": None if None in errors else math.hypot(*errors) / len(tasks),
             "tasks": tasks,
             "limit": self.limit,
-            "versions": {"lm_eval": self._version, **versions},
+            "versions": {"lm_eval": lm_eval.__version__, **results["versions"]},
         }
 
     def _scores(self, name: str, results: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,16 +22,14 @@ from coupled_adam.embeddings import (
     word_similarity,
 )
 from coupled_adam.embeddings.measures import MEASURES
-from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import clear_leftovers, read_text, write_atomically
+from coupled_adam.errors import UsageError, refused
+from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.batches import held_out_batches
 from coupled_adam.lab.data.corpus import Corpus
 from coupled_adam.lab.evaluation import loading
 from coupled_adam.lab.evaluation.downstream import Downstream
 from coupled_adam.lab.models import output_embeddings, parameters
 from coupled_adam.lab.training.loss import sequence_losses
-from coupled_adam.lab.training.schemas import check_evaluation
 from coupled_adam.runs import COUNTS, EVALUATION, MODEL
 from coupled_adam.text.token_files import Tokens
 from coupled_adam.text.tokenizers import text_tokens
@@ -80,7 +79,6 @@ def evaluate_run(
         raise UsageError(
             f"{run} has no model: its training has not finished; continue it with --resume"
         )
-    clear_leftovers(run)
     path = run / EVALUATION
     evaluation = _read(path)
     batches = recipe.training.test_batches if batches is None else batches
@@ -97,10 +95,7 @@ def evaluate_run(
         loss = held_out_loss(model, tokens, length, sequences, losses)
         _merge(path, {**loss, "test_batches": batches})
     if not has_measures:
-        try:
-            counts = read_array(run / COUNTS)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        counts = np.load(run / COUNTS)
         # Those of a new model: the one that was loaded does not know which biases were frozen.
         number = parameters(recipe, trained.build_model)
         _merge(path, {"parameters": number, **measures(model, counts)})
@@ -142,6 +137,8 @@ def evaluate_model(
     # Only what reads text needs one: embeddings can be measured in a model without a tokenizer.
     if text is not None or sets is not None or downstream is not None:
         tokenizer()  # before the model, whose weights take longer
+    if downstream is not None:
+        downstream.check(tokenizer())
     model = loading.load_model(source, device, revision)
     loading.require_causal(model, source)
     result: dict[str, Any] = {
@@ -234,7 +231,9 @@ def _tokens_of(
     text: Path, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> NDArray[Any]:
     """The tokens of a text, which are enough for a block of the model."""
-    tokens, length = text_tokens(text, tokenizer), loading.block_length(model)
+    with refused("--text ", UsageError):
+        tokens = text_tokens(text, tokenizer)
+    length = loading.block_length(model)
     if len(tokens) <= length:
         raise UsageError(
             f"--text {text} is too short: it has {len(tokens)} tokens, and a block {length + 1}"
@@ -267,27 +266,8 @@ def _scores(
 
 def _read(path: Path) -> dict[str, Any]:
     """Read an evaluation from a file; it is empty if the file does not exist."""
-    if not path.exists():
-        return {}
-    # It may be another person's, and must hold nothing that a report cannot show.
-    try:
-        content: dict[str, Any] = json.loads(
-            read_text(path), parse_constant=_number, parse_float=_number
-        )
-        check_evaluation(content)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} is not an evaluation: remove it, and it is made again ({one_line(error)})"
-        ) from None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return content
-
-
-def _number(text: str) -> float:
-    """A finite number; 1e999 is JSON, too, and NaN is not."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not finite")
-    return number
 
 
 def _merge(path: Path, new: dict[str, Any]) -> None:

@@ -1,18 +1,18 @@
-"""Load models and tokenizers from folders, and find out what an evaluation needs to know."""
+"""Load models and tokenizers from folders or the hub, as an evaluation needs them."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from coupled_adam.errors import UsageError, one_line
-from coupled_adam.files import read_text
-from coupled_adam.lab.recipe import Recipe, load_recipe
+from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.run import read_run
 from coupled_adam.lab.training.variant import Variant, load_variant
-from coupled_adam.runs import CONFIG, MODEL, SWEEP, inner_runs
-from coupled_adam.text.hub import check_sizes, hub_error, is_hub_id, reach_hub
+from coupled_adam.runs import CONFIG, MODEL, inner_runs
+from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
@@ -20,20 +20,17 @@ def recipe_of_run(folder: Path, variant: str | None = None) -> Recipe:
     """Read the recipe of a run; ``variant`` is the one whose code may be executed.
 
     Raises:
-        UsageError: the folder has no readable recipe, or the run was trained with another variant.
+        UsageError: the folder is not that of a run, or the run was trained with another variant.
     """
-    path = folder / CONFIG
-    try:
-        read_text(path)  # without the file, load_recipe would speak of recipes in the package
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({one_line(error)})") from None
-    recipe = load_recipe(str(path))
-    if recipe.variant not in (None, variant):
+    run = read_run(folder) if (folder / CONFIG).exists() else None
+    if run is None:
+        raise UsageError(f"{folder} is not a run: it has no {CONFIG} with a recipe")
+    if run.recipe.variant not in (None, variant):
         raise UsageError(
-            f"{folder} was trained with the code of {recipe.variant}, which only coupled-adam "
-            f"evaluate {folder} --variant {recipe.variant} executes: add this if you trust it"
+            f"{folder} was trained with the code of {run.recipe.variant}, which only coupled-adam "
+            f"evaluate {folder} --variant {run.recipe.variant} executes: add this if you trust it"
         )
-    return recipe
+    return run.recipe
 
 
 def check_model(source: Path | str) -> None:
@@ -43,8 +40,7 @@ def check_model(source: Path | str) -> None:
         return
     runs = inner_runs(folder)
     if runs:
-        kind = "sweep" if (folder / SWEEP).exists() else "comparison"
-        raise UsageError(f"{folder} is a {kind}: name one of its runs, such as {runs[0]}")
+        raise UsageError(f"{folder} is a comparison: name one of its runs, such as {runs[0]}")
     raise UsageError(
         f"{folder} is neither a run (config.yaml) nor a model (config.json, model.safetensors)"
     )
@@ -63,17 +59,16 @@ def load_model(
         cls: its class, where its configuration does not tell.
 
     Raises:
-        UsageError: there is no such model, or weights are damaged or missing.
+        UsageError: there is no such model, its weights are damaged, or they are not those that its
+            configuration asks for.
     """
     check_model(source)
     is_here = Path(source).exists()
-    if is_here:
-        check_sizes(Path(source))
-    else:
+    if not is_here:
         reach_hub()
     model: PreTrainedModel
     try:
-        loaded: Any = cls.from_pretrained(
+        model, report = cls.from_pretrained(
             source,
             revision=revision or "main",
             dtype=torch.float32,
@@ -82,11 +77,6 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
         )
-        model, report = loaded
-        model.to(device)  # type: ignore[arg-type]
-        model.eval()  # type: ignore[no-untyped-call]
-        # Other mistakes in a configuration show only when the model is used.
-        _logits(model, torch.zeros(1, 1, dtype=torch.int64))
     except Exception as error:  # raised by several libraries
         reason = f"{type(error).__name__}: {one_line(error)}"
         if not is_here:
@@ -95,7 +85,19 @@ def load_model(
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UsageError(f"{source}: weights are missing and would be random: {missing}")
+    # Layers that the configuration does not count would be left out of the model without a word.
+    patterns = {_pattern(name) for name in model.state_dict()}
+    extra = [name for name in sorted(report["unexpected_keys"]) if _pattern(name) in patterns]
+    if extra:
+        raise UsageError(f"{source}: config.json asks for fewer layers than there are: {extra[0]}")
+    model.to(device)  # type: ignore[arg-type]
+    model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _pattern(name: str) -> str:
+    """The name of a weight, the same in all layers."""
+    return re.sub(r"\d+", "N", name)
 
 
 def load_trained(run: Path, recipe: Recipe, device: str) -> tuple[PreTrainedModel, Variant]:
@@ -122,12 +124,12 @@ def load_model_tokenizer(
         raise UsageError(f"{error}, which this needs: save it with the model") from None
 
 
+@torch.inference_mode()
 def require_causal(model: PreTrainedModel, source: Path | str) -> None:
     """Raise UsageError if logits depend on later tokens, as those of a masked model do."""
     # Two blocks that differ in their last token: a causal model cannot tell them apart before it.
-    ids = torch.zeros(2, 4, dtype=torch.int64)
-    ids[1, -1] = 1
-    first, second = _logits(model, ids)[:, :-1]
+    ids = torch.tensor([[0, 0, 0, 0], [0, 0, 0, 1]], device=model.device)
+    first, second = model(input_ids=ids, use_cache=False).logits[:, :-1]
     # With values that are not finite, the model counts as causal; they are reported elsewhere.
     if (first - second).abs().max() > 1e-4 * first.abs().max():
         raise UsageError(
@@ -136,23 +138,7 @@ def require_causal(model: PreTrainedModel, source: Path | str) -> None:
         )
 
 
-@torch.inference_mode()
-def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The logits [blocks, length, V] of token ids [blocks, length]."""
-    logits: Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
-    return logits
-
-
 def block_length(model: PreTrainedModel) -> int:
-    """The length of a model's input blocks: as many tokens as it allows, but at most 1024.
-
-    Raises:
-        UsageError: it allows none.
-    """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1024
-    if positions < 1:
-        raise UsageError(
-            f"{model.name_or_path}: its config.json allows {positions} positions, and a text needs "
-            "at least 1"
-        )
-    return min(positions, 1024)
+    """The length of a model's input blocks: as many tokens as it allows, but at most 1024."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or 1024, 1024)

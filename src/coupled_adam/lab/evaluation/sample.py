@@ -1,7 +1,6 @@
 """Text that a language model writes."""
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,8 +30,8 @@ def sample(
         temperature: the logits are divided by it; 0 takes the most probable token every time.
 
     Raises:
-        UsageError: the tokenizer has neither a BOS nor an EOS token for an empty prompt, or does
-            not fit the model; or a logit is not finite.
+        UsageError: the tokenizer has neither a BOS nor an EOS token for an empty prompt, or a
+            logit is not finite.
     """
     end = tokenizer.eos_token_id
     first = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
@@ -40,36 +39,25 @@ def sample(
     ids = [*([] if first is None else [first]), *prompt_ids]
     if not ids:
         raise UsageError("--prompt is empty, and the tokenizer has no token that begins a text")
-    length, vocab_size = block_length(model), model.config.get_text_config().vocab_size
-    if max(ids) >= vocab_size:
-        raise UsageError(
-            f"{model.name_or_path}: its tokenizer has a token with id {max(ids)}, but the model "
-            f"only {vocab_size} embeddings"
-        )
     # Rows that pad the vocabulary belong to no token.
-    has_token = torch.arange(vocab_size) < max(tokenizer.get_vocab().values()) + 1
+    length, vocab_size = block_length(model), max(tokenizer.get_vocab().values()) + 1
     generator = torch.Generator().manual_seed(seed)
     written: list[int] = []
     for _ in tqdm(range(tokens), "tokens", disable=None, leave=False, delay=1):
         window = torch.tensor([(ids + written)[-length:]], device=model.device)
-        logits = model(input_ids=window, use_cache=False).logits[0, -1].double().cpu()
+        logits = model(input_ids=window, use_cache=False).logits[0, -1, :vocab_size].double().cpu()
         if not logits.isfinite().all():
             raise UsageError(f"{model.name_or_path}: a logit is not finite")
-        token = _draw(logits.masked_fill(~has_token, -torch.inf), temperature, generator)
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            # Where the same number falls in the cumulative sum: close models then choose the same.
+            cumulative = (logits / temperature).softmax(0).cumsum(0)
+            place = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
+            token = int(torch.searchsorted(cumulative, place, right=True))
         if token == end:
             break
         written.append(token)
     # Some tokenizers drop a space in front of the first token that they decode.
     before = tokenizer.decode(prompt_ids)
     return str(tokenizer.decode([*prompt_ids, *written])[len(before) :])
-
-
-def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """A token from the probabilities of logits [V]."""
-    if temperature == 0:
-        return int(logits.argmax())
-    probabilities = (logits / temperature).softmax(0)
-    # Where the same number falls in the cumulative sum: close models then choose the same token.
-    place = torch.rand((), dtype=torch.float64, generator=generator)
-    token = int(torch.searchsorted(probabilities.cumsum(0), place))
-    return min(token, int(probabilities.nonzero().max()))

@@ -1,36 +1,35 @@
 """What the runs of an experiment show, in sentences that say no more than their tests."""
 
-import dataclasses
-import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.experiments import Experiment, experiments, values_by_seed
-from coupled_adam.lab.reporting.finished_run import COLUMNS, TEST_LOSS, Run
+from coupled_adam.lab.reporting.frame import COLUMNS, TEST_LOSS, baseline_of, by_seed, groups
 from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, Paired, paired_t_test, shown_p
 from coupled_adam.runs import COMPARISON
 
 _MOST = 3  # as many arms get sentences of their own
-_MEAN = COLUMNS["mean_norm_ratio"]
 _GEOMETRY = {
-    "the relative norm of the mean embedding": _MEAN,
+    "the relative norm of the mean embedding": COLUMNS["mean_norm_ratio"],
     "isotropy": COLUMNS["isotropy"],
 }
 
 
-def conclusion(runs: Sequence[Run], left_out: Mapping[Path, str]) -> list[str]:
+def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
     """A paragraph for each experiment, and one for the runs that are not used.
 
     The arms are compared with AdamW by two-sided t-tests over pairs of runs with the same seed,
     which start from the same weights and see the same batches. A difference is called one only if
     p < 0.05, and p-values are not corrected for the number of arms.
     """
-    compared = experiments(runs)
+    experiments = groups(frame, "experiment")
     paragraphs = [
-        (f"{experiment.name}: " if len(compared) > 1 else "") + " ".join(_sentences(experiment))
-        for experiment in compared
+        (f"{experiment.experiment.iloc[0]}: " if len(experiments) > 1 else "")
+        + " ".join(_sentences(experiment))
+        for experiment in experiments
     ]
     for start, fate in (
         ("diverged", "diverged and cannot be compared."),
@@ -42,25 +41,19 @@ def conclusion(runs: Sequence[Run], left_out: Mapping[Path, str]) -> list[str]:
     return paragraphs
 
 
-def _sentences(experiment: Experiment) -> list[str]:
-    sentences = []
-    for arm in experiment.arms:
-        seeds = [str(run.seed) for run in arm if not _is_finite(run)]
-        if seeds:
-            sentences.append(
-                f"{arm[0].label} diverged with {len(seeds)} of {len(arm)} seeds "
-                f"({', '.join(seeds)}), which {'is' if len(seeds) == 1 else 'are'} not compared."
-            )
-    baseline, rivals = experiment.baseline, experiment.rivals
+def _sentences(experiment: pd.DataFrame) -> list[str]:
+    arms = groups(experiment, "setup")
+    baseline, sentences = baseline_of(arms), _best_of_each(experiment)
     if baseline is None:
         return [*sentences, "There is no run with AdamW to compare with."]
+    rivals = [arm for arm in arms if arm is not baseline]
     if not rivals:
         return [*sentences, "There are only runs with AdamW, and nothing to compare them with."]
-    # A sweep's arms get one sentence together, or nobody would read the page.
+    # Many arms get one sentence together, or nobody would read the page.
     if len(rivals) > _MOST:
         return [*sentences, _overview(baseline, rivals)]
-    if len({run.seed for run in experiment.runs}) == 1:
-        return [*sentences, *_one_seed([baseline, *rivals])]
+    if experiment.seed.nunique() == 1:
+        return [*sentences, *_one_seed(pd.concat([baseline, *rivals]))]
     for arm in rivals:
         sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
     if len(rivals) > 1:
@@ -68,93 +61,82 @@ def _sentences(experiment: Experiment) -> list[str]:
     return sentences
 
 
-def _is_finite(run: Run) -> bool:
-    loss = run.value(TEST_LOSS)
-    return loss is None or math.isfinite(loss)
+def _best_of_each(experiment: pd.DataFrame) -> list[str]:
+    """Which of several arms with one optimizer is the best, and how the best ones compare.
 
-
-def _one_seed(arms: Sequence[list[Run]]) -> list[str]:
-    """The results of each arm, the baseline first, and the command for more seeds."""
-    runs = [arm[0] for arm in arms if _is_finite(arm[0])]
-    facts: dict[str, list[str]] = {}
-    for phrase, (number, text) in _FACTS.items():
-        numbers = [x for x in map(number, runs) if x is not None]
-        # A fact that one of the runs lacks cannot be compared, and is left out for all of them.
-        if len(numbers) == len(runs):
-            facts[phrase] = [text(x) for x in numbers]
-    if len(runs) < 2 or not facts:
+    The validation loss at the end of training chooses, so that the test loss of what is chosen is
+    a fair estimate. An arm of which a run is missing, as one that diverged, is not chosen.
+    """
+    arms = experiment.groupby(["optimizer", "setup"], sort=False).valid_loss.agg(["count", "mean"])
+    complete = arms[arms["count"] == max(1, arms["count"].max())]
+    tried = complete.groupby("optimizer", sort=False)["mean"]
+    if not (tried.size() > 1).any():
         return []
-    names = [run.label.replace(", ", " (", 1) + ")" * (", " in run.label) for run in runs]
-    first = ", ".join(phrase.format(texts[0]) for phrase, texts in facts.items())
-    comparisons = [
-        f"{name}: {', '.join(texts[place] for texts in facts.values())}"
-        for place, name in enumerate(names[1:], 1)
-    ]
-    folder, command = runs[0].folder.parent, " --seeds 3 --resume"
-    if (folder / COMPARISON).exists():
-        command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
-    return [
-        f"With one seed, {'; '.join([f'{names[0]} has {first}', *comparisons])}.",
-        f"One seed cannot tell whether a loss is lower; three can:{command}",
-    ]
+    best = {name: experiment[experiment.setup == setup] for name, setup in tried.idxmin()}
+    chosen = "; ".join(
+        f"of {number} with {name}, {best[name].label.iloc[0]} ({loss:.3f})"
+        for name, number, loss in zip(best, tried.size(), tried.min())
+    )
+    sentences = [f"The arms with the lowest validation loss are: {chosen}."]
+    if "adamw" in best:
+        sentences += [_loss(best["adamw"], arm) for name, arm in best.items() if name != "adamw"]
+    return sentences
 
 
 def _bytes(number: float) -> str:
     return f"{number / 1e6:.1f} MB" if number >= 1e6 else f"{number / 1e3:.0f} kB"
 
 
-_FACTS: dict[str, tuple[Callable[[Run], float | None], Callable[[float], str]]] = {
-    "a test loss of {}": (lambda run: run.value(TEST_LOSS), "{:.3f}".format),
-    "a mean embedding of relative norm {}": (lambda run: run.value(_MEAN), "{:.2g}".format),
-    "{} of optimizer state for the embeddings": (lambda run: run.embedding_state, _bytes),
-    "{} a step": (
-        lambda run: run.seconds and 1000 * run.seconds / run.recipe.steps,
-        "{:.0f} ms".format,
-    ),
-}
-"""What a single run shows: the words, the number and its text."""
+# What a single run shows: the words, the column, and the text of its number. There is no time in
+# it: runs that are made one after the other meet different loads of the machine.
+_FACTS = (
+    ("a test loss of {}", "test_loss", "{:.3f}".format),
+    ("a mean embedding of relative norm {}", "mean_norm_ratio", "{:.2g}".format),
+    ("{} of optimizer state for the embeddings", "embedding_state_bytes", _bytes),
+)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    """A measure of the runs of two arms with the same seeds, and the test of the differences."""
-
-    mean: float
-    baseline: float
-    test: Paired | None
-
-
-def _pairs(baseline: Sequence[Run], arm: Sequence[Run], measure: Measure) -> _Pairs | None:
-    """Compare an arm with the baseline; None if they have no seed in common."""
-    # Runs that diverged are left out for all measures, not only for their losses.
-    values, baseline_values = (
-        values_by_seed(filter(_is_finite, runs), measure) for runs in (arm, baseline)
-    )
-    seeds = [
-        seed
-        for seed in sorted(values.keys() & baseline_values.keys())
-        if math.isfinite(values[seed]) and math.isfinite(baseline_values[seed])
+def _one_seed(runs: pd.DataFrame) -> list[str]:
+    """The results of each arm, the baseline first, and the command for more seeds."""
+    # A fact that one of the runs lacks cannot be compared, and is left out for all of them.
+    facts = [fact for fact in _FACTS if runs[fact[1]].notna().all()]
+    if not facts:
+        return []
+    texts = [[text(number) for number in runs[column]] for _, column, text in facts]
+    first = ", ".join(words.format(text[0]) for (words, *_), text in zip(facts, texts))
+    names = [label.replace(", ", " (", 1) + ")" * (", " in label) for label in runs.label]
+    others = [f"{name}: {', '.join(row)}" for name, *row in zip(names, *texts)][1:]
+    folder, command = runs.run.iloc[0].folder.parent, " --seeds 3 --resume"
+    if (folder / COMPARISON).exists():
+        command = f"\ncoupled-adam compare --seeds 3 --out {shlex.quote(str(folder))} --resume"
+    return [
+        f"With one seed, {'; '.join([f'{names[0]} has {first}', *others])}.",
+        f"One seed cannot tell whether a loss is lower; three can:{command}",
     ]
-    if not seeds:
+
+
+def _pairs(
+    baseline: pd.DataFrame, arm: pd.DataFrame, measure: Measure
+) -> tuple[float, float, Paired | None] | None:
+    """The means of arm and baseline over their common seeds, and the test; None without any."""
+    values, baseline_values = by_seed(arm, measure), by_seed(baseline, measure)
+    pairs = pd.DataFrame({"arm": values, "baseline": baseline_values}).dropna()
+    if pairs.empty:
         return None
-    values = {seed: values[seed] for seed in seeds}
-    mean, baseline_mean = (
-        math.fsum(v[seed] for seed in seeds) / len(seeds) for v in (values, baseline_values)
-    )
-    return _Pairs(mean, baseline_mean, paired_t_test(values, baseline_values))
+    return pairs.arm.mean(), pairs.baseline.mean(), paired_t_test(values, baseline_values)
 
 
-def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
+def _loss(baseline: pd.DataFrame, arm: pd.DataFrame) -> str:
     """The sentence about an arm's test loss."""
-    name, reference = arm[0].label, baseline[0].label
+    name, reference = arm.label.iloc[0], baseline.label.iloc[0]
     pairs = _pairs(baseline, arm, TEST_LOSS)
     if pairs is None:
         return f"{name} and {reference} have no finished seed in common, and cannot be compared."
-    test = pairs.test
+    mean, baseline_mean, test = pairs
     if test is None:
         return (
             f"{name} and {reference} have one finished seed in common, with which no test is "
-            f"possible: the test loss is {pairs.mean:.3f} and {pairs.baseline:.3f}."
+            f"possible: the test loss is {mean:.3f} and {baseline_mean:.3f}."
         )
     if not test.significant:
         return (
@@ -171,32 +153,33 @@ def _loss(baseline: Sequence[Run], arm: Sequence[Run]) -> str:
     )
 
 
-def _geometry(baseline: Sequence[Run], arm: Sequence[Run]) -> list[str]:
+def _geometry(baseline: pd.DataFrame, arm: pd.DataFrame) -> list[str]:
     """A sentence with the most important measures of the embeddings, if they were measured."""
     clauses = []
     for name, measure in _GEOMETRY.items():
         pairs = _pairs(baseline, arm, measure)
         if pairs is not None:
-            clause = f"{name} is {pairs.mean:.2g} against {pairs.baseline:.2g}"
-            clauses.append(clause + (f" ({shown_p(pairs.test.p)})" if pairs.test else ""))
-    return [f"With {arm[0].label}, {' and '.join(clauses)}."] if clauses else []
+            mean, baseline_mean, test = pairs
+            clause = f"{name} is {mean:.2g} against {baseline_mean:.2g}"
+            clauses.append(clause + (f" ({shown_p(test.p)})" if test else ""))
+    return [f"With {arm.label.iloc[0]}, {' and '.join(clauses)}."] if clauses else []
 
 
-def _overview(baseline: Sequence[Run], rivals: Sequence[Sequence[Run]]) -> str:
+def _overview(baseline: pd.DataFrame, rivals: Sequence[pd.DataFrame]) -> str:
     """One sentence about the test losses of many arms."""
     # Arms with the same verdict are listed together, so that the sentence stays readable.
     arms_by_verdict: dict[str, list[str]] = {}
     for arm in rivals:
-        pairs, label = _pairs(baseline, arm, TEST_LOSS), arm[0].label
-        if pairs is None or pairs.test is None:
+        test, label = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(baseline, TEST_LOSS)), ""
+        if test is None:
             verdict = "no test possible with fewer than two seeds"
         else:
-            label += f" ({shown_p(pairs.test.p)})"
+            label = f" ({shown_p(test.p)})"
             alike = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
-            verdict = pairs.test.direction if pairs.test.significant else alike
-        arms_by_verdict.setdefault(verdict, []).append(label)
+            verdict = test.direction if test.significant else alike
+        arms_by_verdict.setdefault(verdict, []).append(arm.label.iloc[0] + label)
     listed = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in arms_by_verdict.items())
     return (
-        f"Test losses of {len(rivals)} arms against {baseline[0].label} (paired t-tests over the "
-        f"seeds in common, not corrected for {len(rivals)} comparisons): {listed}."
+        f"Test losses of {len(rivals)} arms against {baseline.label.iloc[0]} (paired t-tests over "
+        f"the seeds in common, not corrected for {len(rivals)} comparisons): {listed}."
     )

@@ -1,16 +1,19 @@
 """Plots of finished runs; each function draws one picture into matplotlib axes."""
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import matplotlib
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
 from coupled_adam.embeddings import pictures, row_norms
 from coupled_adam.embeddings.measures import Measure
-from coupled_adam.lab.reporting.finished_run import COLUMNS, TEST_LOSS, Run, short
+from coupled_adam.lab.reporting.frame import COLUMNS, TEST_LOSS, groups
+from coupled_adam.lab.run import Run
 from coupled_adam.rendering.pictures import (
     ADAMW_COLOR,
     COUPLED_ADAM_COLOR,
@@ -19,6 +22,7 @@ from coupled_adam.rendering.pictures import (
     plot_means,
     scatter,
 )
+from coupled_adam.rendering.tables import short
 
 
 def arm_colors(arms: Iterable[str]) -> dict[str, str]:
@@ -105,95 +109,87 @@ def plot_second_moment(ax: Axes, run: Run) -> None:
     ax.legend(markerscale=3)
 
 
-def plot_fitted_a(ax: Axes, runs: Sequence[Run]) -> None:
+def plot_fitted_a(ax: Axes, frame: pd.DataFrame) -> None:
     """Plot the fitted A at each evaluation, for each number of parameters."""
-    sizes = sorted({run.parameters for run in runs})
+    sizes = sorted(frame.parameters.unique())
     scale = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(sizes)))
-    for run in runs:
-        probability = run.probabilities()
-        seen = probability > 0
-        fits = {
-            tokens: fit_proportional(probability[seen], moment[seen])[0]
-            for tokens, moment in run.second_moments().items()
-        }
+    for size, color in zip(sizes, scale):
         # One entry in the legend for all runs of a size.
-        first = run is next(r for r in runs if r.parameters == run.parameters)
-        label = f"N = {short(run.parameters)}" if first else None
-        color = scale[sizes.index(run.parameters)]
-        ax.plot([*fits], [*fits.values()], color=color, label=label)
+        label: str | None = f"N = {short(size)}"
+        for run in frame.run[frame.parameters == size]:
+            probability = run.probabilities()
+            seen = probability > 0
+            fits = {
+                tokens: fit_proportional(probability[seen], moment[seen])[0]
+                for tokens, moment in run.second_moments().items()
+            }
+            ax.plot([*fits], [*fits.values()], color=color, label=label)
+            label = None
     ax.set(title="Fit of E[v̂] = A p̃", xlabel="tokens seen D'", ylabel="A", yscale="log")
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     legend(ax)
 
 
-def plot_sweep(ax: Axes, sweep: dict[float, list[Run]], runs: Sequence[Run], xlabel: str) -> None:
+def plot_sweep(ax: Axes, swept: pd.DataFrame, experiment: pd.DataFrame, xlabel: str) -> None:
     """Plot the test loss, as mean and range over seeds, against the swept option, and AdamW's."""
-    swept = {x: _values(group, TEST_LOSS) for x, group in sweep.items()}
     # A value without a loss that can be compared has no point.
-    swept = {x: losses for x, losses in swept.items() if losses}
-    plot_means(ax, swept, marker="o", color=COUPLED_ADAM_COLOR, label="swept")
-    in_sweep = {run.arm for group in sweep.values() for run in group}
+    losses = _values_by(swept, "x", TEST_LOSS)
+    plot_means(ax, losses, marker="o", color=COUPLED_ADAM_COLOR, label="swept")
     for arm, color, style in (
         ("adamw", ADAMW_COLOR, "--"),
         ("coupled_adam", COUPLED_ADAM_COLOR, ":"),
     ):
-        of_arm = [run for run in runs if run.arm == arm]
-        losses = _values(of_arm, TEST_LOSS)
-        if losses and arm not in in_sweep:
-            mean = float(np.mean(losses))
-            ax.axhline(mean, color=color, linestyle=style, label=of_arm[0].label)
+        runs = experiment[experiment.arm == arm]
+        if runs.test_loss.notna().any() and arm not in {*swept.arm}:
+            mean, label = runs.test_loss.mean(), runs.label.iloc[0]
+            ax.axhline(mean, color=color, linestyle=style, label=label)
     ax.set(title="Test loss", xlabel=xlabel, ylabel="nats per token")
     legend(ax)
 
 
-def _values(runs: Sequence[Run], measure: Measure) -> list[float]:
-    """The values that were measured and can be compared."""
-    return [value for run in runs if (value := run.value(measure)) is not None]
+def _values_by(frame: pd.DataFrame, column: str, measure: Measure) -> dict[float, list[float]]:
+    """The values of a measure that were measured and can be compared, by those of a column."""
+    values: dict[float, list[float]] = (
+        frame.dropna(subset=measure.key).groupby(column)[measure.key].apply(list).to_dict()
+    )
+    return values
 
 
-def plot_sweep_measures(ax: Axes, sweep: dict[float, list[Run]], xlabel: str) -> None:
+def plot_sweep_measures(ax: Axes, swept: pd.DataFrame, xlabel: str) -> None:
     """Plot isotropy, relative mean norm and correlation with frequency against the swept option."""
     for key, color in (
         ("isotropy", "#009e73"),
         ("mean_norm_ratio", "#cc79a7"),
         ("norm_frequency_correlation", "#e69f00"),
     ):
-        measure = COLUMNS[key]
-        values = {x: _values(runs, measure) for x, runs in sweep.items()}
-        points = [(x, float(np.mean(v))) for x, v in values.items() if v]
-        ax.plot(*zip(*points), marker="o", color=color, label=measure.symbol)
+        means = swept.groupby("x")[key].mean().dropna()
+        ax.plot(means.index, means, marker="o", color=color, label=COLUMNS[key].symbol)
     ax.set(title="Measures of the embeddings", xlabel=xlabel)
     legend(ax)
 
 
-def plot_against_tokens(ax: Axes, runs: Sequence[Run], measure: Measure) -> None:
+def plot_against_tokens(ax: Axes, frame: pd.DataFrame, measure: Measure) -> None:
     """Plot a result against D for each N and arm, as mean and range over seeds."""
-    markers = "osD^vP*"
-    colors = arm_colors(run.arm for run in runs)
-    sizes = sorted({run.parameters for run in runs})
-    for size in sizes:
-        for arm in dict.fromkeys(run.arm for run in runs):
-            # A line for each size and arm, of which each D may have several seeds.
-            of_line = [run for run in runs if (run.parameters, run.arm) == (size, arm)]
-            points: dict[float, list[float]] = {}
-            for run in sorted(of_line, key=lambda run: run.recipe.tokens):
-                points.setdefault(run.recipe.tokens, []).extend(_values([run], measure))
-            points = {tokens: values for tokens, values in points.items() if values}
+    colors = arm_colors(frame.arm)
+    for marker, of_size in zip(itertools.cycle("osD^vP*"), groups(frame, "parameters")):
+        # A line for each size and arm, of which each D may have several seeds.
+        for of_line in groups(of_size, "arm"):
+            points = _values_by(of_line, "tokens", measure)
             if points:
-                marker = markers[sizes.index(size) % len(markers)]
-                label = f"{of_line[0].label}, N = {short(size)}"
-                plot_means(ax, points, marker=marker, color=colors[arm], label=label)
+                run = of_line.iloc[0]
+                label = f"{run.label}, N = {short(run.parameters)}"
+                plot_means(ax, points, marker=marker, color=colors[run.arm], label=label)
     title = measure.label.capitalize()
     ax.set(title=title, xlabel="D (tokens)", ylabel=measure.label, xscale="log")
     legend(ax)
 
 
-def plot_map(ax: Axes, runs: Sequence[Run]) -> None:
+def plot_map(ax: Axes, frame: pd.DataFrame) -> None:
     """Plot each experiment at its number of tokens and of parameters."""
-    tokens, parameters = np.array(sorted({run.size for run in runs}), dtype=float).T
-    line = np.array([tokens.min() / 2, tokens.max() * 2])
+    sizes = frame[["tokens", "parameters"]].drop_duplicates()
+    line = np.array([sizes.tokens.min() / 2, sizes.tokens.max() * 2])
     ax.plot(line, line / 20, color="grey", linestyle="--", label="N = D / 20")
-    ax.plot(tokens, parameters, "o", color=COUPLED_ADAM_COLOR, label="experiments")
+    ax.plot(sizes.tokens, sizes.parameters, "o", color=COUPLED_ADAM_COLOR, label="experiments")
     ax.set(title="The experiments", xlabel="D (tokens)", ylabel="N (parameters)")
     ax.set(xscale="log", yscale="log")
     ax.legend()

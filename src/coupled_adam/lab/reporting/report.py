@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -12,10 +12,10 @@ from rich.text import Text
 from tqdm import tqdm
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import clear_leftovers, is_result, make_folder, new_folder
+from coupled_adam.files import new_folder
 from coupled_adam.lab.reporting.conclusion import conclusion
 from coupled_adam.lab.reporting.figures import draw_all
-from coupled_adam.lab.reporting.reading import read_runs
+from coupled_adam.lab.reporting.frame import read_runs
 from coupled_adam.lab.reporting.report_page import notebook_part, report_page
 from coupled_adam.lab.reporting.results import (
     Bold,
@@ -25,7 +25,6 @@ from coupled_adam.lab.reporting.results import (
     runs_csv,
     shown_columns,
     summary_csv,
-    terminal_table,
 )
 from coupled_adam.rendering.tables import Table
 
@@ -63,81 +62,69 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     ``index.html`` contains everything, for a browser. The other files are ``table.md``,
     ``table.tex``, ``summary.csv`` (a row for each arm), ``runs.csv`` and ``results.json`` (all
     results of all runs), ``overview.png`` and ``figures/``. If ``out`` is already a report, it is
-    replaced as a whole once the new one is complete and on the disk; anything else is never
-    replaced. ``bold`` is explained at :func:`arm_results`.
+    replaced as a whole once the new one is complete; anything else is never replaced. ``bold`` is
+    explained at :func:`arm_results`.
 
     Raises:
-        UsageError: there is no finished run, a run is damaged, or ``out`` is not a report.
+        UsageError: there is no finished run, a run is damaged, runs of one recipe name cannot be
+            compared, or ``out`` is not a report.
     """
     given, out = out, out.resolve()  # so that a symbolic link stays one
-    if out.parent.is_dir():
-        clear_leftovers(out.parent, _is_own)
     if out.exists() and not _is_report(out):
         raise UsageError(
             f"--out {given} holds something other than a report, which would be lost: move it "
             "away, or choose a new folder"
         )
-    runs, left_out = read_runs(folders)
-    if not runs:
+    frame, left_out = read_runs(folders)
+    if frame.empty:
         places = ", ".join(map(str, folders))
         raise UsageError(
             f"{places}: there is no finished run in it; coupled-adam compare makes some"
         )
-    rows = arm_results(runs, bold)
-    columns, all_columns = shown_columns(rows), shown_columns(rows, more=True)
-    notes = footnotes(rows, bold)
+    rows = arm_results(frame, bold)
+    columns, all_columns = shown_columns(frame), shown_columns(frame, more=True)
+    notes, sentences = footnotes(rows, bold), conclusion(frame, left_out)
+    pictures = draw_all(frame)
+    page_table = results_table(rows, all_columns, notes, seeds=True)
+    paper_table = results_table(rows, columns, notes)
+    results = [
+        {"recipe": run.recipe.name, "arm": run.arm, "seed": run.seed, **run.evaluation}
+        for run in frame.run
+    ]
+    files = {
+        "table.md": paper_table.markdown(),
+        "table.tex": paper_table.latex(),
+        "summary.csv": summary_csv(rows, all_columns),
+        "runs.csv": runs_csv(frame),
+        "results.json": json.dumps(results, indent=2),
+        "index.html": report_page(frame, left_out, sentences, page_table, pictures, out),
+    }
     # The folder appears as a whole, so that nobody sees one report's table beside another's page.
-    make_folder(out.parent)
-    with new_folder(out, _is_own) as folder:
-        paper = results_table(rows, columns, notes=notes)
-        results = [
-            {"recipe": run.recipe.name, "settings": run.settings, "arm": run.arm, "seed": run.seed}
-            | run.evaluation
-            for run in runs
-        ]
-        _write(folder / "table.md", paper.markdown())
-        _write(folder / "table.tex", paper.latex())
-        _write(folder / "summary.csv", summary_csv(rows, all_columns))
-        _write(folder / "runs.csv", runs_csv(runs))
-        _write(folder / "results.json", json.dumps(results, indent=2))
-        pictures = draw_all(runs)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(out) as folder:
+        for name, text in files.items():
+            # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
+            (folder / name).write_text(text, encoding="utf-8", errors="replace")
         for picture in tqdm(pictures, "drawing the report", disable=None, leave=False):
             path = folder / picture.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(picture.png)
-        table = results_table(rows, all_columns, seeds=True, notes=notes)
-        _write(folder / "index.html", report_page(runs, left_out, table, pictures, out))
-    return Report(
-        given / "index.html",
-        conclusion(runs, left_out),
-        terminal_table(rows, columns, notes),
-        pictures[0].png,
-    )
+    shown = results_table(rows, columns, notes, titled=True)
+    return Report(given / "index.html", sentences, shown, pictures[0].png)
 
 
-def _write(path: Path, text: str) -> None:
-    # Folder names and JSON may contain lone surrogates, which UTF-8 cannot encode.
-    path.write_text(text, encoding="utf-8", errors="replace")
-
-
-_FILES = re.compile(
-    r"index\.html|table\.md|table\.tex|summary\.csv|runs\.csv|results\.json|overview\.png"
-    r"|figures/.+\.png"
-)
+_ALWAYS = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"}
 
 
 def _is_own(name: str) -> bool:
     """Whether a report has a file of this name, relative to its folder."""
-    return _FILES.fullmatch(name) is not None
+    return name in _ALWAYS or name == "overview.png" or fnmatch(name, "figures/*.png")
 
 
 def _is_report(folder: Path) -> bool:
-    """Whether a folder holds a page of ours, and no other files than belong to it."""
-    entries = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    if not folder.is_dir() or not all(
-        _is_own(path.relative_to(folder).as_posix()) for path in entries
-    ):
+    """Whether a folder is empty, or holds the files of a report and no others."""
+    if not folder.is_dir():
         return False
-    # These name the program that made them; tables do not.
-    signed = [path for path in entries if path.suffix in (".html", ".png")]
-    return not entries or (folder / "index.html" in signed and all(map(is_result, signed)))
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = {path.relative_to(folder).as_posix() for path in paths}
+    return not names or (names >= _ALWAYS and all(map(_is_own, names)))

@@ -4,19 +4,17 @@ import base64
 import json
 import math
 import os
-import statistics
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from coupled_adam.embeddings.measures import small_print
-from coupled_adam.files import read_text
-from coupled_adam.lab.reporting.conclusion import conclusion
-from coupled_adam.lab.reporting.experiments import experiments
-from coupled_adam.lab.reporting.finished_run import COLUMNS, Run
+from coupled_adam.lab.reporting.frame import COLUMNS, groups
+from coupled_adam.lab.run import Run
 from coupled_adam.rendering import page
 from coupled_adam.rendering.pictures import Picture
 from coupled_adam.rendering.tables import Table
@@ -24,8 +22,9 @@ from coupled_adam.runs import ENVIRONMENT
 
 
 def report_page(
-    runs: Sequence[Run],
+    frame: pd.DataFrame,
     left_out: Mapping[Path, str],
+    conclusion: Sequence[str],
     table: Table,
     pictures: Sequence[Picture],
     out: Path,
@@ -34,22 +33,23 @@ def report_page(
 
     All text is escaped. The links lead to the folders of the runs.
     """
+    experiments = groups(frame, "experiment")
     values = {
-        "conclusion": conclusion(runs, left_out),
-        "arms": _arms(runs, out),
+        "conclusion": conclusion,
+        "arms": [_arm(a, out) for runs in experiments for a in groups(runs, "setup")],
         "table": table,
         "measures": small_print(COLUMNS.values()),
-        "names": ", ".join(dict.fromkeys(run.experiment.partition(" ")[0] for run in runs)),
+        "names": ", ".join(frame.experiment.unique()),
         "experiments": [
             # The runs of an experiment have the same settings, so that any of them can show them.
             {
-                "name": experiment.name,
-                "config": yaml.safe_dump(experiment.runs[0].recipe.to_dict(), sort_keys=False),
-                "environment": _environment(experiment.runs[0]),
+                "name": run.recipe.name,
+                "config": yaml.safe_dump(run.recipe.to_dict(), sort_keys=False),
+                "environment": _environment(run),
             }
-            for experiment in experiments(runs)
+            for run in (runs.run.iloc[0] for runs in experiments)
         ],
-        "runs": len(runs),
+        "runs": len(frame),
         "left_out": {str(path): reason for path, reason in left_out.items()},
     }
     return page.render("report.html", values, pictures, package="coupled_adam.lab.reporting")
@@ -62,29 +62,26 @@ def notebook_part(conclusion: Sequence[str], table: Table, overview: bytes) -> s
     return page.render("notebook.html", values, [], package="coupled_adam.lab.reporting")
 
 
-def _arms(runs: Sequence[Run], out: Path) -> list[dict[str, Any]]:
-    """For each arm of each experiment: its options, its time, and links to its runs."""
-    rows = []
-    for experiment in experiments(runs):
-        for arm in experiment.arms:
-            seconds = [run.seconds for run in arm if run.seconds is not None]
-            speeds = [run.tokens_per_second for run in arm if run.tokens_per_second is not None]
-            timed = len(seconds) == len(arm)
-            rows.append(
-                {
-                    "experiment": experiment.name,
-                    "label": arm[0].label,
-                    "options": ", ".join(f"{k}={v}" for k, v in arm[0].options.items()),
-                    "seconds": _duration(statistics.fmean(seconds)) if timed else "–",
-                    "total": _duration(math.fsum(seconds)) if timed else "–",
-                    "speed": f"{statistics.harmonic_mean(speeds):,.0f}" if speeds else "–",
-                    "runs": [(run.seed, _link(run.folder, out)) for run in arm],
-                }
-            )
-    return rows
+def _arm(arm: pd.DataFrame, out: Path) -> dict[str, Any]:
+    """The options of an arm, its time, and links to its runs."""
+    first: Run = arm.run.iloc[0]
+    tokens = first.recipe.tokens
+    seconds = math.fsum(tokens / run.tokens_per_second for run in arm.run)
+    speed = len(arm) * tokens / seconds
+    return {
+        "experiment": first.recipe.name,
+        "label": first.label,
+        "options": ", ".join(f"{key}={value}" for key, value in first.options.items()),
+        "seconds": _duration(seconds / len(arm)),
+        "total": _duration(seconds),
+        "speed": "–" if math.isnan(speed) else f"{speed:,.0f}",
+        "runs": [(run.seed, _link(run.folder, out)) for run in arm.run],
+    }
 
 
 def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "–"
     total = round(seconds)
     if total < 3600:
         return f"{total // 60}:{total % 60:02} min"
@@ -97,19 +94,18 @@ def _link(folder: Path, out: Path) -> str:
 
 
 def _environment(run: Run) -> dict[str, Any]:
-    """The environment of a run; empty if its file is missing or not as training writes it."""
-    # Only readers need these facts: an old or odd file must not prevent a report.
-    try:
-        recorded = json.loads(read_text(run.folder / ENVIRONMENT))
-        return {
-            "command": " ".join(map(str, recorded.get("command", []))),
-            "git commit": recorded.get("git_commit"),
-            "machine": f"{recorded.get('processor')}, {recorded.get('cores')} cores; "
-            + (", ".join(map(str, recorded.get("gpus", []))) or "no GPU"),
-            "python": recorded.get("python"),
-            "packages": ", ".join(f"{k} {v}" for k, v in recorded.get("packages", {}).items()),
-            "corpus": (recorded.get("corpus") or {}).get("source"),
-            "time": recorded.get("time"),
-        }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    """Where and how a run was made; empty if its file is missing."""
+    path = run.folder / ENVIRONMENT
+    if not path.exists():
         return {}
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    gpus = ", ".join(recorded.get("gpus", [])) or "no GPU"
+    return {
+        "command": " ".join(recorded.get("command", [])),
+        "git commit": recorded.get("git_commit"),
+        "machine": f"{recorded.get('processor')}, {recorded.get('cores')} cores; {gpus}",
+        "python": recorded.get("python"),
+        "packages": ", ".join(f"{k} {v}" for k, v in recorded.get("packages", {}).items()),
+        "corpus": recorded.get("corpus", {}).get("source"),
+        "time": recorded.get("time"),
+    }

@@ -1,26 +1,19 @@
 """Training with several processes, which torchrun or SLURM's srun has started."""
 
-import datetime
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from coupled_adam.errors import TrainingError, UsageError, on_all_ranks
-from coupled_adam.files import duration, waiting
-from coupled_adam.lab.recipe import differences
 
 T = TypeVar("T")
-PATIENCE = 600.0
-"""How long the processes of a run wait for each other at its start, in seconds."""
 
 
 def launcher() -> ClusterEnvironment | None:
@@ -55,21 +48,18 @@ def nodes() -> int:
 
 
 @contextmanager
-def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
+def process_group(device: str) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
-    Before that, every process compares its ``settings``, plain values and dicts of them, with those
-    of the others, so that none waits for something that another will not do.
-
     Raises:
-        UsageError: in every process, if their settings differ.
-        TrainingError: if a process does not come within ten minutes, or if another one has ended or
-            has not answered within torch's time limit.
+        TrainingError: if a process does not come, has ended, or has not answered, each within
+            torch's time limit.
     """
     environment = launcher()
     if environment is None:
         yield
         return
+    # Which torchrun has set, and srun has not.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
     if device == "cuda":
@@ -77,7 +67,6 @@ def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
     try:
         dist.init_process_group(
             "nccl" if device == "cuda" else "gloo",
-            store=_agreed(environment, {"device": device, **settings}),
             rank=environment.global_rank(),
             world_size=environment.world_size(),
         )
@@ -95,68 +84,6 @@ def process_group(device: str, settings: Mapping[str, Any]) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _agreed(environment: ClusterEnvironment, settings: Mapping[str, Any]) -> Any:
-    """The store through which the processes meet, when all are there with the same settings."""
-    own_rank, number = environment.global_rank(), environment.world_size()
-    place = f"{environment.main_address}:{environment.main_port}"
-    peers = "the other process" if number == 2 else f"the other {number - 1} processes"
-    go_on = waiting(f"{peers} of this run, at {place}", PATIENCE)
-    store = _store(environment, go_on, place)
-
-    def wait_for(keys: list[str]) -> None:
-        """Wait until every process has set its key; they are in the order of ranks."""
-        while not store.check(keys):
-            if not go_on():
-                missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-                raise TrainingError(
-                    f"of the {number} processes of this run, {', '.join(missing)} did not come "
-                    f"within {duration(PATIENCE)} (see their last output)"
-                )
-
-    store.set(f"settings of {own_rank}", json.dumps(settings))
-    # Nothing is compared before all are there, so that all processes report the same difference.
-    wait_for([f"settings of {rank}" for rank in range(number)])
-    first, *later = (json.loads(store.get(f"settings of {rank}")) for rank in range(number))
-    different = ", ".join(
-        f"{key}={expected!r} in process 0, {value!r} in process {rank}"
-        for rank, values in enumerate(later, 1)
-        for key, (expected, value) in differences(first, values).items()
-    )
-    if different:
-        # The store may be in process 0, and would end with it before the others have read it.
-        store.set(f"{own_rank} has read", "")
-        if own_rank == 0:
-            wait_for([f"{rank} has read" for rank in range(number)])
-        raise on_all_ranks(
-            UsageError(
-                f"the processes of this run were started differently ({different}): "
-                "start all of them with the same command"
-            )
-        )
-    return store
-
-
-def _store(environment: ClusterEnvironment, go_on: Callable[[], bool], place: str) -> Any:
-    """The store at the main address, which torchrun or else the first process serves."""
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    serves = environment.global_rank() == 0 and not agents
-    address = environment.main_address, environment.main_port, environment.world_size()
-    timeout = datetime.timedelta(seconds=min(PATIENCE, 30))
-    while True:
-        try:
-            return TCPStore(*address, serves, timeout, wait_for_workers=False)
-        except dist.DistError as error:
-            if serves:
-                reason = f"no other process can be waited for at {place}: {error}"
-                raise TrainingError(reason) from None
-        # The process that serves it may come later than this one.
-        if not go_on():
-            raise TrainingError(
-                f"the first process of this run could not be reached at {place} within "
-                f"{duration(PATIENCE)} (see its last output)"
-            )
-
-
 def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank; every rank must call this."""
     if world_size() == 1:
@@ -167,27 +94,22 @@ def any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
-def all_gather(value: T) -> list[T]:
-    """The value of each rank, on every rank; every rank must call this."""
-    if world_size() == 1:
-        return [value]
-    values: list[T] = [value] * world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def on_every_rank(function: Callable[[], T]) -> T:
     """Call a function on every rank, and return this rank's own result.
 
     Raises:
         UsageError: on every rank, if the function raises it on any.
     """
-    failure = result = None
+    result: T | None = None
+    failure: str | None = None
     try:
         result = function()
     except UsageError as error:
         failure = str(error)
-    for number, message in enumerate(all_gather(failure)):
+    failures = [failure] * world_size()
+    if len(failures) > 1:
+        dist.all_gather_object(failures, failure)
+    for number, message in enumerate(failures):
         if message is not None:
             raise on_all_ranks(UsageError(f"process {number}: {message}" if number else message))
     return cast(T, result)

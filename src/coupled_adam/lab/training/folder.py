@@ -3,7 +3,7 @@
 import contextlib
 import io
 import json
-import os
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,13 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from coupled_adam import files
-from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import TrainingError, UsageError, one_line
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
-from coupled_adam.lab.training.schemas import Recorded, read_json
-from coupled_adam.runs import CHECKPOINTS, CONFIG, COUNTS, ENVIRONMENT, SECOND_MOMENTS
+from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
-
-_BEFORE_CONFIG = {files.LOCK, ENVIRONMENT, COUNTS}
 
 
 def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None:
@@ -35,39 +30,30 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
         locks: the folder is unlocked when this closes.
 
     Raises:
-        UsageError: if the folder holds another run, a run on another text, or files of others and
-            no run; is in use by another process; or has symbolic links in the place of its folders.
+        UsageError: if the folder holds another run, a run on another text, or other files and no
+            run; or is in use by another process.
     """
     folder, config = run.folder, run.config
-    if folder.is_dir() and not os.path.lexists(folder / CONFIG):
-        for path in sorted(folder.iterdir()):
-            if path.name not in _BEFORE_CONFIG and not files.is_temporary(path):
+    path = folder / CONFIG
+    if folder.is_dir() and not path.exists():
+        for entry in sorted(folder.iterdir()):
+            # config.yaml comes last: a killed process may have left what comes before.
+            if entry.name not in (ENVIRONMENT, COUNTS) and not entry.name.startswith("."):
                 raise UsageError(
-                    f"{folder} holds {path.name} but no run, whose config.yaml would be there: "
+                    f"{folder} holds {entry.name} but no run, whose config.yaml would be there: "
                     "restore that file, or choose another --out"
                 )
-    files.make_folder(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     locks.enter_context(files.sole_writer(folder))
-    files.clear_leftovers(folder)
-    for inner in (folder / CHECKPOINTS, folder / SECOND_MOMENTS):
-        if inner.is_symlink():
-            raise UsageError(
-                f"{inner} is a symbolic link, where this run creates and removes files: "
-                "replace it by the folder itself, or let --out lead elsewhere"
-            )
-        if inner.is_dir():
-            files.clear_leftovers(inner)
-        elif inner.exists():
-            raise UsageError(f"{inner} is no folder: move it away, or choose another --out")
-    path = folder / CONFIG
+    for leftover in folder.glob(f".{MODEL}-*"):
+        shutil.rmtree(leftover)
     if path.exists():
-        if read_yaml(files.read_text(path, "replace"), str(path)) != config:
+        if yaml.safe_load(path.read_text(encoding="utf-8")) != config:
             raise UsageError(
                 f"{folder} holds another run, see its config.yaml: choose another --out"
             )
         _check_text(folder, corpus)
         return
-    # config.yaml makes the folder a run, and comes last: whoever finds it finds the others as well.
     facts = {**environment(), "corpus": corpus.facts, "processes": world_size()}
     files.write_atomically(folder / ENVIRONMENT, json.dumps(facts, indent=2))
     save_array(folder / COUNTS, corpus.unigram_counts())
@@ -77,13 +63,10 @@ def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None
 def _check_text(folder: Path, corpus: Corpus) -> None:
     """Raise UsageError unless the run was started with this text, and these tokens of it."""
     started = _recorded(folder)["corpus"]
-    try:
-        counts = read_array(folder / COUNTS)
-    except ValueError as error:
-        raise UsageError(f"{error}: remove {folder} to begin the run again") from None
+    counts = np.load(folder / COUNTS)
     # The fingerprint is that of the text; the counts tell tokens of another tokenizer.
     now = corpus.facts["fingerprint"], corpus.facts["tokens"]
-    if (started.get("fingerprint"), started.get("tokens")) != now or not np.array_equal(
+    if (started["fingerprint"], started["tokens"]) != now or not np.array_equal(
         counts, corpus.unigram_counts()
     ):
         raise UsageError(
@@ -109,12 +92,9 @@ def record_resumption(folder: Path, step: int) -> None:
         )
 
 
-def _recorded(folder: Path) -> Recorded:
-    path = folder / ENVIRONMENT
-    try:
-        return read_json(path, Recorded)
-    except (ValueError, FileNotFoundError, IsADirectoryError):
-        raise UsageError(f"{path} is damaged: remove {folder} to begin the run again") from None
+def _recorded(folder: Path) -> dict[str, Any]:
+    recorded: dict[str, Any] = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+    return recorded
 
 
 def save_model(

@@ -1,11 +1,10 @@
 """Where a run is logged: ``metrics.jsonl``, and the loggers that a user has chosen."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.files import write_atomically
@@ -25,26 +24,14 @@ def run_loggers(folder: Path, execution: Execution, step: int | None) -> list[Lo
     name = f"{folder.parent.name}/{folder.name}"
     if "wandb" in execution.log:
         loggers.append(WandbLogger(name, folder, project="coupled-adam", id=name.replace("/", "-")))
-    if "mlflow" in execution.log:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.resolve()}/mlflow.db"
-        loggers.append(MLFlowLogger("coupled-adam", name, tracking_uri=uri))
-    if "trackio" in execution.log:
-        loggers.append(TrackioLogger(name))
     return loggers
 
 
-class _RunLogger(Logger):
-    """What Lightning wants to know of a logger besides how it logs."""
+class MetricsFile(Logger):
+    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
 
     name = ""
     version = ""
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Do nothing: they are in config.yaml."""
-
-
-class MetricsFile(_RunLogger):
-    """A log of JSON lines, where ``step`` is the number of finished steps, 0 before the first."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -56,29 +43,8 @@ class MetricsFile(_RunLogger):
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
-
-class TrackioLogger(_RunLogger):
-    """A run of trackio, which has wandb's functions; Lightning has no logger for it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self._run: Any = None
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Log the numbers of a step; a run that is resumed goes on."""
-        if self._run is None:
-            import trackio  # where it is installed
-
-            self._run = trackio.init(project="coupled-adam", name=self.name, resume="allow")
-        self._run.log(metrics, step=step)
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        """Wait until everything has been stored."""
-        if self._run is not None:
-            self._run.finish()
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        """Do nothing: they are in config.yaml."""
 
 
 def cut_log(path: Path, last_step: int | None) -> None:

@@ -90,7 +90,11 @@ class LanguageModel(pl.LightningModule):
         problem = f"the norm of the gradient is {norm}"
         if not math.isfinite(loss):
             problem = f"the loss is {loss}"
-        raise on_all_ranks(
+        raise self.diverged(problem, step)
+
+    def diverged(self, problem: str, step: int) -> DivergedError:
+        """The error with which a run ends that has left the numbers that can be computed with."""
+        return on_all_ranks(
             DivergedError(
                 f"{self.run.folder}: {problem} at step {step}; the last checkpoint is kept. "
                 "A lower training.lr or a longer training.warmup may help",
@@ -99,9 +103,18 @@ class LanguageModel(pl.LightningModule):
         )
 
     def optimizer_step(self, *arguments: Any, **options: Any) -> None:
-        """Perform the step, then call the variant's functions that follow it."""
-        super().optimizer_step(*arguments, **options)
+        """Perform the step, then call the variant's functions that follow it.
+
+        Raises:
+            DivergedError: the rate is beyond what the parameters' type can represent.
+        """
         variant, step = self.run.variant, self.global_step + 1  # counted when this returns
+        try:
+            super().optimizer_step(*arguments, **options)
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            raise self.diverged(f"the update is too large ({error})", step) from None
         if variant.after_step is not None:
             variant.after_step(self.model)
         if variant.half_way is not None and step == self.run.recipe.steps // 2:

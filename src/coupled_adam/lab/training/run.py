@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.checkpoints import Checkpoints
+from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
 from coupled_adam.lab.training.config import Execution, TrainingRun
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
@@ -75,7 +75,7 @@ def _train(
     progress: Progress,
 ) -> None:
     recipe, variant = run.recipe, run.variant
-    last = checkpoints.last(execution.skip_damaged)
+    last = on_rank_zero(checkpoints.last)
     step = None if last is None else step_of(last)
     on_rank_zero(lambda: cut_log(run.folder / METRICS, step))
     if step is not None:
@@ -102,11 +102,10 @@ def _train(
             # The log comes first, so that a checkpoint never contains a step that was not logged.
             callbacks=[RunLog(run, progress), checkpoints],
             logger=run_loggers(run.folder, execution, step),
-            plugins=[checkpoints.io, *filter(None, [launcher()])],
+            plugins=[CheckpointIO(), *filter(None, [launcher()])],
         )
         try:
-            with checkpoints.explaining_content():
-                trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
+            trainer.fit(module, batches, held_out, ckpt_path=last, weights_only=True)
         except SystemExit:  # what Lightning makes of Ctrl-C
             raise KeyboardInterrupt from None
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.measures import logged
-from coupled_adam.files import make_folder
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.training.config import TrainingRun
 from coupled_adam.lab.training.distributed import rank
@@ -40,7 +40,7 @@ class RunLog(pl.Callback):
         self.progress.start(self.run, trainer.global_step)
         self._logged = (trainer.global_step, time.perf_counter())
         if trainer.global_step == 0:
-            self._log(trainer, _measures(module))
+            self._log(trainer, _measures(module, 0))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Exclude the time of an evaluation and its checkpoint from the tokens per second."""
@@ -79,7 +79,7 @@ class RunLog(pl.Callback):
         states = [trainer.optimizers[0].state.get(table, {}).values() for table in tables]
         # Of sharded tensors this is the size on all processes together. Scalars count the steps.
         sizes = [v.numel() * v.element_size() for state in states for v in state if v.ndim]
-        measures = {"embedding_state_bytes": sum(sizes), **_measures(module)}
+        measures = {"embedding_state_bytes": sum(sizes), **_measures(module, trainer.global_step)}
         self._log(trainer, {"valid_loss": module.mean_valid_loss(), **measures})
         self._save_second_moment(trainer, module)
 
@@ -105,13 +105,15 @@ class RunLog(pl.Callback):
         correction = 1 - betas[1] ** trainer.global_step
         values = moment.double().mean(1).cpu().numpy() / correction
         path = self.run.folder / SECOND_MOMENTS / f"{step_name(trainer.global_step)}.npy"
-        make_folder(path.parent)
+        path.parent.mkdir(exist_ok=True)
         save_array(path, values)
 
 
-def _measures(module: LanguageModel) -> dict[str, float]:
-    """The measures of the output embeddings, on rank 0."""
+def _measures(module: LanguageModel, step: int) -> dict[str, float]:
+    """The measures of the output embeddings, on rank 0; DivergedError if they are not finite."""
     matrix = full_tensor(output_embeddings(module.model).detach())
+    if not torch.isfinite(matrix).all():
+        raise module.diverged("the output embeddings are not finite", step)
     if rank() > 0:
         return {}
     return logged(analyze(matrix))

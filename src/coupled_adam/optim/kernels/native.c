@@ -25,7 +25,7 @@
 /* Bytes by which cache lines are prefetched before they are used. */
 #define SUM_AHEAD 4096
 #define APPLY_AHEAD 1024
-#define LEAN_AHEAD 1024
+#define LEAN_AHEAD 3072
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };

@@ -1,0 +1,100 @@
+"""Measure the time and memory of an optimizer's step, in pairs with torch's fused AdamW.
+
+    python benchmarks/speed.py --json > benchmarks/results/bench/amd-epyc-1.json
+    python benchmarks/speed.py --shapes 50304x768 --clip --picture clip.png
+    python benchmarks/speed.py --recipe 30M training.batch_size=4     # whole training steps
+    python benchmarks/speed.py --others --shapes 50304x768            # with those of other packages
+
+``benchmarks/speed_table.py`` makes the tables of docs/speed.md from the JSON.
+"""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+from bench.cases import SHAPES, parse_case
+from bench.machine import describe_machine
+from bench.optimizers import OPTIMIZERS, uncoupled
+from bench.results import bench_picture, bench_table
+from bench.steps import bench
+from bench.training import training_speed
+from tqdm import tqdm
+
+from coupled_adam.cli.options import usable_device
+from coupled_adam.cli.terminal import print_table
+from coupled_adam.files import write_atomically
+from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.safe_yaml import read_yaml
+from coupled_adam.lab.training.environment import environment
+
+OTHERS = (
+    ("optimi", "AdamW"),
+    ("pytorch_optimizer", "StableAdamW"),
+    ("torchao.optim", "AdamW8bit"),
+    ("bitsandbytes.optim", "AdamW"),
+    ("bitsandbytes.optim", "AdamW8bit"),
+)
+
+
+def add_others() -> None:
+    """Add the AdamW of other packages to the optimizers, where they are installed."""
+    for module, name in OTHERS:
+        try:
+            optimizer = getattr(importlib.import_module(module), name)
+        except ImportError:
+            continue
+        OPTIMIZERS[f"{module.partition('.')[0]} {name}"] = uncoupled(optimizer)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe")
+    parser.add_argument("--shapes", nargs="+", metavar="VxH", help="embedding matrices: 50304x768")
+    parser.add_argument("--dtype", default="float32", help="of parameters and gradients")
+    parser.add_argument("--clip", action="store_true", help="also clip the norm of the gradients")
+    parser.add_argument("--others", action="store_true", help="add those of other packages")
+    parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="only these of the table")
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each optimizer")
+    parser.add_argument("--recipe", help="time whole training steps of this recipe instead")
+    parser.add_argument("--steps", type=int, default=20, help="of each optimizer, with --recipe")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--picture", type=Path, help="draw one: .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print all numbers, and nothing else")
+    options = parser.parse_args()
+    device = usable_device(options.device)
+    # Read before anything is timed: the code may be changed, and the machine busy, by the end.
+    machine = describe_machine(device)
+    content = {"environment": environment(), "machine": machine.to_dict()}
+    if not options.json:
+        print("\n".join(machine.notes))
+    if options.recipe:
+        pairs = [word.split("=", 1) for word in options.overrides]
+        values = {key: read_yaml(value, key) for key, value in pairs}
+        recipe = override(load_recipe(options.recipe), values)
+        speed = training_speed(recipe, device=device, steps=options.steps)
+        content |= speed.to_dict()
+        print(json.dumps(content, indent=1) if options.json else speed.summary)
+        return
+    if options.others:
+        add_others()
+    shapes = options.shapes or SHAPES["cuda" if device == "cuda" else "cpu"]
+    cases = [parse_case(shape, options.dtype, options.clip) for shape in shapes]
+    names = options.optimizers or list(OPTIMIZERS)
+    timed = bench(cases, names, device=device, seconds=options.seconds)
+    results = list(tqdm(timed, total=len(cases) * len(names), disable=None, leave=False))
+    if options.json:
+        print(json.dumps({**content, "results": [result.to_dict() for result in results]}))
+    else:
+        print_table(bench_table(results))
+    if options.picture:
+        from coupled_adam.rendering.pictures import drawn
+
+        picture = drawn(bench_picture(results), options.picture.suffix[1:])
+        write_atomically(options.picture, picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Files of vectors and their vocabulary: word2vec, GloVe, fastText, TSV, .npz and GGUF."""
+
+import importlib
+import importlib.util
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from coupled_adam.embeddings.weights import Weights, readable
+from coupled_adam.errors import printable
+
+Vectors = NDArray[np.float32]
+
+
+def open_vectors(path: Path) -> Weights:
+    """Open a file according to its suffix; the vectors of a text are read at once, in float32."""
+    if path.suffix == ".gguf":
+        return _open_gguf(path)
+    if path.suffix == ".npz":
+        return _open_npz(path)
+    words, matrix = _read_binary(path) if path.suffix == ".bin" else _read_text(path)
+    tensor = torch.from_numpy(matrix)
+    return Weights(str(path), {"": matrix.shape}, lambda _: tensor, words=words)
+
+
+def _read_text(path: Path) -> tuple[list[str] | None, Vectors]:
+    """A line for each row: a word and its numbers; in TSV the word may be left out.
+
+    word2vec and fastText begin with a line that has V and H, and GloVe does not.
+    """
+    separator = "\t" if path.suffix == ".tsv" else " "
+    promised = columns = None
+    has_words = True
+    words: list[str] = []
+    rows: list[Vectors] = []
+    # Only \n ends a line: words may contain every other character that could.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            line = line.rstrip("\r\n ")
+            fields = line.split(separator)
+            if number == 1 and len(fields) == 2 and all(field.isdecimal() for field in fields):
+                promised, columns = int(fields[0]), int(fields[1])
+                continue
+            if columns is None:
+                has_words = separator == " " or _numbers(fields[:1]) is None
+                columns = len(fields) - has_words
+            if has_words:  # from the right, as words of GloVe contain spaces
+                word, *fields = line.rsplit(separator, columns)
+                words.append(word)
+            row = _numbers(fields)
+            if row is None or len(row) != columns or columns == 0:
+                expected = f"{'a word and ' * has_words}{columns or 'its'} numbers"
+                raise ValueError(f"{path}, line {number}: expected {expected}, not {line[:60]!r}")
+            rows.append(row)
+    if not rows or promised not in (None, len(rows)):
+        instead = "" if promised is None else f" instead of the {promised} that its first line says"
+        raise ValueError(f"{path} has {len(rows)} vectors{instead}")
+    return words if has_words else _words_beside(path, len(rows)), np.stack(rows)
+
+
+def _numbers(fields: list[str]) -> Vectors | None:
+    try:
+        return np.array(fields, dtype=np.float32)
+    except ValueError:
+        return None
+
+
+def _words_beside(path: Path, rows: int) -> list[str] | None:
+    """The tokens in the metadata that ``analyze --export`` writes beside a TSV of vectors."""
+    metadata = path.with_name(f"{path.stem}-metadata.tsv")
+    if not metadata.exists():
+        return None
+    header, *lines = metadata.read_text(encoding="utf-8").rstrip("\n").split("\n")
+    with readable(f"{metadata} has no column token for the {rows} vectors of {path.name}"):
+        column = header.split("\t").index("token")
+        words = [str(json.loads(f'"{line.split(chr(9))[column]}"')) for line in lines]
+        if len(words) != rows:
+            raise ValueError(f"it has {len(words)} lines")
+    return words
+
+
+def _read_binary(path: Path) -> tuple[list[str], Vectors]:
+    """word2vec's own format: V and H, then a word, a space and H float32 numbers for each row."""
+    content = np.memmap(path, np.uint8, mode="r")
+    head = bytes(content[:64]).split(b"\n")[0]
+    if not head.replace(b" ", b"").isdigit():
+        raise ValueError(
+            f"{path} is fastText's own format, with subwords: take its .vec, or convert it with "
+            "gensim: load_facebook_vectors(FILE).save_word2vec_format('vectors.vec')"
+        )
+    rows, columns = map(int, head.split())
+    if rows * columns * 4 > len(content) or not rows * columns:
+        raise ValueError(f"{path} is too short for the {rows} x {columns} vectors that it promises")
+    matrix, words, start = np.empty((rows, columns), np.float32), [], len(head) + 1
+    for row in range(rows):
+        end, piece = start, b""
+        while b" " not in piece and len(piece) < 2**16:  # the longest words have a few hundred
+            piece = bytes(content[start : end + 256])
+            end += 256
+        word, space, _ = piece.partition(b" ")
+        numbers = bytes(content[start + len(word) + 1 : start + len(word) + 1 + 4 * columns])
+        if not space or len(numbers) < 4 * columns:
+            raise ValueError(f"{path} ends within row {row} of {rows}")
+        matrix[row] = np.frombuffer(numbers, "<f4")
+        words.append(word.lstrip(b"\n").decode(errors="replace"))
+        start += len(word) + 1 + 4 * columns
+    return words, matrix
+
+
+def _open_npz(path: Path) -> Weights:
+    """The matrices of an archive of numpy's, and the first array of texts, if there is one."""
+    damaged = f"{path}: not a whole .npz file of numbers and texts"
+    with readable(damaged), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    matrices = {name: a for name, a in arrays.items() if a.dtype.kind == "f" and a.ndim == 2}
+    texts = [a.tolist() for a in arrays.values() if a.dtype.kind == "U" and a.ndim == 1]
+    words = next((t for t in texts if any(len(t) == len(a) for a in matrices.values())), None)
+    shapes = {name: a.shape for name, a in matrices.items()}
+    return Weights(str(path), shapes, lambda n: torch.from_numpy(matrices[n]), words=words)
+
+
+def _open_gguf(path: Path) -> Weights:
+    """The tensors of a model for llama.cpp; what is quantised is expanded to float32."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError(f"{path} needs a package: pip install gguf")
+    gguf: Any = importlib.import_module("gguf")
+    with readable(f"{path}: not a whole GGUF file"):
+        reader = gguf.GGUFReader(path)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        fields = {name: field.contents() for name, field in reader.fields.items() if name in _ASKED}
+
+    def read(name: str) -> torch.Tensor:
+        kind = tensors[name].tensor_type
+        if kind.name not in ("F32", "F16", "F64", "BF16"):
+            text = f"{path}: {name} is quantised ({kind.name}), measured as llama.cpp expands it"
+            warnings.warn(printable(text), stacklevel=2)
+        with readable(f"{path}: {name} cannot be read"):
+            return torch.from_numpy(np.array(gguf.dequantize(tensors[name].data, kind)))
+
+    # Their dimensions are in the opposite order.
+    shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in tensors.items()}
+    # Without a head of its own, a model that writes text uses its input embeddings.
+    writes = "bert" not in str(fields.get("general.architecture"))
+    config = {"architectures": ["CausalLM"] if writes else []}
+    return Weights(str(path), shapes, read, config, fields.get("tokenizer.ggml.tokens"))
+
+
+_ASKED = ("general.architecture", "tokenizer.ggml.tokens")

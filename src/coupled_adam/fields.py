@@ -1,0 +1,106 @@
+"""Recipes and the options of commands are dataclasses: what their fields may be, and mean.
+
+The type of a field says what a value may be, and pydantic checks it. The docstring of its class
+says what it means, in an entry ``name: meaning``. The command line, its help, and the printed
+recipe are made from the two.
+"""
+
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from coupled_adam.errors import UsageError, did_you_mean, one_line
+
+T = TypeVar("T")
+
+LARGEST = 10**15
+"""The limit of all counts: far larger than any in use, and exact as a float."""
+
+
+def _not_a_bool(value: Any) -> Any:
+    """The value; pydantic would read ``true`` as 1."""
+    return str(value).lower() if isinstance(value, bool) else value
+
+
+_Whole = Annotated[int, BeforeValidator(_not_a_bool)]
+_Number = Annotated[float, BeforeValidator(_not_a_bool)]
+Count = Annotated[_Whole, Field(ge=1, le=LARGEST)]
+WholeNumber = Annotated[_Whole, Field(ge=0, le=LARGEST)]
+Seed = Annotated[_Whole, Field(ge=0, lt=2**32)]
+Finite = Annotated[_Number, Field(allow_inf_nan=False)]
+Positive = Annotated[Finite, Field(gt=0)]
+PositiveOrInfinite = Annotated[_Number, Field(gt=0)]
+NotNegative = Annotated[Finite, Field(ge=0)]
+Share = Annotated[_Number, Field(ge=0, le=1)]
+Beta = Annotated[_Number, Field(ge=0, lt=1)]
+
+
+def require(condition: object, message: str) -> None:
+    """Raise UsageError with the message unless the condition is true."""
+    if not condition:
+        raise UsageError(message)
+
+
+def sections(cls: type[Any]) -> dict[str, type[Any]]:
+    """The fields of a dataclass that are dataclasses themselves, such as those of a recipe."""
+    types = typing.get_type_hints(cls)
+    return {
+        name: kind
+        for name, kind in types.items()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }
+
+
+def meanings(cls: type[Any]) -> dict[str, str]:
+    """What the docstring of a dataclass says of each of its own fields, by name."""
+    # Entries begin with the names of one or several fields; their further lines are indented.
+    text = re.sub(r"``|:(?:class|func):", "", inspect.getdoc(cls) or "")
+    entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)
+    texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
+    fields = [field.name for field in dataclasses.fields(cls)]
+    return {name: texts[name] for name in fields if name in texts}
+
+
+def checked(cls: type[T], values: Any, shown: Callable[[str, str], str] = "{}={}".format) -> T:
+    """An instance of a dataclass from plain values.
+
+    Args:
+        shown: how errors show a key and its value, as the user typed them.
+
+    Raises:
+        UsageError: a key is unknown or missing, or a value has the wrong type or is out of range.
+    """
+    try:
+        instance: T = _adapter(cls).validate_python(values)  # type: ignore[arg-type]  # it is hashable
+        return instance
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    # An unknown key comes first, since it is often why another one is missing.
+    first = next((e for e in errors if e["type"] == "unexpected_keyword_argument"), errors[0])
+    *places, last = first["loc"] or ("",)
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] == "unexpected_keyword_argument":
+        section = sections(cls).get(str(places[0]), cls) if places else cls
+        names = [field.name for field in dataclasses.fields(section)]  # type: ignore[arg-type]
+        elsewhere = [f"{s}.{last}" for s, kind in sections(cls).items() if last in meanings(kind)]
+        hint = did_you_mean(str(last), names, f"there are {', '.join(names)}")
+        hint = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else hint
+        raise UsageError(f"{key} is no key: {hint}")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing" or not key:
+        raise UsageError(f"{key}: {message}".removeprefix(": "))
+    raise UsageError(f"{shown(key, one_line(first['input'], 80))}: {message}")
+
+
+@functools.cache
+def _adapter(cls: type[Any]) -> TypeAdapter[Any]:
+    """The checker of a dataclass and of those in it, which refuse keys that they do not have."""
+    for section in (cls, *sections(cls).values()):
+        with_config(ConfigDict(extra="forbid"))(section)
+    return TypeAdapter(cls)

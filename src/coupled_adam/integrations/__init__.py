@@ -1,0 +1,1 @@
+"""What other training frameworks import: one module for each, which needs that framework."""

@@ -1,0 +1,224 @@
+"""The source that the section ``data`` of a recipe names: documents by split, or token files."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from coupled_adam.errors import UsageError, one_line, refused
+from coupled_adam.files import file_digest
+from coupled_adam.lab.sections import Data
+from coupled_adam.text.documents import (
+    documents,
+    library_files,
+    python_documentation,
+    row_texts,
+    text_files,
+    visible_files,
+)
+from coupled_adam.text.hub import hub_error, reach_hub
+from coupled_adam.text.token_files import TokenFile, token_file
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """The documents of a source. None of them is blank, and every pass yields the same documents.
+
+    name: the name of the source in messages.
+    fingerprint: a string that changes when the documents change.
+    readers: for each split, a function that iterates over its documents, and raises UsageError if
+        one cannot be read or there are none. A held-out split without a reader is taken from the
+        training documents.
+    """
+
+    name: str
+    fingerprint: str
+    readers: Mapping[str, Callable[[], Iterator[str]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFiles:
+    """Token files, which are used where they are.
+
+    name: the name of the source in messages.
+    fingerprint: a hash of the tokens of all splits, whatever the files are called.
+    files: the ranges of token ids in files, for each split.
+    """
+
+    name: str
+    fingerprint: str
+    files: dict[str, list[TokenFile]]
+
+
+def open_source(data: Data, vocab_size: int) -> Documents | TokenFiles:
+    """Open ``data.tokens``, ``data.hub`` or ``data.text`` or, by default, Python's documentation.
+
+    Raises:
+        UsageError: the source is missing or damaged, or the hub cannot be reached.
+    """
+    if data.tokens is not None:
+        with refused("data.tokens=", UsageError):
+            files = find_token_files(data, vocab_size)
+        return TokenFiles(f"data.tokens={data.tokens}", _tokens_digest(files), files)
+    readers: dict[str, Callable[[], Iterator[str]]]
+    if data.hub is not None:
+        name, (identity, revision) = f"data.hub={data.hub}", _hub_state(data)
+        splits = {"train": data.train_split, "valid": data.valid_split, "test": data.test_split}
+        readers = {
+            split: functools.partial(_hub_documents, data, split_name, revision)
+            for split, split_name in splits.items()
+            if split_name
+        }
+    elif data.text is not None:
+        name = f"data.text={data.text}"
+        with refused("data.text=", UsageError):
+            identity = content_digest(text_files(Path(data.text)))
+        readers = {"train": functools.partial(_text_documents, data)}
+    else:
+        name = "the documentation inside Python"
+        identity = f"{sys.version} {content_digest(library_files())}"
+        # It is small, and slow to parse.
+        passages = functools.cache(lambda: [*filter(str.strip, python_documentation())])
+        readers = {"train": lambda: iter(passages())}
+    return Documents(name, hashlib.sha256(identity.encode()).hexdigest(), readers)
+
+
+def content_digest(files: Iterable[Path]) -> str:
+    """Compute a hash of the names and contents of files, which depends on their order."""
+    contents = hashlib.sha256()
+    for path in files:
+        try:
+            digest = bytes.fromhex(file_digest(path))
+        except OSError as error:
+            raise UsageError(f"{path}: {error.strerror}") from None
+        contents.update(path.name.encode(errors="replace") + b"\0" + digest)
+    return contents.hexdigest()
+
+
+def content_hash(content: Any) -> str:
+    """The SHA-256 digest of a value of JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def find_token_files(data: Data, vocab_size: int) -> dict[str, list[TokenFile]]:
+    """Find the token files of each split in the folder ``data.tokens``.
+
+    They are named ``*train*.bin``, ``*val*.bin`` and ``*test*.bin``; several files of a split are
+    sorted by name. Without test files, the second half of the validation tokens is the test split.
+
+    Raises:
+        UsageError: a split has no files, or a file is truncated or in another format.
+    """
+    folder = Path(str(data.tokens))
+    splits: dict[str, list[TokenFile]] = {}
+    for split, word in (("train", "train"), ("valid", "val"), ("test", "test")):
+        paths = sorted(folder.glob(f"*{word}*.bin"))
+        if not paths and split != "test":
+            reason = f"no file *{word}*.bin in it" if folder.is_dir() else "no such folder"
+            raise UsageError(f"{folder}: {reason}")
+        splits[split] = [token_file(path, vocab_size, data.token_dtype) for path in paths]
+    # nanoGPT writes no test split.
+    if not splits["test"]:
+        half = sum(file.length for file in splits["valid"]) // 2
+        splits["valid"], splits["test"] = _cut(splits["valid"], half)
+    for split, files in splits.items():
+        limit = data.max_tokens if split == "train" else data.max_held_out_tokens
+        if limit is not None:
+            splits[split] = _cut(files, limit)[0]
+    return splits
+
+
+def _cut(files: list[TokenFile], at: int) -> tuple[list[TokenFile], list[TokenFile]]:
+    """Split files into those with the first ``at`` tokens and those with the rest."""
+    cuts = []
+    for file in files:
+        cuts.append(file.cut(at))
+        at -= cuts[-1][0].length
+    return [first for first, _ in cuts], [last for _, last in cuts]
+
+
+def _tokens_digest(files: dict[str, list[TokenFile]]) -> str:
+    # Of ranges, since a file may hold a header, or tokens of two splits.
+    size = sum(_size(file) for parts in files.values() for file in parts)
+    with tqdm(
+        desc="reading the token files", unit="B", unit_scale=True, total=size, delay=3, disable=None
+    ) as bar:
+        ranges = {
+            split: [
+                (f.dtype, f.length, file_digest(Path(f.path), f.offset, _size(f), bar.update))
+                for f in parts
+            ]
+            for split, parts in files.items()
+        }
+    return content_hash(ranges)
+
+
+def _size(file: TokenFile) -> int:
+    return file.length * np.dtype(file.dtype).itemsize
+
+
+def _text_documents(data: Data) -> Iterator[str]:
+    with refused("data.text=", UsageError):
+        yield from documents(Path(str(data.text)), data.separator, data.column)
+
+
+def _hub_state(data: Data) -> tuple[str, str | None]:
+    """What identifies a data set's content, and its full commit, which a folder has not."""
+    folder = Path(str(data.hub))
+    if folder.exists():
+        return content_digest(visible_files(folder) if folder.is_dir() else [folder]), None
+    from huggingface_hub import snapshot_download
+
+    reach_hub()
+    # The hub's own cache remembers the commit, in case the hub cannot be reached later.
+    with _hub_errors(data):
+        snapshot = snapshot_download(
+            str(data.hub),
+            repo_type="dataset",
+            revision=data.hub_revision,
+            allow_patterns="README.md",
+        )
+    commit = Path(snapshot).name
+    return f"{data.hub} {commit}", commit
+
+
+def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str]:
+    from datasets import load_dataset  # this import takes a second
+
+    with _hub_errors(data):
+        # Streamed: max_tokens may need only a small part of a data set of terabytes.
+        rows = load_dataset(
+            data.hub, data.hub_config, split=split, revision=revision, streaming=True
+        )
+        if data.shuffle_seed is not None:
+            rows = rows.shuffle(seed=data.shuffle_seed, buffer_size=10_000)
+        empty = True
+        for text in filter(str.strip, row_texts(rows, data.column)):
+            empty = False
+            yield text
+        if empty:
+            raise UsageError("there is no text in it")
+
+
+@contextmanager
+def _hub_errors(data: Data) -> Iterator[None]:
+    """Turn errors while a data set is read, which many libraries raise, into UsageErrors."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"data.hub={data.hub}: {error}") from None
+    except Exception as error:
+        is_here = Path(str(data.hub)).exists()
+        reason = f"{type(error).__name__}: {one_line(error, 300)}" if is_here else hub_error(error)
+        raise UsageError(
+            f"data.hub={data.hub} cannot be read ({reason}): "
+            "check its name, config, revision and splits, and that the hub can be reached"
+        ) from None

@@ -1,0 +1,186 @@
+"""The data frame of runs: a row for each finished run, of which all parts of a report are made."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from coupled_adam.embeddings.measures import LOGGED, MEASURES, Measure
+from coupled_adam.errors import UsageError, one_line
+from coupled_adam.lab.arms import AdamWArm
+from coupled_adam.lab.recipe import differences
+from coupled_adam.lab.run import Run, read_run
+from coupled_adam.runs import CONFIG
+
+TEST_LOSS = Measure(
+    "test_loss",
+    "test loss",
+    "L",
+    3,
+    "lower",
+    ("test_loss",),
+    "test loss in nats per token",
+    column=True,
+)
+ACCURACY = Measure(
+    "accuracy",
+    "accuracy",
+    "Acc",
+    3,
+    "higher",
+    ("lm_eval", "accuracy"),
+    "mean accuracy of the downstream tasks",
+    column=True,
+)
+
+_OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]
+_OF_EMBEDDINGS += [measure for measure in LOGGED.values() if not measure.column]
+
+COLUMNS = {"test_loss": TEST_LOSS, "accuracy": ACCURACY} | {
+    # In evaluation.json all measures except this one are in the part of the output embeddings.
+    measure.key: measure
+    if measure.key == "word_similarity"
+    else dataclasses.replace(measure, path=("embeddings", *measure.path))
+    for measure in _OF_EMBEDDINGS
+}
+"""What is reported of a run: first the columns of the paper's Table 1, then those with ``column``
+false, which are on the page and in the CSV files only."""
+
+_LOGGED = ("valid_loss", "embedding_state_bytes")
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[pd.DataFrame, dict[Path, str]]:
+    """Find the runs below some folders: those that are finished, and why others are left out.
+
+    Returns:
+        The finished runs in the table's order, a row each, with these columns:
+
+        - ``run``: the :class:`Run`
+        - ``experiment``: the recipe's name; runs of one experiment are compared
+        - ``arm``, ``label``: the arm's names in the recipe, and in tables and pictures
+        - ``optimizer``, and ``setup``: the optimizer with all options, by which an arm is the same
+          under another name
+        - ``is_baseline``: whether the others are compared with this arm: AdamW without options, or
+          the only arm with AdamW
+        - ``seed``; ``tokens`` and ``parameters``, D and N
+        - the keys of :data:`COLUMNS`: the numbers of the evaluation; NaN where not measured
+        - ``other_tokens``: the number of tokens of the test loss if it is not that of most runs of
+          the experiment; then the loss is NaN, since it cannot be compared
+        - ``valid_loss``, ``embedding_state_bytes``: the last validation loss, and the optimizer
+          state of the token embeddings; NaN if not logged
+
+    Raises:
+        UsageError: a file of a run is damaged, or an experiment has runs of different settings.
+    """
+    runs: list[Run] = []
+    left_out = {}
+    # A run that is found through several of the folders, or through links, counts once.
+    configs = {path.resolve(): path for folder in folders for path in folder.rglob(CONFIG)}
+    for _, path in sorted(configs.items()):
+        try:
+            run = read_run(path.parent)
+            if run is None:
+                continue
+            if run.problem:
+                left_out[run.folder] = run.problem
+            else:
+                runs.append(run)
+        except (UsageError, ValueError, OSError, yaml.YAMLError) as error:
+            raise UsageError(
+                f"{path.parent} is damaged ({one_line(error)}): move it away"
+            ) from None
+    runs.sort(key=_order)
+    frame = frame_of(runs)
+    # Counting a run twice would make p too small.
+    first = frame.groupby(["experiment", "setup", "seed"]).run.transform("first")
+    for run, counted in zip(frame.run, first):
+        if run is not counted:
+            left_out[run.folder] = f"the same arm and seed as {counted.folder}"
+    return frame[frame.run == first].reset_index(drop=True), left_out
+
+
+def frame_of(runs: Sequence[Run]) -> pd.DataFrame:
+    """The data frame of some evaluated runs, as :func:`read_runs` describes it, in their order."""
+    numbers = [*COLUMNS, *_LOGGED, "test_tokens"]
+    names = ["run", "experiment", "arm", "label", "optimizer", "setup"]
+    columns = [*names, "seed", "tokens", "parameters", *numbers]
+    frame = pd.DataFrame([_row(run) for run in runs], columns=columns)
+    frame = frame.astype(dict.fromkeys(numbers, float))
+    frame["is_baseline"], frame["other_tokens"] = False, math.nan
+    for _, own in frame.groupby("experiment"):
+        _check_comparable([*own.run])
+        frame.loc[own.index, "is_baseline"] = own.setup == _baseline(own)
+        # Of two numbers that occur equally often, the larger: more tokens measure better.
+        usual = own.test_tokens.mode().max()
+        frame.loc[own.index, "other_tokens"] = own.test_tokens.where(own.test_tokens != usual)
+    frame.loc[frame.other_tokens.notna(), "test_loss"] = math.nan
+    return frame
+
+
+def _row(run: Run) -> dict[str, Any]:
+    return {
+        "run": run,
+        "experiment": run.recipe.name,
+        "arm": run.arm,
+        "label": run.label,
+        "optimizer": run.options["optimizer"],
+        "setup": repr(run.recipe.arm(run.arm)),
+        "seed": run.seed,
+        "tokens": run.recipe.tokens,
+        "parameters": run.evaluation["parameters"],
+        **{key: measure.of(run.evaluation) for key, measure in COLUMNS.items()},
+        **{metric: (run.curve(metric)[1] or [math.nan])[-1] for metric in _LOGGED},
+        "test_tokens": run.evaluation.get("test_tokens"),
+    }
+
+
+def _check_comparable(runs: Sequence[Run]) -> None:
+    """Raise UsageError for two runs of one recipe name that differ in more than arm and seed."""
+    first, *others = runs
+    for run in others:
+        for key, values in differences(first.recipe.to_dict(), run.recipe.to_dict()).items():
+            if key.partition(".")[0] not in ("arms", "seeds"):
+                raise UsageError(
+                    f"{first.folder} and {run.folder} are both of the recipe {run.recipe.name}, "
+                    f"but differ in {key} ({values[0]} and {values[1]}), and cannot be compared: "
+                    "make a report of each"
+                )
+
+
+def _baseline(experiment: pd.DataFrame) -> str | None:
+    """The setup of the arm with which the others of an experiment are compared."""
+    plain, adamws = repr(AdamWArm()), experiment.setup[experiment.optimizer == "adamw"].unique()
+    if plain in adamws:
+        return plain
+    return adamws[0] if len(adamws) == 1 else None
+
+
+def _order(run: Run) -> tuple[Any, ...]:
+    """The sort key: size, experiment, AdamW before Coupled Adam, a plain arm before its sweep."""
+    options = run.options
+    kind = {"adamw": 0, "coupled_adam": 1}.get(options["optimizer"], 2)
+    scale = float(options.get("second_moment_scale", 1))  # YAML reads 1e-3 as text
+    swept = -math.log2(scale) if scale != 1 else -math.inf, float(options.get("lr_factor", 0))
+    setup = repr(run.recipe.arm(run.arm))
+    size = run.evaluation["parameters"], run.recipe.tokens
+    return *size, run.recipe.name, kind, swept, setup, run.seed
+
+
+def groups(frame: pd.DataFrame, column: str) -> list[pd.DataFrame]:
+    """The parts of a frame with equal values in a column, in the order of the frame."""
+    return [part for _, part in frame.groupby(column, sort=False)]
+
+
+def baseline_of(arms: Sequence[pd.DataFrame]) -> pd.DataFrame | None:
+    """The arm of an experiment with which the others are compared; None if there is none."""
+    return next((arm for arm in arms if arm.is_baseline.all()), None)
+
+
+def by_seed(runs: pd.DataFrame, measure: Measure) -> dict[int, float]:
+    """A measure of the runs that have it, by seed."""
+    values: dict[int, float] = runs.set_index("seed")[measure.key].dropna().to_dict()
+    return values

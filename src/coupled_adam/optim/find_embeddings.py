@@ -1,0 +1,625 @@
+"""Which matrices of a model embed tokens, and which of their dimensions indexes tokens.
+
+The docstring of :func:`embedding_parameters` states the rule. Nothing is guessed: what the rule
+leaves open is an error that asks, or is named in a warning.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+import inspect
+import math
+import operator
+import re
+import sys
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+Couple = Literal["both", "input", "output"]
+Parameters = nn.Module | Tensor | str | Iterable[nn.Module | Tensor | str]
+Tables = Parameters | Mapping[str, int]
+
+_GETTERS = {
+    "get_input_embeddings": "input",
+    "get_per_layer_input_embeddings": "input",  # Gemma 3n and 4
+    "get_output_embeddings": "output",
+}
+_VOCAB_SIZE = re.compile(r"(?!type_)(\w+_)?vocab_size")  # type_vocab_size counts segments
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "base_layer"}
+# Words in the names of what may have V rows that are not tokens.
+_NO_TOKENS = re.compile(
+    "pos|position|positional|wpe|pe|ctx|context|rel|relative|distance|rotary|time|timestep|"
+    "type|segment|seg|class|label|cls|lang|row|column|patch|query|queries|bias|scale|"
+    "expert|router|gate|hash|codebook|code|quantizer|quantize|"
+    "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix"
+)
+
+
+@dataclasses.dataclass(eq=False)
+class ModelMatrix:
+    """A parameter with two dimensions.
+
+    Attributes:
+        name: its name in the model.
+        parameter: the parameter itself.
+        holders: the modules that hold it; two or more for a tied matrix, none if only the parameter
+            is known.
+        sides: "input", "output" or both for a token embedding; empty for any other matrix.
+        vocab_dim: the dimension that indexes tokens.
+        in_block: whether it is inside of one of several blocks with the same names and shapes.
+    """
+
+    name: str
+    parameter: Tensor
+    holders: list[nn.Module] = dataclasses.field(default_factory=list)
+    sides: set[str] = dataclasses.field(default_factory=set)
+    vocab_dim: int = 0
+    in_block: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {list(self.shape)}"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows and columns."""
+        return self.parameter.shape
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of its holders: "table", "linear", "layer" (of torch) or "hand-written"."""
+        return {_kind(module) for module in self.holders}
+
+    @property
+    def is_table(self) -> bool:
+        """Whether an ``nn.Embedding`` holds it."""
+        return "table" in self.kinds
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether an ``nn.Linear`` holds it."""
+        return "linear" in self.kinds
+
+    @property
+    def is_hand_written(self) -> bool:
+        """Whether no layer of torch holds it."""
+        return self.kinds == {"hand-written"}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether a table shares it with a module of another kind, as with a head."""
+        return self.is_table and len(self.kinds) > 1
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it is an output embedding of tokens, and not tied to an input embedding."""
+        if self.sides:
+            return self.sides == {"output"}
+        # It was named outright: what hand-written code stores as [H, V] follows the hidden states.
+        return not self.is_table and (self.is_linear or self.vocab_dim == 1)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens, if it is a token embedding."""
+        return self.shape[self.vocab_dim]
+
+    @property
+    def may_embed_tokens(self) -> bool:
+        """Whether its name, or the class of a hand-written holder, allows it.
+
+        Magnitudes [V, 1], as ``weight_norm`` has them, embed nothing.
+        """
+        classes = [type(m).__name__ for m in self.holders if _kind(m) != "layer"]
+        names = [*classes, *_without_wrappers(self.name).split(".")[-3:]]
+        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", " ".join(names))
+        return 1 not in self.shape and not any(map(_is_of_no_tokens, words))
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "table"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    origin = type(module).__module__
+    no_layers = (nn.Module.__module__, nn.ModuleDict.__module__)
+    of_torch = origin.startswith("torch.nn.") and origin not in no_layers
+    return "layer" if of_torch else "hand-written"
+
+
+def _is_of_no_tokens(word: str) -> bool:
+    word = word.lower()
+    return any(_NO_TOKENS.fullmatch(form) for form in (word, word.removesuffix("s")))
+
+
+def embedding_parameters(
+    model: nn.Module,
+    *,
+    couple: Couple = "both",
+    tables: Tables | None = None,
+    vocab_size: int | Iterable[int] | None = None,
+) -> dict[str, Tensor]:
+    """Find the trainable token embeddings of a model, which :func:`param_groups` couples.
+
+    The rule:
+
+    1. *Getters and ties.* What ``get_input_embeddings()`` and ``get_output_embeddings()`` of the
+       model and its submodules return is a token embedding, and so is an ``nn.Embedding`` whose
+       matrix another kind of module shares.
+    2. *Sizes.* The numbers V of tokens are given as ``vocab_size``. Otherwise they are those of
+       step 1 and ``vocab_size`` in the model's configuration. If there is none, the largest
+       ``nn.Embedding`` must have a partner, an ``nn.Linear`` with as many rows.
+    3. *Rows.* Every ``nn.Embedding`` and every ``nn.Linear`` with exactly V rows is one. Matrices
+       in a block that is repeated, as in ``layers.3.mlp``, are not, nor those that are named for
+       something else (positions, token types, adapters, ...). Where V is the width of hidden
+       layers, too, it is not clear which linear layers are heads.
+    4. *Doubt.* If nothing is clear, an error asks for ``tables`` or ``vocab_size``. If something
+       is, one warning names what else looks like a token embedding.
+
+    If a parametrization such as ``weight_norm`` has replaced a weight, the original matrix [V, H]
+    counts in its place. A tied matrix appears once, and biases are never included. Per-layer
+    embeddings (Gemma 3n, Gemma 4) are included, as their rows belong to tokens as well. They count
+    as input embeddings, so ``couple="output"`` leaves them out.
+
+    Args:
+        model: any module, also on the meta device.
+        couple: ``"both"``, or ``"input"`` or ``"output"`` to return only these embeddings of a
+            model that does not tie them.
+        tables: the matrices to couple, which replaces the search above: one or several modules,
+            parameters, parameter names, or glob patterns over parameter names such as
+            ``"*.wte.weight"``. A mapping from names or patterns also gives the dimension that
+            indexes tokens: ``{"embed.W_E": 0, "unembed.W_U": 1}``.
+        vocab_size: the number of rows of the token embeddings, including padding; several numbers
+            for several vocabularies.
+
+    Returns:
+        A dict from names to parameters.
+
+    Raises:
+        TypeError: if ``model`` is not a module.
+        ValueError: if token embeddings cannot be told apart from other matrices; if no matrix has
+            the size ``vocab_size``; if ``couple`` is not ``"both"`` although a matrix is input and
+            output embedding at once; if an entry of ``tables`` matches no parameter, or one that is
+            not a matrix; if ``couple`` is not one of the three values, or not ``"both"`` although
+            ``tables`` is given; if a wrapper (FSDP1, ZeRO-3) has flattened the model's matrices; if
+            Megatron's tensor parallelism has split a matrix by its rows.
+
+    Warns:
+        UserWarning: if matrices that are not coupled look like token embeddings.
+    """
+    coupled, _ = find_embeddings(model, couple=couple, tables=tables, vocab_size=vocab_size)
+    return {m.name: m.parameter for m in coupled if m.parameter.requires_grad}
+
+
+def find_embeddings(
+    model: nn.Module,
+    *,
+    couple: Couple,
+    tables: Tables | None,
+    vocab_size: int | Iterable[int] | None,
+) -> tuple[list[ModelMatrix], list[ModelMatrix]]:
+    """Return the matrices to couple, frozen or not, and all embeddings, of tokens or not."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, not {type(model).__name__}")
+    if couple not in ("both", "input", "output"):
+        raise ValueError(f"Invalid couple value: {couple!r} ('both', 'input' or 'output')")
+    if tables is not None and couple != "both":
+        raise ValueError(
+            f"couple={couple!r} cannot be combined with tables=, which already names the matrices "
+            "to couple: leave one of the two out"
+        )
+    given = given_sizes(vocab_size)
+    matrices = _matrices_of(model)
+    if tables is not None:
+        coupled = _named_outright(model, matrices, tables, given or _configured_sizes(model))
+    else:
+        if alike := _search(model, matrices, given):
+            warn(
+                f"not coupled, although they may be token embeddings: {listed(alike)}. If they "
+                "are, pass tables= with all matrices to couple"
+            )
+        coupled = [m for m in matrices if m.sides and (couple == "both" or couple in m.sides)]
+        if couple != "both" and (tied := [m for m in coupled if len(m.sides) > 1]):
+            raise ValueError(
+                f"couple={couple!r}, but {tied[0]} is input and output embedding at once: leave "
+                "couple out, or untie the two"
+            )
+    for m in coupled:
+        check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))
+    return coupled, [m for m in matrices if m.sides or m.is_table]
+
+
+def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
+    """All parameters with two dimensions, and the modules that hold them."""
+    named = model.named_parameters()
+    matrices: dict[Tensor, ModelMatrix] = {p: ModelMatrix(n, p) for n, p in named if p.dim() == 2}
+    for name, module in model.named_modules():
+        for p in _own_parameters(module):
+            if p in matrices:
+                matrices[p].holders.append(module)
+        # It is then not known which of the vectors were matrices and should have weight decay.
+        weight = module._parameters.get("weight")
+        if isinstance(module, nn.Embedding | nn.Linear) and weight is not None and weight.dim() < 2:
+            raise ValueError(
+                f"'{name}.weight' has the shape {list(weight.shape)}: it was flattened by a "
+                "wrapper (FSDP1, ZeRO-3). Use one that keeps matrices, such as FSDP2: "
+                "torch.distributed.fsdp.fully_shard"
+            )
+    _mark_blocks(matrices.values())
+    return list(matrices.values())
+
+
+def _own_parameters(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own parameters, including the originals of its parametrized weights."""
+    if isinstance(module, parametrize.ParametrizationList):
+        return
+    yield from module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        for originals in module.parametrizations.children():  # type: ignore[union-attr]
+            yield from originals.parameters(recurse=False)
+
+
+def _without_wrappers(name: str) -> str:
+    """The name of a parameter as it was before compiling, PEFT or a parametrization."""
+    name = re.sub(r"\.parametrizations\.\w+\.original\d?$", ".weight", name)
+    return ".".join(component for component in name.split(".") if component not in _WRAPPERS)
+
+
+def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
+    """Set ``in_block``, for an only element of a list, and for elements that have equal matrices.
+
+    A matrix in a block has a name such as ``blocks.0.module.weight``. In ``heads.0.weight`` the
+    element is the layer itself, and a list of layers is no stack of blocks.
+    """
+    elements: defaultdict[str, dict[str, list[tuple[Any, ModelMatrix]]]] = defaultdict(dict)
+    for m in matrices:
+        path = _without_wrappers(m.name).split(".")
+        for at, number in enumerate(path[:-2]):
+            if number.isdigit():
+                feature = (".".join(path[at + 1 :]), m.shape)
+                elements[".".join(path[:at])].setdefault(number, []).append((feature, m))
+    for of_list in elements.values():
+        count = Counter(feature for element in of_list.values() for feature, _ in element)
+        for element in of_list.values():
+            if len(of_list) == 1 or any(count[feature] > 1 for feature, _ in element):
+                for _, m in element:
+                    m.in_block = True
+
+
+def given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+    """The sizes in ``vocab_size``; none for None.
+
+    Raises:
+        ValueError: if one is no positive integer.
+    """
+    if vocab_size is None:
+        return set()
+    try:
+        several = vocab_size if isinstance(vocab_size, Iterable) else [vocab_size]
+        sizes = {operator.index(n) for n in several}  # numpy's integers, too
+    except TypeError:
+        sizes = set()
+    if not sizes or min(sizes) <= 0:
+        raise ValueError(
+            f"Invalid vocab_size value: {vocab_size!r} (must be one or several positive integers)"
+        )
+    return sizes
+
+
+def _configured_sizes(model: nn.Module) -> set[int]:
+    """The vocabulary sizes in the configurations of the model and its submodules, also nested."""
+
+    def options(config: Any) -> Mapping[Any, Any]:
+        return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+
+    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
+    configs |= {id(nested): nested for c in [*configs.values()] for nested in options(c).values()}
+    return {
+        n
+        for config in configs.values()
+        for key, n in options(config).items()
+        if _VOCAB_SIZE.fullmatch(str(key)) and isinstance(n, int) and n > 1
+    }
+
+
+def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> list[ModelMatrix]:
+    """Set ``sides`` and ``vocab_dim`` of the token embeddings; return what else looks like one."""
+    stated = given or _configured_sizes(model)
+    has_getters = _ask_getters(model, matrices, stated)
+    for m in matrices:
+        if m.is_tied:
+            m.sides = {"input", "output"}
+        if m.sides and given and m.tokens not in given:  # it belongs to another vocabulary
+            m.sides = set()
+    possible = [m for m in matrices if m.may_embed_tokens]
+    outside = [m for m in possible if not m.in_block]
+    rows = {m.shape[0] for m in outside if m.is_table or m.is_linear}
+    rows |= {n for m in outside if m.is_hand_written for n in m.shape}
+    sizes = {m.tokens for m in matrices if m.sides} | (stated & rows)
+    if missing := given - sizes:
+        tables = [m for m in matrices if m.is_table]
+        raise ValueError(
+            f"vocab_size={', '.join(map(str, sorted(missing)))}: no embedding or linear layer of "
+            f"the model has this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
+        )
+    # Of how many layers a number is the width: columns are no tokens.
+    widths = Counter(m.shape[1] for m in matrices if m.is_table or m.is_linear)
+    if not sizes and not has_getters:
+        sizes = _size_of_a_pair(outside, widths)
+    for m in outside:
+        if m.shape[0] in sizes and not m.sides:
+            if m.is_table:
+                m.sides = {"input"}
+            elif m.is_linear and m.shape[0] not in widths:
+                m.sides = {"output"}
+    # Another vocabulary may be larger and, where only a pair has told the size, smaller.
+    least = math.inf if given else 1 if stated else 1 / 16
+    alike = _alike(possible, sizes, widths, least)
+    if alike and not has_getters and not any(m.sides for m in matrices):
+        raise ValueError(_cannot_tell(alike))
+    return alike
+
+
+def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int]) -> bool:
+    """Set ``sides`` of what the getters return; return whether the model has any."""
+    by_parameter = {m.parameter: m for m in matrices}
+    has_getters = False
+    for module in model.modules():
+        for name, side in _GETTERS.items():
+            getter = getattr(module, name, None)
+            try:
+                inspect.signature(getter).bind()  # type: ignore[arg-type]
+            except (TypeError, ValueError):  # it is something else, or is not there
+                continue
+            has_getters = True
+            try:
+                returned = getter()  # type: ignore[misc]
+            except NotImplementedError:  # transformers raises this where there are none
+                continue
+            except AttributeError:  # and some submodels inherit a getter for what they lack
+                if module is model and "per_layer" not in name:
+                    raise
+                continue
+            for p in _weights(returned):
+                m = by_parameter.get(p)
+                # The "input embeddings" of an encoder of images or sounds are a projection.
+                is_projection = m is not None and side == "input" and not m.is_table and m.is_linear
+                if m is None or is_projection or m.shape[0] == 1:
+                    continue
+                # FSMT returns the decoder's table as output, and has a head beside it.
+                m.sides.add("input" if m.is_table and not m.is_tied else side)
+                if m.is_hand_written and m.shape[0] not in sizes and m.shape[1] in sizes:
+                    m.vocab_dim = 1
+    return has_getters
+
+
+def _weights(embedding: Any) -> Iterator[Tensor]:
+    """The weights of what a getter returns: one embedding module, or a list of several."""
+    if isinstance(embedding, nn.ModuleList | list | tuple):
+        for module in embedding:
+            yield from _weights(module)
+    elif isinstance(embedding, nn.Module) and parametrize.is_parametrized(embedding):
+        yield from (p for p in _own_parameters(embedding) if p.dim() == 2 and 1 not in p.shape)
+    elif isinstance(weight := getattr(embedding, "weight", None), Tensor):
+        yield weight
+
+
+def _size_of_a_pair(outside: list[ModelMatrix], widths: Counter[int]) -> set[int]:
+    """The rows of the largest table, if a head has as many; no size if there is no table.
+
+    Raises:
+        ValueError: if it has no such partner, or is one of several.
+    """
+    tables = sorted((m for m in outside if m.is_table), key=lambda m: -m.shape[0])
+    if not tables:
+        return set()
+    n = tables[0].shape[0]
+    has_head = any(m.is_linear and m.shape[0] == n for m in outside)
+    is_alone = len(tables) == 1 or tables[1].shape[0] < n
+    if has_head and is_alone and n not in widths:
+        return {n}
+    raise ValueError(_cannot_tell(tables))
+
+
+def _alike(
+    matrices: list[ModelMatrix], sizes: set[int], widths: Counter[int], least: float
+) -> list[ModelMatrix]:
+    """The matrices that are not coupled and look like token embeddings nevertheless.
+
+    A table with other numbers of rows does if it has ``least`` rows, times the largest V.
+    """
+    known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
+    open_ones = [m for m in matrices if not m.sides]
+    tables = [m for m in open_ones if m.is_table and not m.in_block and sizes]
+    others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
+
+    def looks_alike(m: ModelMatrix) -> bool:
+        rows, columns = m.shape
+        if not (m.is_table or m.is_linear):
+            return m.is_hand_written and not m.in_block and not sizes.isdisjoint((rows, columns))
+        if m.in_block:  # as the heads that predict several tokens ahead have it
+            return rows in sizes and (m.is_table or (rows not in widths and rows > columns))
+        open_sizes = sizes - known["input" if m.is_table else "output"]
+        if rows in sizes:
+            return rows in open_sizes and rows >= columns
+        if m.is_linear and columns in sizes and columns > rows:  # of one-hot tokens, maybe
+            return widths[columns] == 1
+        is_padded = any(20 * abs(rows - n) <= n for n in open_sizes) and rows > columns
+        return (m.is_table or rows not in widths) and (is_padded or rows in others)
+
+    return [m for m in open_ones if m.parameter.requires_grad and looks_alike(m)]
+
+
+def _cannot_tell(matrices: list[ModelMatrix]) -> str:
+    name = matrices[0].name
+    example = f"tables=[{name!r}, ...]"
+    if any(m.is_hand_written for m in matrices):
+        example = f"tables={{{name!r}: 0, ...}}, 0 for a matrix [V, H] and 1 for [H, V]"
+    return (
+        f"cannot tell which of these matrices embed tokens: {listed(matrices)}. Pass vocab_size= "
+        f"with the number of tokens, padding included, or all that do as {example}"
+    )
+
+
+def listed(matrices: list[ModelMatrix]) -> str:
+    """The names and shapes of the first five, for messages."""
+    more = f" and {len(matrices) - 5} more" if len(matrices) > 5 else ""
+    return ", ".join(map(str, matrices[:5])) + more
+
+
+def warn(message: str) -> None:
+    """Issue a UserWarning that points at the user's line, however many of our calls are between."""
+    stacklevel = 1
+    frame: Any = sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("coupled_adam."):
+        frame, stacklevel = frame.f_back, stacklevel + 1
+    warnings.warn(message, stacklevel=stacklevel)
+
+
+def _named_outright(
+    model: nn.Module, matrices: list[ModelMatrix], tables: Tables, sizes: set[int]
+) -> list[ModelMatrix]:
+    """The matrices that ``tables`` names, with their ``vocab_dim``."""
+    by_parameter = {m.parameter: m for m in matrices}
+    dims: dict[ModelMatrix, int] = {}
+    dims_given: Mapping[Any, int] = tables if isinstance(tables, Mapping) else {}
+    for entry in [tables] if isinstance(tables, nn.Module | Tensor | str) else tables:
+        matches = _matching(model, entry, "tables")
+        if isinstance(entry, nn.Module):  # without a head's bias
+            of_module = set(_own_parameters(entry))
+            matches = {n: p for n, p in matches.items() if p in of_module and p in by_parameter}
+            if not matches:
+                raise _not_of_the_model(entry, "tables", "matrix")
+        for name, p in matches.items():
+            if p not in by_parameter:
+                raise ValueError(
+                    f"tables={entry!r} matches {name!r} of shape {list(p.shape)}, which is not a "
+                    "matrix [V, H]: use a more specific name"
+                )
+            m = by_parameter[p]
+            dim = dims_given[entry] if dims_given else _vocab_dim(m, sizes)
+            if dim not in (0, 1):
+                raise ValueError(
+                    f"tables={{{entry!r}: {dim!r}}} must give the dimension that indexes tokens: 0 "
+                    "for a matrix [V, H], 1 for [H, V]"
+                )
+            if dims.setdefault(m, dim) != dim:
+                raise ValueError(f"tables gives both 0 and 1 for {m} (the last time in {entry!r})")
+    for m, dim in dims.items():
+        m.vocab_dim = dim
+    return [m for m in matrices if m in dims]
+
+
+def _vocab_dim(m: ModelMatrix, sizes: set[int]) -> int:
+    """The dimension of a token embedding that indexes tokens, by its module or by its size."""
+    if m.is_table:
+        return 0
+    if dims := [dim for dim, length in enumerate(m.shape) if length in sizes]:
+        return dims[0]
+    if m.is_linear:
+        return 0
+    raise ValueError(
+        f"cannot tell which dimension of {m} indexes tokens: pass vocab_size=, or "
+        f"tables={{{m.name!r}: 0}} for a matrix [V, H], 1 for [H, V]"
+    )
+
+
+def resolve(model: nn.Module, entries: Parameters, argument: str) -> set[Tensor]:
+    """The parameters that modules, parameters, names and patterns refer to.
+
+    Raises:
+        ValueError: if an entry of the argument refers to no parameter of the model.
+    """
+    several = [entries] if isinstance(entries, nn.Module | Tensor | str) else entries
+    return {p for entry in several for p in _matching(model, entry, argument).values()}
+
+
+def _matching(
+    model: nn.Module, entry: nn.Module | Tensor | str, argument: str
+) -> dict[str, Tensor]:
+    """All parameters of a model that an entry of an argument refers to, by their names."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if isinstance(entry, str):
+        matches = {n: p for n, p in parameters.items() if fnmatch.fnmatchcase(n, entry)}
+        if not matches:
+            near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
+            hint = f"did you mean {near}?" if near else "see model.named_parameters()"
+            raise ValueError(f"{argument}={entry!r} matches no parameter of the model: {hint}")
+    else:
+        wanted = {entry} if isinstance(entry, Tensor) else set(entry.parameters())
+        matches = {n: p for n, p in parameters.items() if p in wanted}
+        if not matches:
+            raise _not_of_the_model(entry, argument, "parameter")
+    return matches
+
+
+def _not_of_the_model(entry: object, argument: str, kind: str) -> ValueError:
+    return ValueError(
+        f"{argument} contains a {type(entry).__name__} that holds no {kind} of this model: pass "
+        "the module itself, or a parameter's name"
+    )
+
+
+def matrices_of_size(
+    parameters: Iterable[tuple[str, Tensor]], vocab_size: int | Iterable[int]
+) -> dict[Tensor, int]:
+    """Find the token embeddings among the parameters of an unknown model.
+
+    These are the matrices with V rows or V columns, except for those that are named for something
+    else, or as in a block that is repeated.
+
+    Returns:
+        A dict from each of them to the dimension that indexes tokens.
+
+    Raises:
+        ValueError: if no matrix has the size ``vocab_size``, or if hidden layers must be among
+            those that have: more than two without names, or some with V rows and others with V
+            columns beside them.
+    """
+    matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
+    _mark_blocks(matrices)
+    vocab_dims: dict[Tensor, int] = {}
+    for n in sorted(given_sizes(vocab_size)):
+        fitting = [m for m in matrices if n in m.shape]
+        if not fitting:
+            largest = sorted(matrices, key=lambda m: -max(m.shape))
+            raise ValueError(
+                f"vocab_size={n}: none of the parameters that were passed is a matrix with {n} "
+                f"rows or columns. The largest matrices: {listed(largest) or 'none'}. Pass the "
+                "number of rows of the embedding matrix, padding included"
+            )
+        found = [m for m in fitting if m.may_embed_tokens and not m.in_block]
+        dims = [0 if m.shape[0] == n else 1 for m in found]
+        if not found:
+            raise ValueError(
+                f"vocab_size={n}: the matrices of this size are named for something else, or as in "
+                f"a repeated block: {listed(fitting)}. If one of them embeds tokens, put it into "
+                "a param group with 'coupled': True"
+            )
+        is_unnamed = any(m.name.startswith("parameter ") for m in found)
+        if len(found) > 2 and (is_unnamed or len(set(dims)) > 1):
+            raise ValueError(
+                f"vocab_size={n}: {len(found)} matrices have this size, so hidden layers must be "
+                f"among them: {listed(found)}. Pass the model, or names, as in "
+                "model.named_parameters(), or put those that embed tokens into a param group with "
+                "'coupled': True"
+            )
+        vocab_dims |= {m.parameter: dim for m, dim in zip(found, dims)}
+    return vocab_dims
+
+
+def check_not_tensor_parallel(p: Tensor, vocab_dim: int, name: str) -> None:
+    """Raise ValueError if Megatron's tensor parallelism has split a parameter by its rows."""
+    if not getattr(p, "tensor_model_parallel", False):
+        return
+    if getattr(p, "partition_dim", None) != 1 - vocab_dim:
+        raise ValueError(
+            f"cannot couple {name}: according to its tensor_model_parallel=True, this rank holds "
+            "only a part of the vocabulary, but coupling averages over all of it. Make it a "
+            "DTensor (torch.distributed.tensor.parallel.parallelize_module); or, if this rank does "
+            "hold all of it, set tensor_model_parallel=False on the parameter"
+        )

@@ -1,0 +1,193 @@
+"""The sources that a recipe names: texts, token files, and data sets as the hub has them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pydoc_data.topics import topics
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.data.source import open_source
+from coupled_adam.lab.sections import Data
+from coupled_adam.text.token_files import Tokens
+from text.test_token_files import ids, write_llm_c
+
+
+@pytest.fixture
+def texts():
+    return sorted(topics.values(), key=len)[-12:]
+
+
+def read(data, split="train"):
+    return list(open_source(data, 300).readers[split]())
+
+
+def test_fingerprint_is_of_the_content(texts, tmp_path):
+    first, second = tmp_path / "1" / "a.txt", tmp_path / "2" / "a.txt"
+    for path in (first, second):
+        path.parent.mkdir()
+        path.write_text("\n\n".join(texts))
+
+    def fingerprint(path):
+        return open_source(Data(text=str(path)), 300).fingerprint
+
+    assert fingerprint(first) == fingerprint(second)
+    second.write_text("\n\n".join(texts).replace("the", "eth"))
+    assert fingerprint(first) != fingerprint(second)
+
+
+@pytest.fixture
+def hub_folder(texts, tmp_path):
+    """A data set as a clone of a hub's repository has it: a README beside the data."""
+    folder = tmp_path / "dataset"
+    (folder / "data").mkdir(parents=True)
+    for split, documents in (("train", texts), ("validation", texts[:2]), ("test", texts[2:4])):
+        parquet.write_table(pa.table({"text": documents}), folder / "data" / f"{split}-0.parquet")
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files:\n"
+        + "".join(
+            f"  - {{split: {split}, path: data/{split}-*}}\n"
+            for split in ("train", "validation", "test")
+        )
+        + "---\nA data set.\n"
+    )
+    return folder
+
+
+def test_hub_folder(hub_folder, texts, monkeypatch):
+    # The library waits five seconds for its threads after each shuffled reading.
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    data = Data(hub=str(hub_folder), valid_split="validation")
+    source = open_source(data, 300)
+    assert list(source.readers) == ["train", "valid"]
+    assert read(data) == texts
+    assert read(data, "valid") == texts[:2]
+    shuffled = [read(Data(hub=str(hub_folder), shuffle_seed=seed)) for seed in (1, 1, 2)]
+    assert shuffled[0] == shuffled[1] != shuffled[2]
+    assert sorted(shuffled[0]) == sorted(shuffled[2]) == sorted(texts)
+    parquet.write_table(pa.table({"text": texts[5:]}), hub_folder / "data" / "train-0.parquet")
+    assert open_source(data, 300).fingerprint != source.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_split": "trian"}, 'Unknown split "trian"|Bad split: trian'),
+        ({"column": "txt"}, "column='txt' is not among its columns text: did you mean text"),
+        ({"hub_config": "other"}, "other"),
+    ],
+    ids=str,
+)
+def test_hub_errors(options, message, hub_folder):
+    with pytest.raises(UsageError, match=message) as caught:
+        read(Data(hub=str(hub_folder), **options))
+    assert str(caught.value).startswith(f"data.hub={hub_folder}")
+    assert "\n" not in str(caught.value)
+
+
+READ = """
+import sys
+from coupled_adam.errors import UsageError
+from coupled_adam.lab.data.source import open_source
+from coupled_adam.lab.sections import Data
+try:
+    source = open_source(Data(hub=sys.argv[1]), 300)
+    print(source.fingerprint, len(list(source.readers["train"]())))
+except UsageError as error:
+    print("UsageError", error)
+"""
+
+
+def run(code, *arguments, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, **{key: str(value) for key, value in environment.items()}},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_a_hub_out_of_reach(tmp_path):
+    said = run(READ, "nobody/nothing", HF_HUB_OFFLINE=1, HF_HOME=tmp_path)
+    assert said.startswith("UsageError data.hub=nobody/nothing cannot be read (")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_commit_is_remembered_without_the_hub(tmp_path):
+    """As the hub's own cache notes it: a corpus in the cache is found offline by its commit."""
+    for dataset, commit in (("one", "1" * 40), ("two", "2" * 40)):
+        cache = tmp_path / "hub" / f"datasets--me--{dataset}"
+        for folder in ("refs", f"snapshots/{commit}"):
+            (cache / folder).mkdir(parents=True)
+        (cache / "refs" / "main").write_text(commit)
+    code = READ.replace(', len(list(source.readers["train"]()))', "")
+    prints = [run(code, name, HF_HUB_OFFLINE=1, HF_HOME=tmp_path) for name in ("me/one", "me/two")]
+    assert all("UsageError" not in fingerprint for fingerprint in prints)
+    assert prints[0] != prints[1]
+    shutil.rmtree(tmp_path / "hub" / "datasets--me--two" / "refs")
+    assert "UsageError" in run(code, "me/two", HF_HUB_OFFLINE=1, HF_HOME=tmp_path)
+
+
+def found(data, vocab_size=300):
+    files = open_source(data, vocab_size).files
+    return {split: Tokens(parts) for split, parts in files.items()}
+
+
+def test_nano_gpt(tmp_path):
+    """Bare files; the second half of the validation tokens is the test split."""
+    train, valid = ids(5000), ids(1001, seed=1)
+    train.tofile(tmp_path / "train.bin")
+    valid.tofile(tmp_path / "val.bin")
+    splits = found(Data(tokens=str(tmp_path)))
+    np.testing.assert_array_equal(splits["train"][:], train)
+    np.testing.assert_array_equal(splits["valid"][:], valid[:500])
+    np.testing.assert_array_equal(splits["test"][:], valid[500:])
+
+
+def test_llm_c(tmp_path):
+    """Several files for a split, in the order of their names; test files of their own."""
+    parts = [ids(100 + i, seed=i) for i in range(3)]
+    for i in (2, 0, 1):
+        write_llm_c(tmp_path / f"fineweb_train_{i:06}.bin", parts[i])
+    write_llm_c(tmp_path / "fineweb_val_000000.bin", parts[1])
+    write_llm_c(tmp_path / "fineweb_test_000000.bin", parts[2])
+    splits = found(Data(tokens=str(tmp_path)))
+    np.testing.assert_array_equal(splits["train"][:], np.concatenate(parts))
+    np.testing.assert_array_equal(splits["train"][90:310], np.concatenate(parts)[90:310])
+    np.testing.assert_array_equal(splits["valid"][:], parts[1])
+    np.testing.assert_array_equal(splits["test"][:], parts[2])
+
+
+def test_limits(tmp_path):
+    """No more tokens than asked for, over several files."""
+    parts = [ids(100, seed=i) for i in range(3)]
+    for i, part in enumerate(parts):
+        part.tofile(tmp_path / f"train{i}.bin")
+    ids(500).tofile(tmp_path / "val.bin")
+    splits = found(Data(tokens=str(tmp_path), max_tokens=150, max_held_out_tokens=40))
+    np.testing.assert_array_equal(splits["train"][:], np.concatenate(parts)[:150])
+    np.testing.assert_array_equal(splits["valid"][:], ids(500)[:40])
+    np.testing.assert_array_equal(splits["test"][:], ids(500)[250:290])
+
+
+def test_missing_token_files(tmp_path):
+    def refuses(message, folder=tmp_path):
+        with pytest.raises(UsageError, match=rf"^data\.tokens={folder}.*{message}"):
+            open_source(Data(tokens=str(folder)), 300)
+
+    refuses("no such folder", tmp_path / "missing")
+    refuses(r"no file \*train\*.bin in it")
+    ids(100).tofile(tmp_path / "train.bin")
+    refuses(r"no file \*val\*.bin in it")
+    ids(100, "<u4").tofile(tmp_path / "val.bin")
+    refuses("val.bin: every second number is 0")

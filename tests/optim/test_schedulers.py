@@ -1,0 +1,74 @@
+"""Schedulers and loops that set the learning rates and betas of all groups at once."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from coupled_adam import CoupledAdamW
+
+
+@pytest.fixture
+def model():
+    tied = nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 16), nn.Linear(16, 100, bias=False))
+    tied[2].weight = tied[0].weight
+    return tied
+
+
+def warnings_of_steps(model, optimizer, before_step=lambda: None):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.arange(10)).square().sum().backward()
+            before_step()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_one_rate_for_all_groups_is_named_once(model):
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+
+    def set_all():
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4
+
+    (message,) = warnings_of_steps(model, optimizer, set_all)
+    assert "2 times the learning rate of the others, but now has theirs, 0.0005" in message
+
+
+def test_a_loop_that_multiplies_the_factor_is_right(model):
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+
+    def set_all():
+        for group in optimizer.param_groups:
+            group["lr"] = 5e-4 * group.get("initial_lr_factor", 1)
+
+    assert warnings_of_steps(model, optimizer, set_all) == []
+    assert [group["lr"] for group in optimizer.param_groups][-1] == 1e-3
+
+
+def test_one_cycle_brings_momentum_back_unless_it_is_told_not_to(model):
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    OneCycleLR(optimizer, max_lr=1e-3, total_steps=10)
+    messages = warnings_of_steps(model, optimizer)
+    assert len(messages) == 2
+    assert "pass cycle_momentum=False" in messages[1]
+
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    rates = [1e-3 * group.get("initial_lr_factor", 1) for group in optimizer.param_groups]
+    OneCycleLR(optimizer, max_lr=rates, total_steps=10, cycle_momentum=False)
+    assert warnings_of_steps(model, optimizer) == []
+    assert "exp_avg" not in optimizer.state[model[0].weight]
+
+
+def test_schedulers_that_scale_keep_the_factor(model):
+    optimizer = CoupledAdamW(model, lr=1e-3, embeddings="lean", vocab_size=100)
+    LambdaLR(optimizer, lambda step: 0.5)
+    assert warnings_of_steps(model, optimizer) == []
+
+
+def test_equal_rates_by_choice_are_not_named(model):
+    optimizer = CoupledAdamW(model, lr=1e-3, vocab_size=100)
+    assert warnings_of_steps(model, optimizer) == []

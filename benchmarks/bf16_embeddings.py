@@ -49,7 +49,6 @@ def train(how: str, seed: int) -> dict[str, float]:
         options.lr,
         options.betas,
         options.eps,
-        max_grad_norm=options.max_grad_norm,
         stochastic_rounding=how == "stochastic",
     )
     assert any(p is stored for p in optimizer.param_groups[-1]["params"])
@@ -59,6 +58,8 @@ def train(how: str, seed: int) -> dict[str, float]:
         model.zero_grad()
         sequence_losses(model, batch).mean().backward()
         stored.grad = matrix.grad.to(stored.dtype)
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(trained, options.max_grad_norm)
         optimizer.step()
         scheduler.step()
     matrix.data.copy_(stored.detach())

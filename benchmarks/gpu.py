@@ -141,25 +141,29 @@ class GPT(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """A step that clips the gradients first."""
+
+    def clip_and_step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return clip_and_step
+
+
 def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Callable[[], object]]:
     """A model, and a clipped step of AdamW or, by any other name, of Coupled Adam."""
     case = parse_case(options.shapes[0], "float32", clip=True)
     torch.manual_seed(0)
     model = GPT(case.rows, case.columns, options.layers, options.length).to(options.device)
     if name == "AdamW":
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-        def clip_and_step() -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            adamw.step()
-
-        return model, clip_and_step
+        return model, clipped(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
     groups = param_groups(model, vocab_size=case.rows)
     if name == LEAN:
         for group in groups:
             if group["coupled"]:
                 group.update(GEOMETRY, betas=(0.0, 0.99))
-    return model, CoupledAdamW(groups, lr=1e-4, fused=True, max_grad_norm=1.0).step
+    return model, clipped(model, CoupledAdamW(groups, lr=1e-4, fused=True))
 
 
 def model_steps(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from bench.cases import Case
+from bench.peers import Ember, PlainUpdate
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,8 +26,8 @@ class Candidate:
         matrices_moved: the least number of [V, H] matrices that a step has to read from memory or
             write to it; None if it is not known. AdamW reads p, g, m, v and writes p, m, v, which
             makes 7. Coupled Adam reads g and m and writes m while it sums the squares of g, then
-            reads m and p and writes p, which makes 6; without momentum it reads g, then g and p,
-            and writes p, which makes 4. Vectors of length H and V are not counted.
+            reads m and p and writes p, which makes 6. LEAN reads g and p, and writes p, which makes
+            3, or 5 with momentum. Vectors of length H and V are not counted.
     """
 
     make: Callable[[nn.Parameter, list[nn.Parameter], float | None], Optimizer]
@@ -46,10 +47,11 @@ def coupled(**options: Any) -> Candidate:
         groups: list[dict[str, Any]] = [{"params": [embedding], "coupled": True}]
         if params:
             groups.append({"params": params})
-        return CoupledAdamW(groups, lr=1e-4, max_grad_norm=clip, **options)
+        return CoupledAdamW(groups, lr=1e-4, **options)
 
+    is_lean = "row_exponent" in options or "zero_sum" in options
     has_momentum = options.get("betas", (0.9, 0.999))[0] != 0
-    return Candidate(make, matrices_moved=6 if has_momentum else 4)
+    return Candidate(make, matrices_moved=(3 + 2 * has_momentum) if is_lean else 6)
 
 
 def uncoupled(cls: Any, matrices_moved: int | None = None, **options: Any) -> Candidate:
@@ -65,6 +67,8 @@ OPTIMIZERS = {
     "CoupledAdamW a=0.5, zero-sum": coupled(row_exponent=0.5, zero_sum=True),
     # The learning rate makes no difference for the time of a step.
     "CoupledAdamW LEAN": coupled(**{key: LEAN[key] for key in LEAN if key != "lr_factor"}),
+    "Ember": uncoupled(Ember),
+    "e - c g": uncoupled(PlainUpdate, matrices_moved=3),
     "AdamW": uncoupled(torch.optim.AdamW, foreach=False),
     "AdamW foreach": uncoupled(torch.optim.AdamW, foreach=True),
 }
@@ -83,10 +87,10 @@ def make_step(
 ) -> tuple[Optimizer, Callable[[], object]]:
     """Create an optimizer and its step function; with ``clip`` it also clips to a norm of 1."""
     optimizer = candidate(name).make(embedding, params, 1.0 if clip else None)
-    if not clip or isinstance(optimizer, CoupledAdamW):
+    if not clip:
         return optimizer, optimizer.step
 
-    # As a training loop has to do for an optimizer that does not clip in its step.
+    # As a training loop does.
     def clip_and_step() -> None:
         nn.utils.clip_grad_norm_([embedding, *params], 1.0)
         optimizer.step()

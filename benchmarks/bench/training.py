@@ -66,7 +66,7 @@ class TrainingSpeed:
 def training_speed(recipe: Recipe, *, device: str = "cpu", steps: int = 20) -> TrainingSpeed:
     """Train two models on random tokens with fused optimizers, with alternating steps.
 
-    AdamW's gradients are clipped by ``clip_grad_norm_``, those of Coupled Adam in its own step.
+    The gradients are clipped by ``clip_grad_norm_``.
     The precision is float32, or bfloat16 autocast if the recipe sets that. The recipe's batch is
     not split into micro-batches.
 
@@ -94,7 +94,7 @@ def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[]
     options: dict[str, Any] = {"lr": training.lr, "betas": training.betas, "fused": True}
     optimizer: Optimizer
     if coupled:
-        optimizer = CoupledAdamW(groups, max_grad_norm=training.max_grad_norm, **options)
+        optimizer = CoupledAdamW(groups, **options)
     else:
         for group in groups:
             del group["coupled"]
@@ -114,8 +114,7 @@ def _training_step(recipe: Recipe, device: str, *, coupled: bool) -> Callable[[]
         with autocast:
             loss = sequence_losses(model, batch).mean()
         loss.backward()
-        if not coupled:
-            nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
+        nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
         optimizer.step()
         return now(device) - start
 

@@ -10,7 +10,7 @@ import torch
 import torch._dynamo.testing
 from torch import nn
 
-from coupled_adam import CoupledAdam, CoupledAdamW, param_groups
+from coupled_adam import LEAN, CoupledAdam, CoupledAdamW, param_groups
 from decoders import assert_same_parameters
 
 PAIRS = [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]
@@ -208,6 +208,19 @@ def test_closure():
     assert loss_of(model, 0).item() < before
 
 
+def test_a_rate_below_zero_in_a_step():
+    """A decay written by hand may end just below zero: as in torch, the run goes on."""
+    model, control = tiny_model(), tiny_model()
+    optimizer = CoupledAdamW(param_groups(model), lr=1e-2)
+    reference = CoupledAdamW(param_groups(control), lr=1e-2)
+    for m, o, lr in ((model, optimizer, -1e-19), (control, reference, 0.0)):
+        for group in o.param_groups:
+            group["lr"] = lr
+        train(m, o, 2)
+    for p, q in zip(model.parameters(), control.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
 def test_step_hooks_run_once():
     model, calls = TinyLM(), []
     torch.optim.AdamW(model.parameters())  # patches the parent's step, too
@@ -258,15 +271,16 @@ def test_parameter_without_gradient_is_skipped():
     assert q not in optimizer.state
 
 
+@pytest.mark.parametrize("rule", [{}, LEAN], ids=["coupled", "LEAN"])
 @pytest.mark.parametrize(("fused", "unscaled"), [(False, False), (True, False), (True, True)])
-def test_grad_scaler(fused, unscaled):
+def test_grad_scaler(fused, unscaled, rule):
     """An fp16 overflow is skipped, with nothing changed; other steps are those without a scaler.
 
     Also where the gradients have been unscaled before, to be clipped.
     """
     model, control = tiny_model(), tiny_model()
-    optimizer = CoupledAdamW(param_groups(model), lr=1e-2, fused=fused)
-    reference = CoupledAdamW(param_groups(control), lr=1e-2, fused=fused)
+    optimizer = CoupledAdamW(param_groups(model, **rule), lr=1e-2, fused=fused)
+    reference = CoupledAdamW(param_groups(control, **rule), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(6):
         optimizer.zero_grad()
@@ -296,10 +310,11 @@ def test_grad_scaler(fused, unscaled):
         torch.testing.assert_close(model.embed.weight.grad, control.embed.weight.grad)
 
 
+@pytest.mark.parametrize("rule", [{}, LEAN], ids=["coupled", "LEAN"])
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_continue_alike(copier):
+def test_copies_continue_alike(copier, rule):
     model = tiny_model()
-    optimizer = CoupledAdamW(param_groups(model), second_moment_scale=0.5)
+    optimizer = CoupledAdamW(param_groups(model, **rule), second_moment_scale=0.5)
     train(model, optimizer, 3)
     twin, twin_optimizer = copier((model, optimizer))
     train(model, optimizer, 3, start=3)
@@ -312,14 +327,17 @@ def test_copies_continue_alike(copier):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(
+    "coupled", [{}, {"amsgrad": True}, LEAN], ids=["coupled", "amsgrad", "LEAN"]
+)
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_step(amsgrad):
+def test_compiled_step(coupled):
     """A compiled step computes what the plain one does, and is compiled once, not at every step."""
     model, control = tiny_model(), tiny_model()
-    options = {"lr": 1e-2, "amsgrad": amsgrad, "second_moment_scale": 0.5}
-    optimizer = CoupledAdamW(param_groups(model), **options)
-    reference = CoupledAdamW(param_groups(control), **options)
+    options = {"lr": 1e-2, "amsgrad": "amsgrad" in coupled, "second_moment_scale": 0.5}
+    rules = {} if "amsgrad" in coupled else coupled
+    optimizer = CoupledAdamW(param_groups(model, **rules), **options)
+    reference = CoupledAdamW(param_groups(control, **rules), **options)
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(optimizer.step, backend=counter)

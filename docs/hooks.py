@@ -15,14 +15,6 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!\w+:|#)([^)\s]+)\)")
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<(?:code|autoref|a)\b)")
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """List the study's pages by their numbers."""
-    pages = Path(config.docs_dir).glob("study/[0-9]*.md")
-    numbered = sorted(pages, key=lambda page: int(page.name.split("-")[0]))
-    config.nav[-1]["Study"].extend(f"study/{page.name}" for page in numbered)
-    return config
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The README is the first page, and the notebook is one."""
     readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")

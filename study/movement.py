@@ -33,7 +33,7 @@ from coupled_adam.lab.training.schedules import lr_scheduler
 from .documents import frequency_bands
 from .head import losses
 from .questions import QUESTIONS
-from .run import HERE, recipe_of, write_results
+from .run import HERE, parse_seeds, recipe_of, write_results
 from .tables import TRAINED_BY
 
 RULES: dict[str, dict[str, Any]] = {
@@ -207,7 +207,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", required=True, help="the study's training text")
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=parse_seeds, default=[1, 2, 3], metavar="1,2,...")
     parser.add_argument("--windows", type=int, default=6, help="evenly spaced over the training")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "movement.json")
     options = parser.parse_args()

@@ -1,4 +1,11 @@
-"""The runs of each question by name. Each is made with at least three seeds."""
+"""The runs of each question by name, with three seeds or more, except in :data:`UNFINISHED`.
+
+All results of the arms ``a=...`` were made with the exact LEAN of November 2026: nu was the mean of
+the squared gradients themselves, and all sums over rows were those of the same step. The package
+has a one-pass LEAN now (:mod:`coupled_adam.optim.reference`), with other numbers. So these arms
+must not get new seeds beside the old ones; "plain exact" of :mod:`study.table_rules` is the old
+rule.
+"""
 
 import dataclasses
 import itertools
@@ -359,14 +366,14 @@ ALTERNATIVES = (
     "centered_at_the_end",
     "recentered_at_the_end",
 )
-"""What question 9 tries beside AdamW; each has a variant of its name."""
+"""What ``alternatives`` tries beside AdamW; each has a variant of its name."""
 
 RATES = (5e-3, 2e-2)
-"""The learning rates of question 9."""
+"""The learning rates of ``alternatives``."""
 
 
 def _alternatives() -> dict[str, Entry]:
-    """The runs of question 9, except both arms and lr_factor 0.25 at 5e-3: others have these."""
+    """All but both arms and lr_factor 0.25 at 5e-3, which other questions have."""
     # Weak penalties have no effect, and changes at the end do not affect the training.
     strong = ("centered_each_step", "mean_loss_1", "z_loss", "soft_cap")
     decay = {**ADAMW, "embedding_weight_decay": 0.1}

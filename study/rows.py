@@ -219,7 +219,7 @@ LABELS: dict[Arm, str] = {"adamw": "AdamW", "coupled": "Coupled Adam"}
 
 
 def between(question: str, name: str, setting: str = "") -> Line:
-    """A row of question 12, from any question whose embeddings have rates of their own.
+    """A row of a question whose embeddings have rates of their own.
 
     Args:
         question: the question that has its runs.

@@ -130,6 +130,11 @@ def write_results(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, lines)
 
 
+def parse_seeds(text: str) -> list[int]:
+    """The seeds of "1,2"; a list with spaces would take the questions behind it, too."""
+    return [int(seed) for seed in text.split(",")]
+
+
 def main() -> None:
     """Run everything that does not have a result yet."""
     parser = argparse.ArgumentParser(prog="python -m study.run", description=__doc__)
@@ -137,14 +142,19 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="documents, with blank lines between")
     parser.add_argument("--word-similarity", required=True, type=Path, help="folder of the sets")
     parser.add_argument(
-        "--held-out", nargs="*", type=Path, default=[], metavar="FILE", help="documents, as in TEXT"
+        "--held-out",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="documents, as in TEXT; once for each file",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="for run folders")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     parser.add_argument(
         "--only", default="*", metavar="PATTERN", help="the runs whose names match, as in 'a=0.5 *'"
     )
-    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=parse_seeds, default=[1, 2, 3], metavar="1,2,...")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", action="store_true", help="the models, with torch.compile")

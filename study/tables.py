@@ -68,7 +68,7 @@ SCALE = {
 
 
 def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
-    """The row of question 2 with this n; the runs for n = 0 are in another question."""
+    """The row of a scaled run with this n; the runs for n = 0 are in another question."""
     if n != 0:
         return Line(label, question, f"{arm} n={n}")
     where, name = SCALE["1.2M" if question == "scaled" else "4.9M", "0.4M"]
@@ -76,7 +76,7 @@ def of_exponent(question: str, arm: Arm, n: int, label: str = "") -> Line:
 
 
 def exponents(question: str, arm: Arm) -> dict[float, Line]:
-    """The rows of question 2 by n."""
+    """The rows of scaled runs by n."""
     pattern = re.compile(rf"{arm} n=(-?\d+)")
     tried = [int(n[1]) for name in QUESTIONS[question] if (n := pattern.fullmatch(name))]
     return {
@@ -184,7 +184,7 @@ ALTERNATIVES = {
 
 
 def alternative(lr: float, name: str) -> Line | None:
-    """The row of a run of question 9, which may be in another question; None if there is none."""
+    """The row of an alternative, which may be in another question; None if there is none."""
     line = Line(ALTERNATIVES[name], "alternatives", f"lr={lr:g} {name}")
     if name in LABELS:
         line = dataclasses.replace(line, question="learning_rate")
@@ -237,7 +237,7 @@ def _between_muon() -> Table:
 
 
 def _summary() -> Table:
-    """The best rows of question 12, with what each optimizer keeps of a matrix."""
+    """The best rows of ``between``, with what each optimizer keeps of a matrix."""
     kept = ("AdamW, 2VH", "Coupled Adam, VH + H", "a = 0.5, zero-sum, VH + V + H")
     groups = [
         [dataclasses.replace(line, label=f"{tokens}: {label}") for label, line in zip(kept, rows)]
@@ -271,7 +271,7 @@ def _readme() -> Table:
 
 
 def _muon_rates() -> Table:
-    """Pairs with the same rates, relative to the core; those with f = 1 are of question 8."""
+    """Pairs with the same rates, relative to the core; those with f = 1 are of ``muon``."""
     names = list(dict.fromkeys(name.rpartition(" ")[0] for name in QUESTIONS["muon_rates"]))
     rows = [pair("tied, f = 1:", "muon", "lr=0.01")]
     for name in names:
@@ -316,7 +316,7 @@ def _eps() -> Table:
 
 
 TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
-"""The trainings whose gradients question 15 gives to all rules."""
+"""The runs whose gradients ``movement`` gives to all rules."""
 
 
 def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
@@ -352,7 +352,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in RATES},
     "switching": _switching,
     "between": partial(_between, "between", "adamw n=9"),
-    # In question 2, n scales Coupled Adam's second moment, with the effect of the same n here.
+    # In scaled_longer, n scales Coupled Adam's second moment, with the effect of the same n here.
     "between_longer": partial(
         _between,
         "between_longer",

@@ -3,6 +3,7 @@
 python -m study.toy_example
 """
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def draw_toy_example() -> Figure:
     return figure
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw the picture of the pages again."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     images = Path(__file__).parents[1] / "docs" / "images"
     write_atomically(images / "toy_example.png", drawn(draw_toy_example()))
+
+
+if __name__ == "__main__":
+    main()

@@ -230,7 +230,7 @@ SETUP = {
     "docs/evaluation.md": for_evaluation,
     "docs/frameworks.md": for_frameworks,
     "docs/optimizer.md": for_optimizer,
-    "docs/study/2-scaled.md": for_study,
+    "docs/study/usual-betas.md": for_study,
     "docs/switching.md": for_switching,
 }
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from scipy import stats
-from study import experts, figures, masked_lm, muon, referee, rows, tables
+from study import experts, figures, masked_lm, muon, referee, rows, tables, toy_example
 from study.alternatives import mean_penalty, penalized, recenter, soft_capped, z_loss
 from study.between import ZeroSumAdamW
 from study.documents import TOKENS, document_blocks, document_losses, frequency_bands
@@ -169,8 +169,8 @@ def test_the_command_runs_what_has_no_result(text_file, tmp_path, monkeypatch, c
     assert [line.rpartition(":")[0] for line in command("--only", "two*", "--seeds", 4)] == [
         "a: two n=1, seed 4"
     ]
-    assert len(command("--seeds", 4, 5)) == 3
-    assert command("--seeds", 4, 5) == []
+    assert len(command("--seeds", "4,5", "a")) == 3
+    assert command("--seeds", "4,5") == []
     found = results("a", tmp_path / "found")
     assert {name: sorted(entry["seeds"]) for name, entry in found.items()} == {
         name: ["4", "5"] for name in entries
@@ -185,6 +185,14 @@ def test_the_command_runs_what_has_no_result(text_file, tmp_path, monkeypatch, c
     with pytest.raises(SystemExit):
         command("10 M")
     assert "10 M: there are a, 10M" in capsys.readouterr().err
+
+
+def test_help_of_the_toy_example_draws_nothing(monkeypatch):
+    """The picture is a file of the pages."""
+    monkeypatch.setattr("sys.argv", ["toy_example", "--help"])
+    monkeypatch.setattr(toy_example, "write_atomically", lambda *_: pytest.fail("drawn"))
+    with pytest.raises(SystemExit):
+        toy_example.main()
 
 
 def test_divergence_is_a_result(text_file, tmp_path):

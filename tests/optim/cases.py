@@ -89,9 +89,9 @@ def use(monkeypatch, kernel):
 
 
 def optimizer_of(params, *, cls=CoupledAdamW, **options):
-    """With a coupled group of these parameters."""
-    group = {"weight_decay": 0.0, "betas": MOMENTUM, **options}
-    return cls([{"params": params, "coupled": True, **group}], lr=1e-2)
+    """All parameters are in one coupled group."""
+    options = {"lr": 1e-2, "weight_decay": 0.0, "betas": MOMENTUM, **options}
+    return cls(params, coupled=True, **options)
 
 
 def in_rows(tensor, group):

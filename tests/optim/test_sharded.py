@@ -38,7 +38,9 @@ def matrix(dtype=torch.float64):
 
 
 def gradient(step, dtype=torch.float64):
-    return torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(step + 1))
+    values = torch.randn(V, H, dtype=dtype, generator=torch.Generator().manual_seed(step + 1))
+    values[2] = 0  # a token that never occurs
+    return values
 
 
 BETWEEN = {"row_exponent": 0.5, "zero_sum": True}
@@ -121,6 +123,19 @@ def fsdp2(**options):
         assert difference.abs().max() < 1e-12, name
 
 
+def entries_of_a_user():
+    """They stay, and need not be DTensors."""
+    p = nn.Parameter(distribute_tensor(matrix(), mesh_of(None), [Shard(0)]))
+    optimizer = CoupledAdamW([p], coupled=True, **LEAN)
+    p.grad = p.detach()
+    optimizer.step()
+    optimizer.state[p] |= {"tag": torch.ones(3), "count": 3}
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.state[p]["count"] == 3
+    assert torch.equal(optimizer.state[p]["tag"], torch.ones(3))
+
+
 def stochastic_rounding(placements, shape=None):
     """The parts are rounded as the whole is, and copies to the same bits."""
     mesh = mesh_of(shape)
@@ -178,6 +193,7 @@ CASES = {
     "rows, rounded": lambda: stochastic_rounding([Shard(0)]),
     "columns, rounded": lambda: stochastic_rounding([Shard(1)]),
     "copies of columns, rounded": lambda: stochastic_rounding([Replicate(), Shard(1)], TWO_BY_REST),
+    "entries of a user": entries_of_a_user,
     "fsdp2": fsdp2,
     "fsdp2, zero-sum": lambda: fsdp2(**BETWEEN),
     "fsdp2, LEAN": lambda: fsdp2(**LEAN),

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW, FlatShard, to_adam_state_dict
+from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.state import entries
+from optim.cases import CASES, LEAN, optimizer_of
 
 V, H = 13, 5
 TO_ADAM = {CoupledAdam: torch.optim.Adam, CoupledAdamW: torch.optim.AdamW}
@@ -19,12 +22,15 @@ def matrix(seed=0, shape=(V, H), dtype=torch.float32):
     return nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
 
 
-def take_steps(optimizer, seeds):
+def take_steps(optimizer, seeds, vocab_dim=None):
+    """Random gradients; with a dimension, of its first token none."""
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         for group in optimizer.param_groups:
             for p in filter(lambda p: p.requires_grad, group["params"]):
                 p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+                if vocab_dim is not None:
+                    p.grad.select(vocab_dim, 0).zero_()
         optimizer.step()
 
 
@@ -69,13 +75,17 @@ def test_state_is_one_row(dtype, moment, fused, amsgrad):
         assert state["step"].item() == 1
 
 
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_init_state_is_not_a_step(amsgrad):
+RULES = {name: CASES[name] for name in ("coupled", "coupled, amsgrad", "LEAN", "LEAN, momentum")}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+@every_rule
+def test_init_state_is_not_a_step(rule):
     """The layout of the state before the first step; then the run is as without."""
     early, late, frozen = matrix(), matrix(), matrix().requires_grad_(False)
     other, control = matrix(1, (H,)), matrix(1, (H,))
-    groups = [{"params": [early, frozen], "coupled": True}, {"params": [other]}]
-    optimizer = CoupledAdamW(groups, amsgrad=amsgrad)
+    groups = [{"params": [early, frozen], "coupled": True, **rule}, {"params": [other]}]
+    optimizer = CoupledAdamW(groups)
     before = early.detach().clone()
     optimizer.init_state()
     assert early.grad is None
@@ -86,8 +96,8 @@ def test_init_state_is_not_a_step(amsgrad):
     assert optimizer.state[early]["exp_avg_sq"].shape == (H,)
     assert optimizer.state[other]["exp_avg_sq"].shape == other.shape
 
-    groups = [{"params": [late], "coupled": True}, {"params": [control]}]
-    reference = CoupledAdamW(groups, amsgrad=amsgrad)
+    groups = [{"params": [late], "coupled": True, **rule}, {"params": [control]}]
+    reference = CoupledAdamW(groups)
     optimizer.param_groups[0]["params"].pop()  # the frozen one
     for o in (optimizer, reference):
         take_steps(o, range(3))
@@ -110,17 +120,18 @@ def test_init_state_allocates_no_matrix_for_gradients():
     assert q.grad is gradient
 
 
-@pytest.mark.parametrize("between", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_exact(dtype, between):
+@every_rule
+@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_round_trip_is_exact(dtype, steps, rule):
     """Save to disk, load, continue: bit for bit, the float32 moments of bf16 matrices included."""
     p, q = matrix(dtype=dtype), matrix(dtype=dtype)
-    options = {"row_exponent": 0.5, "zero_sum": True} if between else {"amsgrad": True}
-    optimizer = CoupledAdamW([p], coupled=True, second_moment_scale=0.25, **options)
-    take_steps(optimizer, range(5))
+    optimizer = CoupledAdamW([p], coupled=True, **{**rule, "second_moment_scale": 0.25})
+    optimizer.init_state()
+    take_steps(optimizer, range(steps))
     with torch.no_grad():
         q.copy_(p)
-    resumed = CoupledAdamW([q], coupled=True, **options)
+    resumed = CoupledAdamW([q], coupled=True, **rule)
     resumed.load_state_dict(through_disk(optimizer.state_dict()))
     assert resumed.param_groups[0]["second_moment_scale"] == 0.25
     for name, value in optimizer.state[p].items():
@@ -174,71 +185,134 @@ def test_adam_checkpoint_continues_as_if_averaged_by_hand(cls, vocab_dim, dtype)
     assert torch.equal(q, p)  # the uncoupled parameter goes on as under torch's own optimizer
 
 
+def lean_of(v, vocab_dim, exponent, beta2, step):
+    """LEAN's r and nu of Adam's v [V, H], by reference.py's formulas, in float64."""
+    v = v.double().T if vocab_dim else v.double()
+    hat = v / (1 - beta2**step)
+    r = hat.mean(1)
+    occurs = r > 0
+    nu = (hat[occurs] * r[occurs, None] ** -exponent).mean(0)
+    more = 1 - beta2 ** (step + 1)  # it has seen the first gradient twice
+    return r * more, nu * more
+
+
+@pytest.mark.parametrize("options", LEAN.values(), ids=LEAN)
 @pytest.mark.parametrize("vocab_dim", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_row_exponent_from_and_to_adam(vocab_dim, dtype):
-    """r and nu are the row and the column means of Adam's moment; their product goes back."""
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_lean_from_and_to_adam(dtype, vocab_dim, options):
+    """r and nu are what LEAN would average; r_i nu_j / mean(nu) goes back."""
     p = matrix(dtype=dtype)
-    adam = torch.optim.AdamW([p])
-    take_steps(adam, range(6))
-    options = {"coupled": True, "vocab_dim": vocab_dim, "row_exponent": 0.5, "zero_sum": True}
-    optimizer = CoupledAdamW([p], **options)
-    optimizer.load_state_dict(through_disk(adam.state_dict()))
+    adam = torch.optim.AdamW([p], betas=(0.9, 0.95))
+    take_steps(adam, range(6), vocab_dim)
+    v = adam.state[p]["exp_avg_sq"].clone()
+    options = {"betas": (0.9, 0.95), **options, "vocab_dim": vocab_dim}
+    exponent, betas = options.get("row_exponent", 0.0), options["betas"]
+    optimizer = optimizer_of([p], **options)
+    checkpoint = through_disk(adam.state_dict())
+    checkpoint["param_groups"][0] |= {"betas": betas, "weight_decay": 0.0}
+    optimizer.load_state_dict(checkpoint)
     state, wide = optimizer.state[p], torch.promote_types(dtype, torch.float32)
-    assert set(state) == {"step", "exp_avg", "exp_avg_sq", "exp_avg_sq_row"}
-    moment = adam.state[p]["exp_avg_sq"].to(wide)
-    columns, rows = state["exp_avg_sq"], state["exp_avg_sq_row"]
-    assert columns.dtype == rows.dtype == wide
-    torch.testing.assert_close(columns, moment.mean(vocab_dim))
-    torch.testing.assert_close(rows, moment.mean(1 - vocab_dim))
+    assert state.keys() == {"step", *entries(optimizer.param_groups[0])}
+    r, nu = lean_of(v, vocab_dim, exponent, betas[1], 6)
+    torch.testing.assert_close(state["exp_avg_sq_row"], r.to(wide))
+    torch.testing.assert_close(state["exp_avg_sq"], nu.to(wide))
+    if "mean_update" in state:
+        assert not state["mean_update"].count_nonzero()
 
     back = torch.optim.AdamW([p])
     back.load_state_dict(through_disk(to_adam_state_dict(optimizer.state_dict())))
-    assert not {"row_exponent", "zero_sum"} & set(back.param_groups[0])
-    assert set(back.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
-    rank_one = columns.unsqueeze(vocab_dim) * rows.unsqueeze(1 - vocab_dim) / rows.mean()
+    assert not OPTIONS.keys() & back.param_groups[0].keys()
+    assert back.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    rank_one = nu.unsqueeze(vocab_dim) * r.unsqueeze(1 - vocab_dim) / nu.mean()
+    rank_one *= (1 - betas[1] ** 6) / (1 - betas[1] ** 7)
     torch.testing.assert_close(back.state[p]["exp_avg_sq"], rank_one.to(dtype))
     take_steps(back, [6])
     take_steps(optimizer, [7])
 
 
-def test_row_exponent_from_coupled_adam():
-    """Nothing tells the rows apart: the step is the one that Coupled Adam would take, at first."""
-    p, other = matrix(), matrix()
-    coupled = CoupledAdamW([p], coupled=True)
-    take_steps(coupled, range(3))
-    with torch.no_grad():
-        other.copy_(p)
-    optimizer = CoupledAdamW([other], coupled=True)
-    optimizer.load_state_dict(coupled.state_dict())
-    optimizer.param_groups[0]["row_exponent"] = 0.5
-    mean = optimizer.state[other]["exp_avg_sq"].mean()
-    for one in (coupled, optimizer):
-        one.param_groups[0]["betas"] = (0.9, 1 - 1e-9)  # r stays what it is
-        take_steps(one, [3])
-    torch.testing.assert_close(optimizer.state[other]["exp_avg_sq_row"], mean.expand(V))
-    torch.testing.assert_close(p, other)
+OLDER = {"an older LEAN": {"exp_avg_sq_row"}, "Coupled Adam": set()}
 
 
-def test_options_that_change_between_steps():
-    """The state has what the options need, and nothing that nobody keeps up to date."""
+@pytest.mark.parametrize("names", OLDER.values(), ids=OLDER)
+def test_lean_from_means(names):
+    """An older LEAN's nu was a plain mean, as Coupled Adam's is: both as if v were r_i nu_j / r.
+
+    Without r nothing tells the rows apart, and all have the mean.
+    """
+    torch.manual_seed(0)
+    nu, r, beta2 = torch.rand(H), torch.rand(V), 0.99
+    r *= nu.mean() / r.mean()  # both are means of the same numbers
+    r[3] = 0.0 if names else r[3]
+    saved = {"step": torch.tensor(6.0), "exp_avg_sq": nu.clone(), "exp_avg_sq_row": r.clone()}
+    saved = {name: x for name, x in saved.items() if name in {"step", "exp_avg_sq", *names}}
+    p = matrix()
+    optimizer = optimizer_of([p], **CASES["LEAN"])
+    groups = optimizer.state_dict()["param_groups"]
+    if not names:
+        del groups[0]["row_exponent"], groups[0]["zero_sum"]
+    optimizer.load_state_dict({"state": {0: saved}, "param_groups": groups})
+    rows = r if names else nu.mean().expand(V)
+    v = rows[:, None] * nu / nu.mean()
+    r, nu = lean_of(v, 0, 0.75, beta2, 6)
+    state = optimizer.state[p]
+    torch.testing.assert_close(state["exp_avg_sq_row"], r.float())
+    torch.testing.assert_close(state["exp_avg_sq"], nu.float())
+    assert not state["mean_update"].count_nonzero()
+    take_steps(optimizer, [6])
+
+
+def test_coupled_adam_from_lean():
+    """The mean of all rows' v_ij = r_i nu_j / mean(nu)."""
+    p = matrix()
+    lean = optimizer_of([p], **CASES["LEAN, momentum"])
+    take_steps(lean, range(4))
+    checkpoint, state = lean.state_dict(), lean.state[p]
+    checkpoint["param_groups"][0] |= {"row_exponent": 0.0, "zero_sum": False}
+    coupled = optimizer_of([p])
+    coupled.load_state_dict(through_disk(checkpoint))
+    expected = state["exp_avg_sq_row"].mean() * state["exp_avg_sq"] / state["exp_avg_sq"].mean()
+    expected *= (1 - 0.95**4) / (1 - 0.95**5)
+    assert coupled.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    torch.testing.assert_close(coupled.state[p]["exp_avg_sq"], expected)
+    take_steps(coupled, [4])
+
+
+def test_momentum_begins_and_ends_between_steps():
     p = matrix()
     optimizer = CoupledAdamW([p], coupled=True, betas=(0.9, 0.9))
     group, state = optimizer.param_groups[0], optimizer.state
     take_steps(optimizer, range(2))
     assert state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    group |= {"betas": (0.0, 0.9), "zero_sum": True, "amsgrad": True}
+    group["betas"] = (0.0, 0.9)
     take_steps(optimizer, [2])
-    assert state[p].keys() == {"step", "exp_avg_sq", "exp_avg_sq_row", "max_exp_avg_sq"}
-    group |= {"betas": (0.9, 0.9), "zero_sum": False, "amsgrad": False}
+    assert state[p].keys() == {"step", "exp_avg_sq"}
+    group["betas"] = (0.9, 0.9)
     take_steps(optimizer, [3])
-    assert state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
     torch.testing.assert_close(state[p]["exp_avg"], 0.1 * p.grad)  # it has begun at zero
-    group |= {"row_exponent": 0.5}
-    before = state[p]["exp_avg_sq"].clone()
-    take_steps(optimizer, [4])
-    own = 0.9 * before.mean() + 0.1 * p.grad.square().mean(1)  # all rows begin with the mean
-    torch.testing.assert_close(state[p]["exp_avg_sq_row"], own)
+
+
+@pytest.mark.parametrize(
+    ("change", "missing"),
+    [
+        ({"zero_sum": True}, "exp_avg_sq_row"),
+        ({"row_exponent": 0.5}, "exp_avg_sq_row"),
+        ({"amsgrad": True}, "max_exp_avg_sq"),
+    ],
+    ids=str,
+)
+def test_options_that_need_another_state(change, missing):
+    """Refused in the step, before anything changes; a reload converts the state."""
+    p = matrix()
+    optimizer = CoupledAdamW([p], coupled=True)
+    take_steps(optimizer, range(2))
+    optimizer.param_groups[0] |= change
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match=rf"no {missing}.*load_state_dict\(optimizer.state_dict"):
+        take_steps(optimizer, [2])
+    assert torch.equal(p, before)
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(optimizer, [2])
+    assert not torch.equal(p, before)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +320,11 @@ def test_options_that_change_between_steps():
     [
         ({"row_exponent": 0.5, "zero_sum": True}, {}, {"exp_avg", "exp_avg_sq"}),
         ({"amsgrad": True}, {}, {"exp_avg", "exp_avg_sq"}),
-        ({"amsgrad": True}, {"zero_sum": True}, {"exp_avg", "exp_avg_sq", "exp_avg_sq_row"}),
+        (
+            {"amsgrad": True},
+            {"zero_sum": True},
+            {"exp_avg", "exp_avg_sq", "exp_avg_sq_row", "mean_update"},
+        ),
         ({}, {"betas": (0.0, 0.99)}, {"exp_avg_sq"}),
     ],
     ids=["row_exponent", "amsgrad", "amsgrad for zero_sum", "momentum"],
@@ -264,23 +342,6 @@ def test_options_that_are_taken_out_of_a_checkpoint(saved, constructed, left):
     switched.load_state_dict(checkpoint)
     assert switched.state[p].keys() == {"step", *left}
     take_steps(switched, [2])
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("second_moment_scale", -1.0), ("row_exponent", 3.0), ("betas", (0.9, 1.5)), ("lr", -1.0)],
-)
-def test_options_out_of_range_between_steps(name, value):
-    """Refused at the step, before anything has changed."""
-    p = matrix()
-    optimizer = CoupledAdamW([p], coupled=True)
-    take_steps(optimizer, range(2))
-    before, state = p.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"])
-    optimizer.param_groups[0][name] = value
-    with pytest.raises(ValueError, match="Invalid"):
-        take_steps(optimizer, [2])
-    assert torch.equal(p, before)
-    torch.testing.assert_close(optimizer.state_dict()["state"], state, rtol=0, atol=0)
 
 
 def test_regrouping_an_adam_run():
@@ -428,19 +489,6 @@ def test_checkpoint_that_makes_it_another_optimizer_warns(name, constructed, sav
     assert optimizer.param_groups[0][name] == saved
 
 
-@pytest.mark.parametrize(("name", "constructed"), [("row_exponent", 0.5), ("zero_sum", True)])
-def test_without_the_option_in_a_checkpoint_the_constructed_value_stays(name, constructed):
-    p = matrix()
-    other = CoupledAdamW([p], coupled=True)
-    take_steps(other, [0])
-    checkpoint = other.state_dict()
-    del checkpoint["param_groups"][0][name]
-    optimizer = CoupledAdamW([p], coupled=True, **{name: constructed})
-    optimizer.load_state_dict(checkpoint)
-    assert optimizer.param_groups[0][name] == constructed
-    take_steps(optimizer, [1])
-
-
 def test_users_hooks_see_what_torch_shows_them():
     """A pre-hook may still rewrite the checkpoint; a post-hook finds the finished state."""
     p, seen = matrix(dtype=torch.bfloat16), []
@@ -463,37 +511,56 @@ def test_users_hooks_see_what_torch_shows_them():
 
 WRONG_STATES = {
     "another vocabulary": {"exp_avg": torch.zeros(V + 1, H), "exp_avg_sq": torch.zeros(V + 1, H)},
-    "another width": {"exp_avg": torch.zeros(V, H), "exp_avg_sq": torch.zeros(H + 1)},
-    "a scalar": {"exp_avg": torch.zeros(V, H), "exp_avg_sq": torch.tensor(1.0)},
-    "transposed": {"exp_avg": torch.zeros(H, V), "exp_avg_sq": torch.zeros(H)},
-    "wrong rows": {
-        "exp_avg": torch.zeros(V, H),
-        "exp_avg_sq": torch.zeros(H),
-        "exp_avg_sq_row": torch.zeros(H),
-    },
-    "wrong maximum": {
-        "exp_avg": torch.zeros(V, H),
-        "exp_avg_sq": torch.zeros(H),
-        "max_exp_avg_sq": torch.zeros(V),
-    },
+    "another width": {"exp_avg_sq": torch.zeros(H + 1)},
+    "a scalar": {"exp_avg_sq": torch.tensor(1.0)},
+    "transposed": {"exp_avg": torch.zeros(H, V)},
+    "wrong rows": {"exp_avg_sq_row": torch.zeros(H)},
+    "wrong mean": {"mean_update": torch.zeros(V)},
+    "a moment of text": {"exp_avg_sq": "0.5"},
+    "no moment": {"exp_avg": None},
+    "a step of text": {"step": "7"},
+    "a list of steps": {"step": [7.0]},
+    "no step": {"step": None},
+    "a step below zero": {"step": -5},
+    "a step that is no number": {"step": torch.tensor(float("nan"))},
+    "many steps": {"step": torch.ones(3)},
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_STATES.values(), ids=WRONG_STATES)
-def test_state_of_the_wrong_shape_is_refused(wrong):
-    p = matrix()
-    group = {"params": [p], "param_names": ["wte.weight"]}
-    has_maximum = "max_exp_avg_sq" in wrong
-    optimizer = CoupledAdamW([group], coupled=True, zero_sum=True, amsgrad=has_maximum)
+def test_a_wrong_state_is_refused(wrong):
+    """And nothing of the checkpoint has been taken over."""
+    p, other = matrix(), matrix(1)
+    groups = [{"params": [other]}, {"params": [p], "param_names": ["wte"], "coupled": True}]
+    groups[0]["param_names"] = ["other"]
+    groups[1] |= {"zero_sum": True}
+    optimizer = CoupledAdamW(groups)
     take_steps(optimizer, [0])
-    before = copy.deepcopy(optimizer.state_dict()["state"])
-    checkpoint = optimizer.state_dict()
-    checkpoint["state"] = {0: {"step": torch.tensor(7.0), **wrong}}
-    checkpoint["param_groups"][0]["lr"] = 7.0
-    with pytest.raises(ValueError, match=r"'wte.weight' \[13, 5\]"):
+    before = copy.deepcopy(optimizer.state_dict())
+    checkpoint = copy.deepcopy(before)
+    checkpoint["state"][0]["step"] = torch.tensor(7.0)
+    checkpoint["state"][1] |= wrong
+    checkpoint["param_groups"][1]["lr"] = 7.0
+    with pytest.raises(ValueError, match=r"cannot load the state of 'wte' \[13, 5\]"):
         optimizer.load_state_dict(checkpoint)
-    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
-    assert optimizer.param_groups[0]["lr"] == 1e-3
+    after = optimizer.state_dict()
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    assert after["param_groups"] == before["param_groups"]
+
+
+def test_entries_of_a_user_stay():
+    """In coupled groups and in others, through steps and checkpoints."""
+    p, other = matrix(), matrix(1)
+    optimizer = CoupledAdamW([{"params": [p], "coupled": True}, {"params": [other]}])
+    optimizer.state[p]["tag"] = torch.ones(3)  # before there is a state
+    take_steps(optimizer, [0])
+    optimizer.state[other]["tag"], optimizer.state[p]["count"] = torch.ones(2), 3
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(optimizer, [1])
+    assert torch.equal(optimizer.state[p]["tag"], torch.ones(3))
+    assert optimizer.state[p]["count"] == 3
+    assert torch.equal(optimizer.state[other]["tag"], torch.ones(2))
+    assert optimizer.state[p]["step"] == 2
 
 
 def test_coupled_state_in_an_uncoupled_group_is_refused():
@@ -518,10 +585,6 @@ def test_different_groups_are_torchs_own_error():
 
 
 BAD_GROUPS = [
-    ({"lr": -1.0}, "Invalid learning rate: -1.0"),
-    ({"eps": -1.0}, "Invalid epsilon value: -1.0"),
-    ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
-    ({"betas": (0.9, 1.0)}, "Invalid beta parameter at index 1: 1.0"),
     ({"second_moment_scale": -1.0}, "Invalid second_moment_scale: -1.0"),
     ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
     ({"second_moment_scale": float("nan")}, "Invalid second_moment_scale: nan"),
@@ -529,7 +592,8 @@ BAD_GROUPS = [
     ({"row_exponent": -0.1}, "Invalid row_exponent: -0.1 .*between 0"),
     ({"row_exponent": 1.5}, "Invalid row_exponent: 1.5"),
     ({"row_exponent": float("nan")}, "Invalid row_exponent: nan"),
-    ({"row_exponent": 0.5, "amsgrad": True}, "row_exponent=0.5 is not defined with amsgrad=True"),
+    ({"row_exponent": 0.5, "amsgrad": True}, "amsgrad=True is not defined with row_exponent"),
+    ({"zero_sum": True, "amsgrad": True}, "amsgrad=True is not defined with row_exponent or zero"),
     ({"zero_sum": "yes"}, "Invalid zero_sum: 'yes'"),
     ({"coupled": "yes"}, "Invalid coupled: 'yes'"),
     ({"params": [nn.Parameter(torch.zeros(3))]}, r"\[3\].*flattened"),
@@ -538,6 +602,7 @@ BAD_GROUPS = [
     ({"params": [nn.Parameter(torch.zeros(0, 4))]}, r"\[0, 4\].*empty"),
     ({"params": [nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))]}, "complex64"),
     ({"params": [torch.zeros(2, 2, dtype=torch.int64)]}, "int64"),
+    ({"params": [torch.zeros(2, 2, dtype=torch.float8_e4m3fn)]}, "float8_e4m3fn"),
 ]
 
 
@@ -553,7 +618,7 @@ def test_bad_group(group, message):
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize(("options", "message"), BAD_GROUPS[5:14])
+@pytest.mark.parametrize(("options", "message"), BAD_GROUPS[5:15])
 def test_bad_constructor_option(options, message):
     with pytest.raises(ValueError, match=message):
         CoupledAdamW([matrix()], **{"coupled": True, **options})
@@ -588,41 +653,63 @@ def refused_step(message, error, p, options=None, prepare=lambda optimizer: None
         assert q not in optimizer.state or optimizer.state[q]["step"].item() == 0
 
 
-def test_sparse_gradient_is_refused():
+def sparse_gradient():
     embedding = nn.Embedding(V, H, sparse=True)
     embedding(torch.tensor([1, 2])).sum().backward()
-    refused_step("gradient is sparse.*sparse=False", RuntimeError, embedding.weight)
+    return embedding.weight
 
 
-def test_capturable_without_a_device_that_can_is_refused():
-    p = matrix()
+def with_gradient(p):
     p.grad = torch.ones_like(p)
-    refused_step("capturable=True needs", RuntimeError, p, {"capturable": True})
+    return p
 
 
-def test_state_on_another_device_is_refused():
-    p = matrix()
+def moved_away(optimizer, p):
+    """As if the model had been moved after the first step."""
+    optimizer.state[p] = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.zeros(V, H, device="meta"),
+        "exp_avg_sq": torch.zeros(H, device="meta"),
+    }
+
+
+def flattened(optimizer, p):
+    """As wrappers do after construction (FSDP1, ZeRO)."""
+    optimizer.param_groups[-1]["params"][0] = with_gradient(matrix(shape=(V * H,)))
+
+
+def widened(optimizer, p):
+    """As ``model.double()`` after the first step."""
+    optimizer.init_state()
+    p.data, p.grad = p.double(), None
     p.grad = torch.ones_like(p)
 
-    def prepare(optimizer):
-        optimizer.state[p] = {
-            "step": torch.tensor(1.0),
-            "exp_avg": torch.zeros(V, H, device="meta"),
-            "exp_avg_sq": torch.zeros(H, device="meta"),
-        }
 
-    refused_step(
-        "is on cpu, but exp_avg in its optimizer state is on meta", RuntimeError, p, {}, prepare
-    )
+REFUSED_STEPS = {
+    "sparse": (RuntimeError, "gradient is sparse.*sparse=False", {}, None),
+    "capturable": (RuntimeError, "capturable=True needs", {"capturable": True}, None),
+    "moved": (RuntimeError, "is on cpu, but exp_avg in its .* is on meta", {}, moved_away),
+    "flattened": (ValueError, "flattened", {}, flattened),
+    "double": (RuntimeError, r"is torch.float64, but exp_avg .*float32.*load_state", {}, widened),
+}
 
 
-def test_an_error_about_parameters_that_came_without_names():
-    """The group has names only for those that it had at first, not for the one that is wrong."""
-    named, added = matrix(), matrix(shape=(V * H,))
-    optimizer = CoupledAdamW([("embed.weight", named)], coupled=True)
-    optimizer.param_groups[0]["params"].append(added)
-    with pytest.raises(ValueError, match=r"cannot couple parameter 1 \[65\] of its group"):
-        optimizer.step()
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+def test_refused_step(name):
+    error, message, options, prepare = REFUSED_STEPS[name]
+    p = sparse_gradient() if name == "sparse" else with_gradient(matrix())
+    refused_step(message, error, p, options, lambda o: prepare(o, p) if prepare else None)
+
+
+def test_a_state_of_a_model_that_is_now_double_is_converted():
+    """As the refusal says."""
+    p = matrix()
+    optimizer = optimizer_of([p], **CASES["LEAN, momentum"])
+    take_steps(optimizer, [0])
+    p.data, p.grad = p.double(), None
+    optimizer.load_state_dict(optimizer.state_dict())
+    take_steps(optimizer, [1])
+    assert {x.dtype for name, x in optimizer.state[p].items() if name != "step"} == {torch.float64}
 
 
 FLAT = FlatShard((V, H), 0)

@@ -105,7 +105,7 @@ class Measure:
 
 
 _PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
-_STUDY = "docs/study/1-scale.md, 0.4M to 2.6M parameters"
+_STUDY = "docs/study/usual-betas.md, 0.4M to 2.6M parameters"
 _ONE_RUN = "one run each of the recipe tiny"
 
 

@@ -92,8 +92,8 @@ def _check_matrix(group: Group, index: int) -> None:
         _check_pieces(group, index, shards)
         return
     partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
-    has_dtype = p.is_floating_point() and p.dtype.itemsize > 1  # of float8 nothing is implemented
-    if p.dim() == 2 and p.numel() > 0 and has_dtype and not partial:
+    is_supported = p.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if p.dim() == 2 and p.numel() > 0 and is_supported and not partial:
         return
     if partial:
         problem = (
@@ -103,10 +103,8 @@ def _check_matrix(group: Group, index: int) -> None:
     elif p.dim() == 1:
         problem = (
             "only matrices [V, H] can be coupled. Move it to a group without coupled=True; or, if "
-            "a wrapper has flattened a matrix into it, make the param groups of the model that "
-            "FSDP1 has wrapped with use_orig_params=True, call "
-            "coupled_adam.deepspeed.couple(engine) for ZeRO 1 and 2, or use a wrapper that keeps "
-            "matrices (FSDP2)"
+            "a wrapper has flattened a matrix into it, call coupled_adam.deepspeed.couple(engine) "
+            "for DeepSpeed's ZeRO 1 and 2, or use a wrapper that keeps matrices (FSDP2)"
         )
     elif p.dim() != 2:
         problem = "only matrices [V, H] can be coupled. Move it to a group without coupled=True"
@@ -114,8 +112,8 @@ def _check_matrix(group: Group, index: int) -> None:
         problem = "it is empty. Move it to a group without coupled=True"
     else:
         problem = (
-            f"its dtype is {p.dtype}, but coupling needs a real floating-point dtype of at least "
-            "16 bits"
+            f"its dtype is {p.dtype}, but coupling needs float64, float32, bfloat16 or float16. "
+            "Move it to a group without coupled=True"
         )
     raise ValueError(f"cannot couple {describe(group, index)}: {problem}")
 

@@ -113,10 +113,12 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
     _check_state(group, index, state)
     averages: State = {}
     if p in flat.shards_of(group):
-        averages = _flat_averages(group, index, state)
+        step = _step_of_ranks(state, flat.shards_of(group)[p], p)
+        averages = _flat_averages(group, index, state, step)
         if averages and not state:
             state = {}
             fit_state(group, index, state)
+            state["step"].fill_(step)  # otherwise this rank would begin LEAN anew
     else:
         if missing := {"step", "exp_avg_sq"} - state.keys():
             raise ValueError(
@@ -253,7 +255,16 @@ def _correction(group: Group, step: Any, more: int) -> float:
     return 1 - beta2 ** (float(step) + more) or 1.0
 
 
-def _flat_averages(group: Group, index: int, state: State) -> State:
+def _step_of_ranks(state: State, shards: list[flat.FlatShard], p: Tensor) -> float:
+    """The step that the ranks have loaded, but for those that have no piece, which have none."""
+    loaded = [float(state["step"]), 1.0] if "step" in state else [0.0, 0.0]
+    wide = torch.float32 if p.device.type == "mps" else torch.float64
+    total = torch.tensor(loaded, dtype=wide, device=p.device)
+    summed = sharded.add_up(total, sharded.ranks_of(shards[0].process_group))
+    return summed[0].item() / (summed[1].item() or 1.0)
+
+
+def _flat_averages(group: Group, index: int, state: State, step: float) -> State:
     """The second moments of pieces, of which this rank may have none; empty if no rank has any."""
     p, vocab_dim = group["params"][index], group["vocab_dim"]
     shards, means = flat.shards_of(group)[p], {}
@@ -274,8 +285,6 @@ def _flat_averages(group: Group, index: int, state: State) -> State:
             means[name] = mean.to(moment_dtype(p))
     if not means or not is_lean(group):
         return means
-    # All ranks have loaded the same step, but for those that have no piece, which have none.
-    step = float(state.get("step", math.inf))
     features = [shard.shape[1 - vocab_dim] for shard in shards]
     tokens = [shard.shape[vocab_dim] for shard in shards]
     rows = means[ROW_MOMENT] / _correction(group, step, 0)

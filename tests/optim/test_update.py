@@ -83,6 +83,7 @@ def test_a_differentiable_step_after_init_state():
         p = initial((9, 4), 0).requires_grad_().clone()
         optimizer = optimizer_of([p], differentiable=True, **CASES["LEAN"])
         if is_early:
+            p.grad = torch.zeros_like(p)
             optimizer.init_state()
         for g in gradients((9, 4), 3, 1):
             p.grad = g

@@ -336,8 +336,8 @@ def test_compiled_step(coupled):
     model, control = tiny_model(), tiny_model()
     options = {"lr": 1e-2, "amsgrad": "amsgrad" in coupled, "second_moment_scale": 0.5}
     rules = {} if "amsgrad" in coupled else coupled
-    optimizer = CoupledAdamW(param_groups(model, **rules), **options)
-    reference = CoupledAdamW(param_groups(control, **rules), **options)
+    optimizer = CoupledAdamW(param_groups(model, rules), **options)
+    reference = CoupledAdamW(param_groups(control, rules), **options)
     torch.compiler.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(optimizer.step, backend=counter)

@@ -76,6 +76,22 @@ def test_sixty_steps(options, dtype, tolerance):
     assert optimizer.state[p]["step"].item() == 60
 
 
+def test_a_differentiable_step_after_init_state():
+    """Nothing says that the state is new but its step."""
+    results = []
+    for is_early in (False, True):
+        p = initial((9, 4), 0).requires_grad_().clone()
+        optimizer = optimizer_of([p], differentiable=True, **CASES["LEAN"])
+        if is_early:
+            p.grad = torch.zeros_like(p)
+            optimizer.init_state()
+        for g in gradients((9, 4), 3, 1):
+            p.grad = g
+            optimizer.step()
+        results.append(p.detach())
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("options", [{}, CASES["LEAN"]], ids=["coupled", "LEAN"])
 def test_each_group_has_its_own_penalty(options):
     """A group without one has the same steps, whatever the other groups have."""

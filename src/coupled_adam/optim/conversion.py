@@ -29,6 +29,9 @@ State = dict[str, Tensor]
 _METHOD = ("coupled", "row_exponent", "zero_sum")
 """Options that make it another optimizer: a checkpoint does not change them without a warning."""
 
+INITIAL = ("initial_lr_factor", "initial_beta1", "initial_row_exponent")
+"""What a group remembers of its construction, which no other optimizer needs."""
+
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -57,8 +60,12 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
-        has_weights = "row_exponent" in saved  # otherwise its nu may be in other units
+        # Otherwise its nu may be in other units.
+        exponent = saved.get("row_exponent")
+        has_weights = exponent == saved.get("initial_row_exponent", exponent) is not None
         _complete_options(number, group, saved)
+        if is_lean(saved) or "initial_row_exponent" in saved:
+            saved["initial_row_exponent"] = saved["row_exponent"]
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
@@ -328,7 +335,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
                         "is left out: Adam begins this matrix anew",
                         stacklevel=2,
                     )
-        left_out = (*OPTIONS, "flat_shards", "initial_lr_factor", "initial_beta1")
+        left_out = (*OPTIONS, "flat_shards", *INITIAL)
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 

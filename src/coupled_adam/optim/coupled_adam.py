@@ -240,8 +240,10 @@ class CoupledAdam(torch.optim.Adam):
                     apply_lr_factor(group, self.defaults["lr"])
                 super().add_param_group(group)
                 check_group(self.param_groups[-1])
-                if is_lean(self.param_groups[-1]) and not isinstance(group["betas"][0], Tensor):
-                    group["initial_beta1"] = group["betas"][0]
+                if is_lean(self.param_groups[-1]):
+                    group["initial_row_exponent"] = group["row_exponent"]
+                    if not isinstance(group["betas"][0], Tensor):
+                        group["initial_beta1"] = group["betas"][0]
         except Exception:
             del self.param_groups[before:]
             raise

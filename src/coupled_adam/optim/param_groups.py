@@ -30,7 +30,7 @@ LEAN: dict[str, Any] = {
 }
 """The variant that keeps no matrix of state: ``CoupledAdamW(model, embeddings="lean")``.
 
-Its state of an embedding matrix V x H is V + H numbers, where AdamW's is 2 V x H. It is not in
+Its state of an embedding matrix V x H is V + 2 H numbers, where AdamW's is 2 V x H. It is not in
 arXiv 2502.08441; docs/study/14-wrong.md compares it with AdamW at its best betas. A training that
 is short for its model needs another rate: ``embeddings=LEAN | {"lr_factor": 4}``.
 """
@@ -90,6 +90,8 @@ def _state_saved(group: Group, p: Tensor) -> int:
     vectors: int = p.shape[1 - vocab_dim]
     if group.get("row_exponent") or group.get("zero_sum"):
         vectors += p.shape[vocab_dim]
+    if group.get("zero_sum"):
+        vectors += p.shape[1 - vocab_dim]
     has_momentum = group.get("betas", (0.9,))[0] != 0
     matrices = (1 if has_momentum else 2) * p.nbytes
     return matrices - vectors * torch.promote_types(p.dtype, torch.float32).itemsize

@@ -94,6 +94,8 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
     sums = torch.cat([step.sum(0), weighted.square().sum(0), active.sum(0).to(step.dtype)])
     if matrix.mean_update is not None:
         step = step - torch.where(active, matrix.mean_update, 0.0)
+    if scalars.skip is not None:
+        step, sums = (torch.where(scalars.skip == 0, x, 0.0) for x in (step, sums))
     values = _decayed(matrix, scalars)
     values.sub_(step)
     _write(matrix, values, scalars)

@@ -87,12 +87,14 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         for name, dim in dims.items():
             if name in state:
                 _check_entry(group, index, name, state[name], dim)
-            elif name != "exp_avg":
-                raise RuntimeError(
-                    f"the state of {describe(group, index)} has no {name}, which its options need. "
-                    "If they have been changed after the first step, "
-                    "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
-                )
+        exponent = group["row_exponent"]
+        unfit = {*dims} ^ (state.keys() & MOMENTS)
+        if unfit - {"exp_avg"} or group.get("initial_row_exponent", exponent) != exponent:
+            raise RuntimeError(
+                f"the state of {describe(group, index)} is that of other options: its param group "
+                "has been changed after the first step. "
+                "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
+            )
     if state.keys() >= {"step", *dims} and not (MOMENTS - dims.keys()) & state.keys():
         return  # at all steps but the first
     if is_new:

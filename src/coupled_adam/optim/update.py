@@ -47,7 +47,7 @@ class Pending:
         """Whether step ``t`` of the matrix, unless it is skipped, is its first."""
         if not isinstance(t, Tensor):
             return t == 1
-        if matrix.no_host_reads or isinstance(t, FakeTensor) or _is_capturing(t):
+        if isinstance(t, FakeTensor) or _is_capturing(t):
             return matrix.is_new
         step = matrix.step
         if step not in self._started and t.item() > 1:  # the host waits in the first steps only
@@ -103,11 +103,14 @@ def update_lean(
     """LEAN: update with the sums of the step before, and sum for the next one."""
     stepping = [(m, scalars) for m in matrices if (scalars := _advance(m, factor, found_inf))]
     # The first gradient is passed over twice: nothing moves the first time.
-    new = [
-        (m, scalars._replace(t=0.0, decay=1.0, weight=0.0, noise=None))
-        for m, scalars in stepping
-        if pending.is_first(m, scalars.t)
-    ]
+    new = []
+    for m, scalars in stepping:
+        first = scalars._replace(t=0.0, decay=1.0, weight=0.0, noise=None)
+        t = scalars.t
+        if torch.compiler.is_compiling() and isinstance(t, Tensor):
+            new.append((m, first._replace(skip=t != 1)))  # compiled once for all steps
+        elif pending.is_first(m, t):
+            new.append((m, first))
     _lean_pass(new, pending)
     pending.finish()
     _lean_pass(stepping, pending)

@@ -4,7 +4,7 @@
  * rows into runs of adjacent rows that are far apart, works on a row of each run at a time, and
  * prefetches them, which keeps more requests in flight than one stream of rows. And the loops over
  * columns, the functions whose names end in _columns, work on a cache line at a time, with vectors of
- * the processor's size, so that the compiler need not split them (tests/optim/test_vectors.py looks).
+ * the processor's size, so that the compiler need not split them.
  * They take several rows at a time, so that a column's sum or step size is loaded once for all.
  *
  * Results are bit-identical for all instruction sets: the order of every sum is written here, and

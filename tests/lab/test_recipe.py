@@ -228,7 +228,8 @@ def test_lean_is_the_optimizers_lean():
         key: value for key, value in LEAN.items() if key != "lr_factor"
     }
     vocabulary, width = table.shape
-    assert sum(value.numel() for value in optimizer.state[table].values()) == vocabulary + width + 1
+    size = sum(value.numel() for value in optimizer.state[table].values())
+    assert size == vocabulary + 2 * width + 1  # with the step
     assert {g["betas"] for g in optimizer.param_groups if g is not group} == {(0.9, 0.95)}
 
 

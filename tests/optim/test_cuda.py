@@ -33,6 +33,8 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 class TestTriton(EveryKernel):
     device = DEVICE
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    if INTERPRETED:
+        shapes = ((1, 1), (1, 300), (300, 1), (9, 770), (33, 130))
 
     @pytest.fixture(autouse=True)
     def kernel(self, monkeypatch):

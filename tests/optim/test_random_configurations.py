@@ -168,13 +168,19 @@ def check(seed):
 few_rows = pytest.mark.filterwarnings("ignore:.*in the first step only")
 
 
+# And where new betas give momentum to a group that was built without
+new_betas = pytest.mark.filterwarnings("ignore:.*built without momentum")
+
+
 @few_rows
+@new_betas
 @pytest.mark.parametrize("seed", range(100))
 def test_random_configurations(seed):
     check(seed)
 
 
 @few_rows
+@new_betas
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 1100))
 def test_a_thousand_random_configurations(seed):

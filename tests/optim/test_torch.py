@@ -279,8 +279,8 @@ def test_grad_scaler(fused, unscaled, rule):
     Also where the gradients have been unscaled before, to be clipped.
     """
     model, control = tiny_model(), tiny_model()
-    optimizer = CoupledAdamW(param_groups(model, **rule), lr=1e-2, fused=fused)
-    reference = CoupledAdamW(param_groups(control, **rule), lr=1e-2, fused=fused)
+    optimizer = CoupledAdamW(param_groups(model, rule), lr=1e-2, fused=fused)
+    reference = CoupledAdamW(param_groups(control, rule), lr=1e-2, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(6):
         optimizer.zero_grad()
@@ -314,7 +314,7 @@ def test_grad_scaler(fused, unscaled, rule):
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_continue_alike(copier, rule):
     model = tiny_model()
-    optimizer = CoupledAdamW(param_groups(model, **rule), second_moment_scale=0.5)
+    optimizer = CoupledAdamW(param_groups(model, rule), second_moment_scale=0.5)
     train(model, optimizer, 3)
     twin, twin_optimizer = copier((model, optimizer))
     train(model, optimizer, 3, start=3)

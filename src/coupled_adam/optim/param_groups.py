@@ -329,7 +329,7 @@ def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
         factor, lr, beta1 = group.get("initial_lr_factor", 1), group["lr"], group["betas"][0]
         if factor != 1 and "lr" not in warned and not isinstance(lr, Tensor) and lr != 0:
             others = [other["lr"] for other in groups if not other["coupled"]]
-            if any(not isinstance(other, Tensor) and other == lr for other in others):
+            if others and all(not isinstance(x, Tensor) and x == lr for x in others):
                 warned.add("lr")
                 warn(
                     f"the coupled group was built with {factor:g} times the learning rate of the "

@@ -176,7 +176,7 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
         exponent=matrix.group["row_exponent"] / 2,
         **_of_step_size(matrix, scalars),
         **_of_parameter(matrix, scalars),
-        # More would not fit into the registers, and be put aside.
+        # With more, ptxas spills registers.
         STAGES=1 if wide > 4096 else min(2, 1 + _AHEAD_BYTES // bytes_ahead),
         ROWS=tall,
         COLUMNS=wide,

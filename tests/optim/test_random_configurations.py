@@ -164,17 +164,19 @@ def check(seed):
         torch.testing.assert_close(other, control_parameter, rtol=most, atol=most, equal_nan=True)
 
 
-# Said where few rows of a small matrix have a gradient at first
-few_rows = pytest.mark.filterwarnings("ignore:.*in the first step only")
+# Said where few rows of a small matrix have a gradient at first, and where momentum begins
+expected_warnings = pytest.mark.filterwarnings(
+    "ignore:.*in the first step only", "ignore:the coupled group was built without momentum"
+)
 
 
-@few_rows
+@expected_warnings
 @pytest.mark.parametrize("seed", range(100))
 def test_random_configurations(seed):
     check(seed)
 
 
-@few_rows
+@expected_warnings
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 1100))
 def test_a_thousand_random_configurations(seed):

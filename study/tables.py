@@ -319,6 +319,20 @@ TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
 """The runs whose gradients ``movement`` gives to all rules."""
 
 
+def _versions(question: str) -> Table:
+    """The validation losses of LEAN's versions with seed 1, by the factor 2^(n/2)."""
+    losses: dict[str, dict[int, str]] = {}
+    for name, entry in results(question).items():
+        rule, _, n = name.rpartition(" n=")
+        if (run := entry["seeds"].get("1")) is not None:
+            losses.setdefault(rule, {})[int(n)] = f"{run['valid_loss']:.3f}"
+    factors = sorted({n for of_rule in losses.values() for n in of_rule})
+    return Table(
+        ["columns, sums", *(f"n = {n}" for n in factors)],
+        [[rule, *(of_rule.get(n, "") for n in factors)] for rule, of_rule in losses.items()],
+    )
+
+
 def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
     """A measure of :mod:`study.movement` by rule, for each band: the mean over all windows."""
     seeds = results("movement")[TRAINED_BY[training]]["seeds"].values()
@@ -384,6 +398,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         )
     },
     "betas_eps": _eps,
+    **{question: partial(_versions, question) for question in ("one_pass", "one_pass_64k")},
     **{
         f"movement_{measure}_{training}": partial(_movement, measure, training)
         for measure, training in (("in_batch", "lean"), ("cosine", "adamw"), ("cosine", "lean"))

@@ -566,12 +566,20 @@ def test_all_language_models_of_transformers():
     names = [
         n for n in which_tables.class_names() if n.endswith(("LM", "LMHeadModel", "Generation"))
     ]
-    outcomes = collections.Counter()
+    outcomes, silent = collections.Counter(), []
     for name in names:
         with warnings.catch_warnings(), contextlib.suppress(Exception):
             warnings.simplefilter("ignore")
-            outcomes[check_class(name)["outcome"]] += 1
-    assert outcomes.keys() <= {"right", "named"}
+            result = check_class(name)
+            outcomes[result["outcome"]] += 1
+            silent += result["of"] if result["outcome"] == "silent" else []
+    # The audio tokens of one model have another vocabulary, and V is a width in the default
+    # configuration of another.
+    assert silent == [
+        "model.audio_tower.embed_audio_tokens.embed_audio_tokens.weight",
+        "model.audio_tower.proj2.weight",
+        "model.visual.merger.mlp.2.weight",
+    ]
     assert outcomes["right"] > 0.75 * len(names)
     assert outcomes["named"] < 0.05 * len(names)
 

@@ -285,4 +285,5 @@ def test_what_a_state_dict_of_lean_says(betas):
         torch.testing.assert_close(v, r[:, None] * nu / nu.mean() * correction)
     for optimizer in pieces.optimizers:
         saved = optimizer.state_dict()["state"][0]
-        assert saved.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        exact = {"exp_avg_sq_column", "mean_update"}  # from which LEAN itself goes on
+        assert saved.keys() == {"step", "exp_avg", "exp_avg_sq", *exact}

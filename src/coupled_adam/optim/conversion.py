@@ -26,6 +26,9 @@ from coupled_adam.optim.state import (
 
 State = dict[str, Tensor]
 
+FLAT_NU = "exp_avg_sq_column"
+"""LEAN's nu in the state dict of pieces, whose ``exp_avg_sq`` is Adam's: for each element."""
+
 _METHOD = ("coupled", "row_exponent", "zero_sum")
 """Options that make it another optimizer: a checkpoint does not change them without a warning."""
 
@@ -135,7 +138,7 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
         averages = _averages(group, p, state, has_weights)
     # What is not Adam's is the user's, and stays.
     needed = entries(group)
-    unneeded = MOMENTS - needed.keys()
+    unneeded = {FLAT_NU, *MOMENTS} - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
     for name in state.keys() & needed.keys():
         shape = entry_shape(group, p, needed[name])
@@ -184,6 +187,8 @@ def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State
     for name in (*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE):
         if name in state:
             moments[name] = state[name].to(dtype)
+    if MEAN_UPDATE in moments and moments[MEAN_UPDATE].shape == p.shape:  # of pieces
+        moments[MEAN_UPDATE] = sharded.mean_over(moments[MEAN_UPDATE], vocab_dim)
     nu = moments["exp_avg_sq"]
     if is_lean(group) and nu.shape == p.shape:
         moments |= _lean_of_adam(group, nu, state["step"])
@@ -301,6 +306,12 @@ def _flat_averages(group: Group, index: int, state: State, step: float) -> State
     averages = {ROW_MOMENT: rows * correction, "exp_avg_sq": torch.cat(nus) * correction}
     if group["zero_sum"]:
         averages[MEAN_UPDATE] = torch.zeros_like(averages["exp_avg_sq"])
+    # What LEAN itself has saved is exact.
+    for name, key in (("exp_avg_sq", FLAT_NU), (MEAN_UPDATE, MEAN_UPDATE)):
+        values = state.get(key)
+        mean = flat.mean_over(None if values is None else values.to(p.device), shards, vocab_dim, p)
+        if mean is not None and name in averages:
+            averages[name] = mean.to(moment_dtype(p))
     return averages
 
 
@@ -342,7 +353,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _spread(state: State, group: Group) -> State:
     """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
-    ours = {ROW_MOMENT, MEAN_UPDATE}
+    ours = {ROW_MOMENT, MEAN_UPDATE, FLAT_NU}
     adam = {name: value for name, value in state.items() if name not in ours}
     vocab_dim, rows, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
     if exp_avg is None and rows is None:
@@ -389,7 +400,10 @@ def _spread_pieces(state: State, group: Group, p: Tensor, shards: list[flat.Flat
             [_relative(nu, group, state["step"]) for nu in adam["exp_avg_sq"].split(features)]
         )
         rows = flat.spread(state[ROW_MOMENT].to(p.dtype), shards, 1 - vocab_dim, p)
+        adam[FLAT_NU] = flat.spread(adam["exp_avg_sq"], shards, vocab_dim, p)
         adam["exp_avg_sq"] = flat.spread(relative, shards, vocab_dim, p) * rows
+        if MEAN_UPDATE in state:
+            adam[MEAN_UPDATE] = flat.spread(state[MEAN_UPDATE], shards, vocab_dim, p)
         return adam
     for name in adam.keys() & {*SECOND_MOMENTS}:
         adam[name] = flat.spread(adam[name], shards, vocab_dim, p).to(p.dtype)

@@ -114,8 +114,9 @@ def update_lean(
     _lean_pass(new, pending)
     pending.finish()
     _lean_pass(stepping, pending)
-    if any(matrix.no_host_reads for matrix in matrices):
-        pending.finish()  # what records the step must see all of it
+    # What records a step must see all of it, and DeepSpeed's wrapper may read the state itself.
+    if any(matrix.no_host_reads or matrix.shard is not None for matrix in matrices):
+        pending.finish()
 
 
 def _lean_pass(stepping: Stepping, pending: Pending) -> None:

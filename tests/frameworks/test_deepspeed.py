@@ -111,7 +111,7 @@ def refused():
     with pytest.raises(TypeError, match=r"optimizer is a AdamW: pass a CoupledAdamW"):
         couple(engine_of(1, model=model, optimizer=torch.optim.AdamW(model.parameters())))
     engine = engine_of(1)
-    engine.optimizer.single_partition_of_fp32_groups[0].data += 1
+    engine.optimizer.single_partition_of_fp32_groups[-1].data += 1
     with pytest.raises(ValueError, match="does not hold the parameter of shape"):
         couple(engine)
 

@@ -1,5 +1,6 @@
 """Files and folders that are complete or absent, and locks that end with their process."""
 
+import errno
 import hashlib
 import secrets
 import shutil
@@ -60,8 +61,8 @@ def new_folder(path: Path, replace: bool = True) -> Iterator[Path]:
             try:
                 temporary.rename(path)
                 break
-            except OSError:
-                if not (replace and path.is_dir()):
+            except OSError as error:
+                if not replace or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
             replaced.append(temporary_path(path))
             with suppress(FileNotFoundError):  # another process may be replacing it as well

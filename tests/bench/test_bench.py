@@ -184,6 +184,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert picture.read_bytes().startswith(b"\x89PNG")
     only = ["--optimizers", "CoupledAdamW", "--clip", "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", [*common, *only])
+    monkeypatch.setenv("COLUMNS", "120")
     script["main"]()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("Kernels of Coupled Adam: C ")

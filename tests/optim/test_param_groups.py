@@ -74,9 +74,12 @@ def test_nothing_found(model):
         ({"couple": "inputs"}, "Invalid couple value: 'inputs'"),
         (
             {"tables": {"lm_head.weight": 2}},
-            "'lm_head.weight': 2.*the dimension that indexes tokens",
+            "'lm_head.weight': 2.* must give one dimension for 'lm_head.weight'",
         ),
-        ({"tables": {"lm_head.weight": 0, "lm_*": 1}}, "both 0 and 1 for 'lm_head.weight'"),
+        (
+            {"tables": {"lm_head.weight": 0, "lm_*": 1}},
+            "must give one dimension for 'lm_head.weight'",
+        ),
         ({"vocab_size": V + 1}, r"vocab_size=41: no embedding .*'model.embed_tokens.weight'"),
         ({"vocab_size": (V, V + 1)}, "vocab_size=41: no embedding or linear layer"),
         ({"vocab_size": 0}, "Invalid vocab_size value: 0"),
@@ -369,7 +372,7 @@ def test_several_vocabularies_from_a_plain_list():
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        (NAMED, {"vocab_size": V + 1}, r"vocab_size=41: none .*matrices: 'c_fc' \[16, 64\]"),
+        (NAMED, {"vocab_size": V + 1}, r"vocab_size=41: .*none .*matrices: 'c_fc' \[16, 64\]"),
         ({"ln": (H,)}, {"vocab_size": V}, r"largest matrices: none"),
         (
             {**NAMED, "up": (4 * H, H)},
@@ -379,7 +382,7 @@ def test_several_vocabularies_from_a_plain_list():
         (
             {f"layers.{i}.{n}.weight": (V, H) for i in range(2) for n in ("k_proj", "v_proj")},
             {"vocab_size": V},
-            r"named for something else, or as in a repeated block: 'layers.0.k_proj.weight'",
+            r"'layers.0.k_proj.weight'.* named for something else, or as in a repeated block",
         ),
         (NAMED, {"vocab_size": 0}, r"Invalid vocab_size value: 0"),
         (NAMED, {"vocab_size": V, "coupled": True}, r"vocab_size=, decides"),

@@ -69,7 +69,6 @@ def test_signature(ours, theirs):
         "stochastic_rounding": False,
         "embeddings": None,
         "vocab_size": None,
-        "lr_factor": None,
     }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from coupled_adam.optim import flat, sharded
 from coupled_adam.optim.checks import Group, check_group, describe, layout_of
 from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.param_groups import INITIAL
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
@@ -31,9 +32,6 @@ FLAT_NU = "exp_avg_sq_column"
 
 _METHOD = ("coupled", "row_exponent", "zero_sum")
 """Options that make it another optimizer: a checkpoint does not change them without a warning."""
-
-INITIAL = ("initial_lr_factor", "initial_beta1", "initial_row_exponent")
-"""What a group remembers of its construction, which no other optimizer needs."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 

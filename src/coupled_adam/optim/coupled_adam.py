@@ -17,13 +17,13 @@ from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
 from coupled_adam.optim.param_groups import (
     Embeddings,
     ParamGroups,
-    apply_lr_factor,
     arriving,
+    begin,
     couple_by_size,
     param_groups,
     warn_of_lost_options,
 )
-from coupled_adam.optim.state import fit_state, is_lean
+from coupled_adam.optim.state import fit_state
 from coupled_adam.optim.update import Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -91,10 +91,8 @@ class CoupledAdam(torch.optim.Adam):
             that pass on parameters only always do: every matrix with V rows, or with V columns
             (``vocab_dim=1``), is then moved to a coupled group with the options of its own group
             and of ``embeddings``. Groups that are added later have to say ``coupled`` themselves.
-        lr_factor (None): not an option of the optimizer. An error says where to put it.
 
     Raises:
-        TypeError: if ``lr_factor`` is given.
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. The message contains the parameter's name if it is known. Also
             as in :func:`coupled_adam.param_groups` for a model; if no matrix has the size
@@ -140,13 +138,7 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        lr_factor: None = None,
     ) -> None:
-        if lr_factor is not None:
-            raise TypeError(
-                f"lr_factor={lr_factor} is an option of the embeddings alone: write embeddings="
-                f"'lean', or embeddings={{'lr_factor': {lr_factor}}}, instead of **options"
-            )
         is_decided = isinstance(params, torch.nn.Module) or vocab_size is not None
         if embeddings is not None and not is_decided:
             raise ValueError(
@@ -237,13 +229,9 @@ class CoupledAdam(torch.optim.Adam):
         try:
             for group in arriving(param_group, self.param_groups, self._frozen, self._vocab_sizes):
                 if isinstance(group, dict):  # torch refuses anything else
-                    apply_lr_factor(group, self.defaults["lr"])
+                    begin(group, self.defaults)
                 super().add_param_group(group)
                 check_group(self.param_groups[-1])
-                if is_lean(self.param_groups[-1]):
-                    group["initial_row_exponent"] = group["row_exponent"]
-                    if not isinstance(group["betas"][0], Tensor):
-                        group["initial_beta1"] = group["betas"][0]
         except Exception:
             del self.param_groups[before:]
             raise
@@ -496,7 +484,6 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        lr_factor: None = None,
     ) -> None:
         super().__init__(
             params,
@@ -519,7 +506,6 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             stochastic_rounding=stochastic_rounding,
             embeddings=embeddings,
             vocab_size=vocab_size,
-            lr_factor=lr_factor,
         )
 
 

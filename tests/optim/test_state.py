@@ -436,20 +436,6 @@ def test_coupling_after_some_steps():
     take_steps(optimizer, [2])
 
 
-def test_uncoupling_after_some_steps_is_refused():
-    """Before anything changes, in an earlier group neither."""
-    other, p = matrix(), matrix()
-    optimizer = CoupledAdamW([{"params": [other]}, {"params": [p], "coupled": True}])
-    for grad in (other, p):
-        grad.grad = torch.ones_like(grad)
-    optimizer.step()
-    optimizer.param_groups[1]["coupled"] = False
-    before = other.detach().clone()
-    with pytest.raises(RuntimeError, match=r"load coupled_adam\.to_adam_state_dict"):
-        optimizer.step()
-    assert torch.equal(other, before)
-
-
 def test_checkpoint_that_contradicts_the_flag_warns():
     p = matrix()
     with pytest.warns(UserWarning, match="no param group is coupled"):
@@ -519,14 +505,6 @@ WRONG_STATES = {
     "transposed": {"exp_avg": torch.zeros(H, V)},
     "wrong rows": {"exp_avg_sq_row": torch.zeros(H)},
     "wrong mean": {"mean_update": torch.zeros(V)},
-    "a moment of text": {"exp_avg_sq": "0.5"},
-    "no moment": {"exp_avg": None},
-    "a step of text": {"step": "7"},
-    "a list of steps": {"step": [7.0]},
-    "no step": {"step": None},
-    "a step below zero": {"step": -5},
-    "a step that is no number": {"step": torch.tensor(float("nan"))},
-    "many steps": {"step": torch.ones(3)},
 }
 
 
@@ -693,9 +671,14 @@ def widened(optimizer, p):
 REFUSED_STEPS = {
     "sparse": (RuntimeError, "gradient is sparse.*sparse=False", {}, None),
     "capturable": (RuntimeError, "capturable=True needs", {"capturable": True}, None),
-    "moved": (RuntimeError, "is on cpu, but exp_avg in its .* is on meta", {}, moved_away),
+    "moved": (RuntimeError, "on cpu, so exp_avg .* on meta.*load_state", {}, moved_away),
     "flattened": (ValueError, "flattened", {}, flattened),
-    "double": (RuntimeError, r"is torch.float64, but exp_avg .*float32.*load_state", {}, widened),
+    "double": (
+        RuntimeError,
+        "is torch.float64 on .* in torch.float32 on .*load_state",
+        {},
+        widened,
+    ),
 }
 
 
@@ -718,23 +701,21 @@ def test_a_state_of_a_model_that_is_now_double_is_converted():
 
 
 FLAT = FlatShard((V, H), 0)
-WRONG_SHARDS = {
-    "flat_shards has 2 entries for 1 parameters": [FLAT, FLAT],
-    r"only matrices \[V, H\]": [FlatShard((V, H, 2), 0)],
-    "do not fit into the matrix at this offset": [FlatShard((V, H), 1)],
-    "the parameter has 65 elements": [FlatShard((V, H), 0, None, 3, 63)],
-}
+NOT_IN_IT = "a piece must lie in a parameter with one dimension, and in a matrix"
+WRONG_SHARDS = [
+    ([FLAT, FLAT], "flat_shards has 2 entries for 1 parameters"),
+    ([FlatShard((V, H, 2), 0)], NOT_IN_IT),
+    ([FlatShard((V, H), 1)], NOT_IN_IT),
+    ([FlatShard((V, H), 0, None, 3, 63)], NOT_IN_IT),
+]
 
 
-@pytest.mark.parametrize(("message", "shards"), WRONG_SHARDS.items())
-def test_wrong_flat_shards_are_refused(message, shards):
+@pytest.mark.parametrize(("shards", "message"), WRONG_SHARDS)
+def test_wrong_flat_shards_are_refused(shards, message):
     group = {"params": [matrix(shape=(V * H,))], "coupled": True, "flat_shards": shards}
     with pytest.raises(ValueError, match=message):
         CoupledAdamW([group])
-
-
-def test_flat_shards_of_a_matrix_are_refused():
-    with pytest.raises(ValueError, match="a real, plain tensor with one dimension"):
+    with pytest.raises(ValueError, match=NOT_IN_IT):
         CoupledAdamW([{"params": [matrix()], "coupled": True, "flat_shards": [FLAT]}])
 
 

@@ -10,7 +10,6 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim.checks import check_group, check_parameter
 from coupled_adam.optim.conversion import from_adam, without_shards
 from coupled_adam.optim.find_embeddings import given_sizes, warn
 from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
@@ -23,7 +22,7 @@ from coupled_adam.optim.param_groups import (
     param_groups,
     warn_of_lost_options,
 )
-from coupled_adam.optim.state import fit_state
+from coupled_adam.optim.state import check_group, check_parameter, fit_state
 from coupled_adam.optim.update import Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
@@ -267,14 +266,6 @@ class CoupledAdam(torch.optim.Adam):
         The name is torch's: ``torch.compile`` treats the method of this name specially.
         """
         if not group["coupled"]:
-            for p in group["params"]:
-                shared = self.state[p].get("exp_avg_sq") if p in self.state else None
-                if shared is not None and shared.shape != p.shape:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(p.shape)} has a shared second moment of shape "
-                        f"{list(shared.shape)}, but its group is not coupled. To continue with "
-                        "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
-                    )
             has_complex: bool = super()._init_group(  # type: ignore[no-untyped-call]
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )

@@ -11,6 +11,7 @@ import torch._dynamo.testing
 from torch import nn
 
 from coupled_adam import LEAN, CoupledAdam, CoupledAdamW, param_groups
+from coupled_adam.optim.matrix import OPTIONS
 from decoders import assert_same_parameters
 
 PAIRS = [(CoupledAdam, torch.optim.Adam), (CoupledAdamW, torch.optim.AdamW)]
@@ -60,16 +61,10 @@ def test_signature(ours, theirs):
         assert mine[name].default == parameter.default, name
         assert mine[name].kind == parameter.kind, name
     added = {name: p.default for name, p in mine.items() if name not in torchs}
-    assert added == {
-        "coupled": False,
-        "second_moment_scale": 1.0,
-        "row_exponent": 0.0,
-        "zero_sum": False,
-        "vocab_dim": 0,
-        "stochastic_rounding": False,
-        "embeddings": None,
-        "vocab_size": None,
-    }
+    if ours is CoupledAdam:
+        assert added == {**OPTIONS, "embeddings": None, "vocab_size": None}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'couple'"):
+        ours([nn.Parameter(torch.zeros(2, 2))], couple=True)
 
 
 @pairs

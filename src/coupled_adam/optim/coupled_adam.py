@@ -28,6 +28,9 @@ from coupled_adam.optim.update import Pending, update
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """The tensors of a param group, in the order of torch's ``adam``."""
 
+_ADAM_OPTIONS = ["lr", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"]
+_ADAM_OPTIONS += ["foreach", "capturable", "differentiable", "fused"]
+
 
 class CoupledAdam(torch.optim.Adam):
     r"""Adam in which all rows of an embedding matrix share one second moment.
@@ -192,21 +195,17 @@ class CoupledAdam(torch.optim.Adam):
             )
             for group in self.param_groups:
                 check_group(group)
+        coupled_groups = [group for group in self.param_groups if group["coupled"]]
         # param_groups has said why it has coupled nothing.
-        if not isinstance(groups, ParamGroups) and not any(
-            group["coupled"] for group in self.param_groups
-        ):
+        if not coupled_groups and not isinstance(groups, ParamGroups):
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
                 "number of rows of the embedding matrix, or set 'coupled': True in the group that "
                 "holds it. Ignore this warning on a pipeline rank without embeddings"
             )
-        # docs/study/14-wrong.md: a loss of 5.56 in the place of 5.25
-        if any(
-            group["coupled"] and group["row_exponent"] == 0 and group["betas"][0] == 0
-            for group in self.param_groups
-        ):
+        # docs/study/14-wrong.md: a loss of 5.56 instead of 5.25
+        if any(group["row_exponent"] == 0 and group["betas"][0] == 0 for group in coupled_groups):
             warn(
                 "betas[0] is 0 in a coupled group: Coupled Adam itself learns much less without "
                 "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]"
@@ -310,11 +309,23 @@ class CoupledAdam(torch.optim.Adam):
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
-            _step_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
+            beta1, beta2 = group["betas"]
+            adam(
+                *tensors,
+                has_complex=has_complex,
+                beta1=beta1,
+                beta2=beta2,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                **{name: group[name] for name in _ADAM_OPTIONS},
+            )
         update(coupled, unscale, found_inf, self._pending)
-        if unscale is not None:
+        if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
-                _unscale(p, unscale)
+                assert p.grad is not None
+                factor = unscale.to(p.device)
+                # Several elements of an expanded gradient share memory.
+                p.grad = p.grad * factor if 0 in p.grad.stride() else p.grad.mul_(factor)
         return loss
 
     def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:
@@ -449,8 +460,9 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the same
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
-        coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size: likewise.
+        coupling: ``coupled``, ``second_moment_scale``, ``row_exponent``, ``zero_sum``,
+            ``vocab_dim``, ``stochastic_rounding``, ``embeddings`` and ``vocab_size``, as in
+            :class:`CoupledAdam`.
     """
 
     def __init__(
@@ -467,14 +479,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        coupled: bool = False,
-        second_moment_scale: float = 1.0,
-        row_exponent: float = 0.0,
-        zero_sum: bool = False,
-        vocab_dim: int = 0,
-        stochastic_rounding: bool = False,
-        embeddings: Embeddings | None = None,
-        vocab_size: int | Iterable[int] | None = None,
+        **coupling: Any,
     ) -> None:
         super().__init__(
             params,
@@ -483,20 +488,13 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             eps,
             weight_decay,
             amsgrad,
-            foreach=foreach,
             maximize=maximize,
+            foreach=foreach,
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            coupled=coupled,
-            second_moment_scale=second_moment_scale,
-            row_exponent=row_exponent,
-            zero_sum=zero_sum,
-            vocab_dim=vocab_dim,
-            stochastic_rounding=stochastic_rounding,
-            embeddings=embeddings,
-            vocab_size=vocab_size,
+            **coupling,
         )
 
 
@@ -546,40 +544,3 @@ def _matrix(
         row_ranks=row_ranks,
         column_ranks=column_ranks,
     )
-
-
-def _step_uncoupled(
-    group: dict[str, Any],
-    tensors: Tensors,
-    has_complex: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Let torch's own ``adam`` update a group."""
-    beta1, beta2 = group["betas"]
-    adam(
-        *tensors,
-        amsgrad=group["amsgrad"],
-        has_complex=has_complex,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        foreach=group["foreach"],
-        capturable=group["capturable"],
-        differentiable=group["differentiable"],
-        fused=group["fused"],
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-    )
-
-
-def _unscale(p: Tensor, unscale: Tensor) -> None:
-    """Multiply ``p.grad`` by the inverse scale, as torch's fused kernels do."""
-    assert p.grad is not None
-    unscale = unscale.to(p.device)
-    # Not in place if the gradient is expanded, as several of its elements then share memory.
-    p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)

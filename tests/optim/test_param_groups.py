@@ -37,22 +37,18 @@ def test_hand_written_tied():
     }
 
 
-@pytest.mark.parametrize(
-    "model",
-    [nn.Linear(3, 4), nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))],
-    ids=["a layer", "layers"],
-)
-def test_nothing_found(model):
+def test_nothing_found():
     """No group is coupled: param_groups says so, and the optimizer does not repeat it."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert embedding_parameters(model) == {}
     with pytest.warns(UserWarning, match="no param group is coupled, as no token") as caught:
         groups = param_groups(model)
-    assert caught[0].filename == __file__
     assert not any(group["coupled"] for group in groups)
     CoupledAdamW(groups)
     CoupledAdamW(param_groups(model, tables=[]))  # as asked for
-    with pytest.warns(UserWarning, match="Pass the model instead of parameters"):
+    with pytest.warns(UserWarning, match="Pass the model instead of parameters") as theirs:
         CoupledAdamW(model.parameters())
+    assert {caught[0].filename, theirs[0].filename} == {__file__}
 
 
 @pytest.mark.parametrize(
@@ -159,31 +155,26 @@ def test_options_of_the_token_embeddings_alone():
     assert set(seen.values()) == {(6e-4, (0.9, 0.95), 1e-8, 1.0, 0.0, False)}
 
 
-SCHEDULES = {  # a quarter after two steps
-    "product": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
-    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 3),
-}
-
-
-@pytest.mark.parametrize("optimizer_class", [CoupledAdamW, CoupledAdam])
 @pytest.mark.parametrize("number", [float, torch.tensor])
-@pytest.mark.parametrize("make_schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_factor_on_the_rate(optimizer_class, number, make_schedule):
-    """Schedules keep it, and checkpoints have the product."""
-    model, lr = gpt2(), number(1e-2)
-    optimizer = optimizer_class(param_groups(model, {"lr_factor": 4}), lr=lr)
-    schedule = make_schedule(optimizer)
+@pytest.mark.parametrize("embeddings", ["lean", {"lr_factor": 2}], ids=str)
+def test_a_factor_on_the_rate(number, embeddings):
+    """The first group, which trainers log, has the user's; schedules and checkpoints keep it."""
+    model, lr = gpt2(tie_word_embeddings=False), number(1e-2)
+    optimizer = CoupledAdamW(param_groups(model, embeddings), lr=lr)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     for _ in range(2):
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
         schedule.step()
     seen = {name: float(rate) for name, (rate,) in options_of(optimizer, "lr").items()}
-    assert seen.pop("transformer.wte.weight") == pytest.approx(1e-2)
+    tables = [seen.pop("transformer.wte.weight"), seen.pop("lm_head.weight")]
+    assert tables == pytest.approx([5e-3] * 2)
     assert [*seen.values()] == pytest.approx([2.5e-3] * len(seen))
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(2.5e-3)
     saved = optimizer.state_dict()
     assert not any("lr_factor" in group for group in saved["param_groups"])
-    other = optimizer_class(param_groups(model, {"lr_factor": 4}), lr=lr)
+    other = CoupledAdamW(param_groups(model, embeddings), lr=lr)
     other.load_state_dict(saved)
     assert options_of(other, "lr") == options_of(optimizer, "lr")
 
@@ -247,12 +238,11 @@ def test_optimizers_that_do_not_know_the_factor(options):
         torch.optim.AdamW(groups, **options).step()
 
 
-@pytest.mark.parametrize("optimizer_class", [CoupledAdamW, CoupledAdam])
 @pytest.mark.parametrize(("given", "expected"), [(None, 0.03), (0.2, 0.2)])
-def test_weight_decay_is_the_optimizers_unless_given(given, expected, optimizer_class):
+def test_weight_decay_is_the_optimizers_unless_given(given, expected):
     """Of matrices only: embeddings, biases and norms have 0."""
     groups = param_groups(gpt2(), weight_decay=given)
-    decays = options_of(optimizer_class(groups, weight_decay=0.03), "weight_decay")
+    decays = options_of(CoupledAdamW(groups, weight_decay=0.03), "weight_decay")
     assert {decays[n] for n in decays if ".attn.c_" in n and "bias" not in n} == {(expected,)}
     assert {decays[n] for n in decays if "bias" in n or "ln" in n or "wt" in n} == {(0.0,)}
 
@@ -275,39 +265,45 @@ def named(shapes):
     return [(name, nn.Parameter(torch.randn(shape))) for name, shape in shapes.items()]
 
 
-@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
-@pytest.mark.parametrize("as_given", [iter, list, dict], ids=["tensors", "names", "groups"])
-def test_from_a_plain_list(cls, as_given):
-    """Matrices with V rows, and with V columns, are coupled; names and options stay with them."""
-    parameters = named(UNEMBED)
-    if as_given is iter:
-        given = (p for _, p in parameters)
-    elif as_given is list:
-        given = parameters
-    else:
-        given = [
-            {"params": [p for _, p in parameters[:3]], "weight_decay": 0.3},
-            {"params": (p for _, p in parameters[3:]), "lr": 5.0},
-        ]
-    optimizer = cls(given, weight_decay=0.1, vocab_size=V)
-    if as_given is not dict:
+def test_from_a_plain_list():
+    """Matrices with V rows, and with V columns, are coupled, each with its name."""
+    for given in ((p for _, p in named(UNEMBED)), named(UNEMBED)):
+        optimizer = CoupledAdamW(given, weight_decay=0.1, vocab_size=V)
         assert layout(optimizer) == [
             (False, 0, 0.1, [(H, 4 * H), (4 * H, H), (H,)]),
             (True, 0, 0.1, [(V, H)]),
             (True, 1, 0.1, [(H, V)]),
         ]
-    else:
-        assert layout(optimizer) == [
-            (False, 0, 0.3, [(H, 4 * H), (4 * H, H)]),
-            (False, 0, 0.1, [(H,)]),
-            (True, 0, 0.3, [(V, H)]),
-            (True, 1, 0.1, [(H, V)]),
-        ]
-        assert [g["lr"] for g in optimizer.param_groups] == [1e-3, 5.0, 1e-3, 5.0]
-    if as_given is list:
-        names = [g["param_names"] for g in optimizer.param_groups]
-        assert names == [["c_fc", "c_proj", "ln"], ["wte"], ["lm_head"]]
-        assert [n for g in optimizer.state_dict()["param_groups"] for n in g["param_names"]]
+    names = [g["param_names"] for g in optimizer.state_dict()["param_groups"]]
+    assert names == [["c_fc", "c_proj", "ln"], ["wte"], ["lm_head"]]
+
+
+@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
+def test_from_groups(cls):
+    """Their options stay; what LEAN says holds for the coupled matrices."""
+    parameters = [p for _, p in named(UNEMBED)]
+    given = [
+        {"params": parameters[:3], "weight_decay": 0.3},
+        {"params": (p for p in parameters[3:]), "lr": 5.0},
+    ]
+    optimizer = cls(
+        given, lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, vocab_size=V, embeddings=LEAN
+    )
+    assert layout(optimizer) == [
+        (False, 0, 0.3, [(H, 4 * H), (4 * H, H)]),
+        (False, 0, 0.1, [(H,)]),
+        (True, 0, 0.3, [(V, H)]),
+        (True, 1, 0.1, [(H, V)]),
+    ]
+    shown = ("lr", "betas", "row_exponent", "zero_sum", "initial_lr_factor", "initial_beta1")
+    lean = ((0.0, 0.99), 0.75, True, 2.0, 0.0)
+    assert [tuple(map(g.get, shown)) for g in optimizer.param_groups] == [
+        (0.1, (0.9, 0.95), 0.0, False, None, None),
+        (5.0, (0.9, 0.95), 0.0, False, None, None),
+        (0.2, *lean),
+        (10.0, *lean),
+    ]
+    assert not any("lr_factor" in group for group in optimizer.param_groups)
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, stablelm, bert, t5])
@@ -327,21 +323,6 @@ def test_a_plain_list_of_a_models_parameters(build):
             optimizer.step()
     for (name, p), q in zip(models[0].named_parameters(), models[1].parameters()):
         assert torch.equal(p, q), name
-
-
-@pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
-def test_options_of_the_embeddings_in_a_plain_list(cls):
-    """What LEAN says holds for the coupled matrices; the rest has the optimizer's options."""
-    head, *others = named(UNEMBED)[::-1]
-    given = [{"params": [head], "lr": 5.0}, {"params": others}]
-    optimizer = cls(given, lr=0.1, betas=(0.9, 0.95), vocab_size=V, embeddings=LEAN)
-    shown = ("coupled", "lr", "betas", "row_exponent", "zero_sum")
-    assert [tuple(g[name] for name in shown) for g in optimizer.param_groups] == [
-        (False, 0.1, (0.9, 0.95), 0.0, False),
-        (True, 0.2, (0.0, 0.99), 0.75, True),
-        (True, 10.0, (0.0, 0.99), 0.75, True),
-    ]
-    assert not any("lr_factor" in group for group in optimizer.param_groups)
 
 
 def test_several_vocabularies_from_a_plain_list():
@@ -387,22 +368,16 @@ def test_errors_from_a_plain_list(shapes, options, message):
         CoupledAdamW(named(shapes), **options)
 
 
-@pytest.mark.parametrize("names", [True, False])
-def test_a_plain_list_of_layers_as_wide_as_the_vocabulary(names):
-    """Names tell which of them are in blocks; without, more than two of a shape are refused."""
+def test_a_plain_list_of_layers_as_wide_as_the_vocabulary():
+    """Names tell which are in blocks, or positions; without, more than two are refused."""
     model = llama(num_key_value_heads=2, head_dim=V // 2, num_hidden_layers=2)
-    if names:
-        optimizer = CoupledAdamW(model.named_parameters(), vocab_size=V)
-        assert optimizer.param_groups[1]["param_names"] == [*embedding_parameters(model)]
-        assert not optimizer.param_groups[0]["coupled"]
-    else:
-        with pytest.raises(ValueError, match=r"10 matrices .*'parameter 0' .*named_parameters"):
-            CoupledAdamW(model.parameters(), vocab_size=V)
-
-
-def test_a_plain_list_with_as_many_positions():
-    named_parameters = named({"tok_emb": (V, H), "pos_emb": (V, H), "head": (V, H)})
-    optimizer = CoupledAdamW(named_parameters, vocab_size=V)
+    optimizer = CoupledAdamW(model.named_parameters(), vocab_size=V)
+    assert optimizer.param_groups[1]["param_names"] == [*embedding_parameters(model)]
+    assert not optimizer.param_groups[0]["coupled"]
+    with pytest.raises(ValueError, match=r"10 matrices .*'parameter 0' .*named_parameters"):
+        CoupledAdamW(model.parameters(), vocab_size=V)
+    tables = named({"tok_emb": (V, H), "pos_emb": (V, H), "head": (V, H)})
+    optimizer = CoupledAdamW(tables, vocab_size=V)
     assert optimizer.param_groups[-1]["param_names"] == ["tok_emb", "head"]
 
 
@@ -510,16 +485,6 @@ def test_a_model(cls, embeddings):
         optimizer.step()
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(p, q)
-
-
-def test_the_first_groups_rate_is_the_users():
-    """Trainers log it."""
-    for optimizer in (
-        CoupledAdamW(gpt2(tie_word_embeddings=False), lr=3e-4, embeddings="lean"),
-        CoupledAdamW(gpt2().parameters(), lr=3e-4, embeddings="lean", vocab_size=V),
-    ):
-        assert optimizer.param_groups[0]["lr"] == 3e-4
-        assert optimizer.param_groups[-1]["lr"] == 6e-4
 
 
 def test_a_model_whose_size_has_to_be_given():

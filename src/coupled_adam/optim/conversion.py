@@ -137,11 +137,11 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
 
 
 def _check_shapes(group: Group, index: int, state: State, shapes: dict[str, torch.Size]) -> None:
-    for name in state.keys() & shapes.keys():
-        if state[name].shape != shapes[name]:
+    for name, shape in shapes.items():
+        if name in state and state[name].shape != shape:
             raise ValueError(
                 f"cannot load the state of {describe(group, index)}: its {name} has the shape "
-                f"{list(state[name].shape)}, but must have {list(shapes[name])} where "
+                f"{list(state[name].shape)}, but must have {list(shape)} where "
                 f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
                 "parameters in the same order?"
             )

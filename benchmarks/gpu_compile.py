@@ -116,6 +116,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--all", action="store_true", help="a row for each width and layout")
     options = parser.parse_args()
@@ -125,7 +126,7 @@ def main() -> int:
     for target in options.targets:
         found: dict[tuple[str, ...], Usage] = {}
         with compiling(target) as launches:
-            for name in KINDS:
+            for name in options.kinds:
                 for columns in options.widths:
                     for dtype in (torch.float32, torch.bfloat16):
                         for layout in ("rows", "transposed"):

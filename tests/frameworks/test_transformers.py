@@ -1,6 +1,8 @@
 """Hugging Face's ``Trainer`` and the trainers built on it, with our line and with a class."""
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,3 +218,14 @@ def test_errors(tmp_path):
         CoupledAdamWFactory()(gpt2())
     with pytest.raises(TypeError, match=r"'learning_rate'"):
         CoupledAdamWFactory()(gpt2(), lr=1.0, learning_rate=1.0)
+
+
+def test_the_page_names_the_versions_that_are_tried():
+    root = Path(__file__).parents[2]
+    pinned = (root / "constraints.txt").read_text()
+    pinned += (Path(__file__).parent / "requirements.txt").read_text()
+    page = (root / "docs" / "frameworks.md").read_text()
+    named = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", page)
+    assert len(named) > 15
+    for name, version in named:
+        assert re.search(rf"^{name}=={re.escape(version)}$", pinned, flags=re.M), name

@@ -322,6 +322,7 @@ CHECKS = {
     **_named("half precision", half_precision, {"bfloat16": {"dtype": torch.bfloat16}}),
     **_named("half precision", half_precision, {"float16": {"dtype": torch.float16}}),
     **_named("GradScaler", grad_scaler, SCALED),
+    **_named("FSDP2 on one rank", sharded, _options(("default", "LEAN"), STEPS)),
 }
 """What can be checked on any device; each function takes its name."""
 
@@ -340,7 +341,6 @@ CHECKS_ON_A_GPU = {
     ),
     **_named("not captured before the first step", not_captured_before_the_first_step, KINDS),
     **_named("compiled step", compiled, _options(("default", "LEAN"), STEPS)),
-    **_named("FSDP2 on one rank", sharded, _options(("default", "LEAN"), STEPS)),
     **_named("rows far apart", rows_far_apart, KINDS),
     "2^31 elements": more_than_2_to_the_31_elements,
     "without Triton": without_triton,

@@ -126,15 +126,18 @@ def test_the_first_step_is_not_captured(has_state, monkeypatch):
         torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None
     )
     with FakeTensorMode():
-        p = nn.Parameter(torch.empty(4, 3, device="cuda"))
-        p.grad = torch.empty_like(p)
+        p, other = (nn.Parameter(torch.empty(4, 3, device="cuda")) for _ in range(2))
+        for q in (p, other):
+            q.grad = torch.empty_like(q)
         optimizer = optimizer_of([p], capturable=True)
+        optimizer.param_groups.insert(0, {**optimizer.param_groups[0], "coupled": False})
+        optimizer.param_groups[0]["params"] = [other]
         if has_state:
             optimizer.init_state()
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with pytest.raises(RuntimeError, match="take a step before the capture"):
             optimizer.step()
-    assert bool(optimizer.state[p]) == has_state
+    assert [bool(optimizer.state[q]) for q in (p, other)] == [has_state] * 2
 
 
 class Launches(TorchDispatchMode):

@@ -335,7 +335,8 @@ class CoupledAdam(torch.optim.Adam):
         """
         coupled: list[CoupledMatrix] = []
         uncoupled: list[tuple[dict[str, Any], Tensors, bool]] = []
-        for group in self.param_groups:
+        # Coupled groups first: what they refuse, they refuse before torch makes a state.
+        for group in sorted(self.param_groups, key=lambda group: not group["coupled"]):
             tensors: Tensors = ([], [], [], [], [], [])
             without_state = {
                 p for p in group["params"] if group["coupled"] and not self.state.get(p)

@@ -157,8 +157,8 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
     sums = _empty(grad, parts, 2 * columns + 1)
     # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
     bytes_ahead = tall * wide * grad.itemsize * (2 if exp_avg is None else 3)
-    # Elements that are not neighbours have addresses of their own, in registers.
-    is_strided = any(x.stride(1) != 1 for x in matrix.matrices)
+    # Elements that are not read 16 bytes at a time have addresses of their own, in registers.
+    is_aligned = all(x.stride(1) == 1 and x.stride(0) % 16 == 0 for x in matrix.matrices)
     # Each thread has at least one widest load of 16 bytes; an AMD warp has twice the threads.
     lanes, elements = (64, 16 // grad.itemsize) if torch.version.hip else (32, 8)
     _lean[(parts,)](
@@ -181,7 +181,7 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
         **_of_step_size(matrix, scalars),
         **_of_parameter(matrix, scalars),
         # With more, registers are spilled.
-        STAGES=1 if wide > 4096 or is_strided else min(2, 1 + _AHEAD_BYTES // bytes_ahead),
+        STAGES=min(2, 1 + _AHEAD_BYTES // bytes_ahead) if wide <= 4096 and is_aligned else 1,
         ROWS=tall,
         COLUMNS=wide,
         **{**_OPTIONS, "num_warps": max(1, min(16, tall * wide // (elements * lanes)))},

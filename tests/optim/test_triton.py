@@ -244,8 +244,8 @@ def test_what_triton_is_given(monkeypatch):
         assert chosen((4, 8193)) is kernel
         assert chosen((4, 8192), name="LEAN") is kernel
         assert chosen((4, 8193), name="LEAN") is kernels.blocks
-        assert chosen((4, 4096), name="LEAN", transposed=True) is kernel
-        assert chosen((4, 4097), name="LEAN", transposed=True) is kernels.blocks
+        assert chosen((4, 2048), name="LEAN", transposed=True) is kernel
+        assert chosen((4, 2049), name="LEAN", transposed=True) is kernels.blocks
         assert chosen((4, 3), torch.float64) is kernels.blocks
         assert chosen((4, 3), torch.bfloat16, torch.bfloat16) is kernels.blocks
 

@@ -200,8 +200,9 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     """
     p, dims = group["params"][index], entries(group)
     if state.keys() & MOMENTS:
-        for name in dims.keys() & state.keys():
-            _check_entry(group, index, name, state[name], dims[name])
+        for name, dim in dims.items():
+            if name in state:
+                _check_entry(group, index, name, state[name], dim)
         exponent = group["row_exponent"]
         unfit = {*dims} ^ (state.keys() & MOMENTS)
         if unfit - {"exp_avg"} or group.get("initial_row_exponent", exponent) != exponent:

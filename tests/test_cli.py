@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
@@ -132,7 +133,7 @@ def errors(small_recipe, text_file, tmp_path):
         "existing folder": (("--out", taken, *recipe), "continue it with --resume"),
         "existing file": (("--out", text_file, *recipe), "exists"),
         "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
-        "resume of nothing": (("--out", new, "--resume"), "holds no comparison to resume"),
+        "resume of nothing": (("--out", new, "--resume"), "to resume: leave out --resume to start"),
         "unknown option": (("--stesp", 3), "did you mean --steps?"),
         "unlike any option": (("--qqq", 3), "see coupled-adam compare --help"),
         "a key without its section": (("--lr", 3), "did you mean --training.lr?"),
@@ -150,13 +151,18 @@ def errors(small_recipe, text_file, tmp_path):
         ),
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         "missing wandb": (("--logger", "wandb", *recipe), "pip install wandb"),
-        "unknown logger": (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
+        "unknown logger": (("--logger", "paper"), "--logger paper: Input should be 'tensorboard'"),
         "bad steps": (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         "bad seeds": (("--seeds", "one"), "one: Input should be a valid integer"),
         "a seed twice": (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
         "endless seeds": (("--seeds", 9999, *recipe), "must be from 1 to 1000"),
         "no seeds": (("--seeds", 0, *recipe), "must be from 1 to 1000"),
-        "bad device": (("--device", "tpu"), "--device: invalid choice: 'tpu' (choose from"),
+        "bad device": (("--device", "tpu", *recipe), "--device tpu is not available here"),
+        "a GPU that is not there": (("--device", "cuda:99", *recipe), "--device cuda:99 is not"),
+        "a model that cannot be trained": (
+            ("model.architecture=llama", "model.config={attention_dropout: 5.0}", *recipe),
+            "model.architecture=llama cannot be trained with these values of model, of which",
+        ),
         "no value": (("--steps",), "--steps: expected one argument"),
         "two lengths": (("--steps", 3, "training.tokens=999", *recipe), "they are 3 and 999"),
         "two texts": (("--text", text_file, "data.hub=x", *recipe), "data.hub exclude each other"),
@@ -368,6 +374,21 @@ def test_a_warmup_without_an_end_is_said(small_recipe, tmp_path, monkeypatch, ca
         assert "seeds 1, 3" in shown
 
 
+@pytest.mark.parametrize(
+    "command", [["compare"], ["train", "--arm=adamw"]], ids=["compare", "train"]
+)
+def test_nothing_to_resume_is_said(command, small_recipe, tmp_path, monkeypatch, capsys):
+    """A recipe that is named is begun; without one, OUT may be a slip of the pen."""
+    for work in ("compare", "train_and_evaluate"):
+        monkeypatch.setattr(f"coupled_adam.lab.comparison.{work}", lambda *_, **__: None)
+    resume = [*command, "--resume", "--out", str(tmp_path / "new")]
+    assert main([*resume, "--recipe", str(small_recipe)]) == 0
+    said = f"nothing to resume, so this begins anew: {tmp_path / 'new'}"
+    assert said in capsys.readouterr().out
+    assert main(resume) == 2
+    assert "to resume: leave out --resume to start one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("recipe", ["small.yaml", "tiny"])
 @pytest.mark.usefixtures("begun")
 def test_resume_with_another_recipe(recipe, tmp_path, capsys, monkeypatch):
@@ -463,6 +484,30 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     shown = " ".join(parser_of("compare").format_help().split())
     assert "--training.final_lr VALUE the final learning rate of cosine and wsd" in shown
     assert "as a share of lr (default: 0.1)" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["m.npy", "--neighbours", "king", "queen", "--exclude", "padding,unseen"],
+        ["--exclude=padding,unseen", "--neighbours", "king", "queen", "m.npy"],
+        ["--exclude", "padding", "unseen", "--neighbours", "king", "queen", "--", "m.npy"],
+    ],
+)
+def test_lists_and_the_model_in_any_order(words):
+    options = cli.parse("analyze", cli.load_command("analyze"), words)
+    assert options.models == ["m.npy"]
+    assert options.neighbours == ["king", "queen"]
+    assert options.exclude == ["padding", "unseen"]
+
+
+def test_a_warning_is_one_line_without_a_place(tmp_path):
+    tensors = {"embed_tokens.weight": torch.randn(30, 4), "lm_head.weight": torch.ones(9, 4)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    result = run("analyze", tmp_path / "m.safetensors")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"coupled-adam: warning: {tmp_path}/m.safetensors: the 9 rows of")
+    assert result.returncode == 0
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -74,11 +74,6 @@ def new_folder(path: Path, replace: bool = True) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
-    """The content of a file in UTF-8, whatever the system's encoding is."""
-    return path.read_text(encoding="utf-8", errors=errors)
-
-
 def file_digest(
     path: Path,
     start: int = 0,

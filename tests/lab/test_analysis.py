@@ -117,6 +117,10 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     assert counted == as_json(capsys, gpt2, "--counts", tmp_path / "counts.npy")
     assert counted["unseen_tokens"] == 48
     assert -1 < counted["norm_frequency_correlation"] < 1
+    tokens.astype(np.int64).tofile(tmp_path / "wide.bin")
+    wide = (gpt2, "--tokens", tmp_path / "wide.bin")
+    assert counted == as_json(capsys, *wide, "--token-dtype", "int64")
+    assert "--token-dtype of analyze" in run(capsys, *wide)[2]
     np.save(tmp_path / "long.npy", np.ones(449))
     np.save(tmp_path / "negative.npy", -np.ones(448))
     np.save(tmp_path / "one.npy", np.array(3))
@@ -177,6 +181,9 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
     assert isotropy.split()[-3:] == ["≥", "0.8", "[1]"]
     assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
     assert "0.75 to 0.81" not in shown  # of a measure that needs counts
+    lines = {line[:20].strip(): line.split()[-2] for line in shown.splitlines() if "[" in line}
+    assert lines["effective rank"] == "higher"
+    assert lines["explained variance o"] == "lower"
     assert "<em>1.0" in page.read_text()  # the relative mean norm
     run(capsys, tmp_path / "healthy.npy", "--html", page, "--overwrite")
     assert "<em>" not in page.read_text()
@@ -189,7 +196,7 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
         (Healthy("", high=0.05), "≤ 0.05", [0.0, 0.05], [0.051]),
         (Healthy("", -0.5, 0.5), "0 ± 0.5", [-0.5, 0.0, 0.5], [-0.6, 0.6]),
         (Healthy("", 1.0, 2.0), "1 to 2", [1.0, 2.0], [0.9, 2.1]),
-        (Healthy(""), "higher", [-1e9, 1e9], []),
+        (Healthy(""), "", [-1e9, 1e9], []),
     ],
 )
 def test_a_healthy_range(healthy, text, inside, outside):

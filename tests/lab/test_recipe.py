@@ -23,6 +23,7 @@ from coupled_adam.lab.recipe import (
 )
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.lab.training.run import try_out
 from coupled_adam.lab.training.schedules import lr_scheduler
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
@@ -125,8 +126,13 @@ def test_config_of_an_architecture():
         ),
         (
             {"architecture": "llama", "config": {"num_hidden_layers": 10**9}},
-            r"model.config.num_hidden_layers is what other keys of model give: leave it out",
+            r"model.config.num_hidden_layers is what other keys give: leave it out",
         ),
+        (
+            {"architecture": "opt", "intermediate_size": 99},
+            "model.intermediate_size=99: opt has another name .* give it in model.config",
+        ),
+        ({"architecture": "llama", "config": {"dtype": "float16"}}, "dtype is what other keys give"),
         ({"architecture": "gptj", "config": {"n_layer": 3}}, "config.n_layer is what other keys"),
         (
             {"architecture": "opt", "config": {"do_layer_norm_before": 3}},
@@ -138,6 +144,25 @@ def test_architectures_that_cannot_be_built(values, said):
     recipe = override(load_recipe("tiny"), {f"model.{key}": v for key, v in values.items()})
     with pytest.raises(UsageError, match=said):
         parameters(recipe)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"attention_dropout": 5.0}, "dropout probability has to be between 0 and 1"),
+        ({"num_key_value_heads": 3}, "must match the size"),
+        ({"return_dict": False}, "has no attribute"),
+        ({"rms_norm_eps": -1.0}, "the loss is nan"),
+        ({"output_attentions": True}, "is not supported"),  # it trains, and cannot be saved
+    ],
+    ids=str,
+)
+def test_a_model_is_tried_out(values, said):
+    """With a tiny batch, forwards and backwards; what transformers finds out only then is said."""
+    llama = override(load_recipe("tiny"), {"model.architecture": "llama"})
+    try_out(llama, "cpu")
+    with pytest.raises(UsageError, match=f"llama cannot be trained with these values.*{said}"):
+        try_out(override(llama, {"model.config": values}), "cpu")
 
 
 def test_gpt2_has_no_config_of_its_own():

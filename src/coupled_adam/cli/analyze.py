@@ -19,7 +19,9 @@ from coupled_adam.cli.options import (
     ModelOptions,
     OverwriteOption,
     TokenizerOption,
+    Words,
     WordSimilarityOption,
+    check_output,
     write_file,
 )
 from coupled_adam.cli.parser import Positional
@@ -42,6 +44,7 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     counts: a .npy file with a unigram count for each token.
     text: count the tokens of this file, or of this folder's files.
     tokens: count these token files.
+    token_dtype: the type of the ids in them (default: found out).
     exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
         (with a count of zero).
     top: how many top principal directions to remove (default: H / 100, rounded up).
@@ -65,7 +68,8 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     counts: Path | None = None
     text: Path | None = None
     tokens: list[Path] | None = None
-    exclude: list[Literal["padding", "unseen"]] | None = None
+    token_dtype: Literal["uint16", "uint32", "int64"] | None = None
+    exclude: Words[Literal["padding", "unseen"]] | None = None
     top: WholeNumber | None = None
     all: bool = False
     undertrained: bool = False
@@ -99,6 +103,7 @@ def run(options: Options) -> None:
         counts=options.counts,
         text=options.text,
         tokens=options.tokens or [],
+        token_dtype=options.token_dtype,
     )
     # A model that cannot be asked is refused before the matrices are measured.
     folders = _verifiable(options.models, inputs) if options.verify else {}
@@ -229,7 +234,10 @@ def _check(options: Options) -> None:
         csv=options.csv, html=options.html, explore=options.explore, export=options.export
     )
     if options.explore or options.export:
-        from coupled_adam.embeddings.explorer import check_installed
+        from coupled_adam.embeddings.explorer import check_installed, metadata_file
 
         export_to = None if options.export is None else str(options.export)
         check_installed(options.explore is not None, export_to)
+        if export_to is not None and export_to.endswith(".tsv"):
+            beside = Path(metadata_file(export_to))
+            check_output("--export", beside, overwrite=options.overwrite)

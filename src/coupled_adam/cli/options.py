@@ -8,11 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator
 
-from coupled_adam.cli.terminal import quiet_libraries
+from coupled_adam.cli.terminal import print_path, quiet_libraries
 from coupled_adam.errors import TrainingError, UsageError, did_you_mean
 from coupled_adam.fields import Count, Seed, require
 from coupled_adam.files import write_atomically
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "demo"
 
 
+T = TypeVar("T")
+
+
 def _split(words: list[str]) -> list[str]:
     return [word for several in words for word in several.split(",")]
 
 
 # Commas may separate the words, too.
-Words = Annotated[list[str], BeforeValidator(_split)]
-Seeds = Annotated[list[Seed], BeforeValidator(_split)]
+Words = Annotated[list[T], BeforeValidator(_split)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
     """Where it is computed.
 
-    device: auto takes cuda, mps or cpu, the first that is available.
+    device: cuda, cuda:1, mps or cpu; auto takes the first of cuda, mps and cpu that is available.
     """
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: str = "auto"
 
     def usable_device(self) -> str:
         """The device, or with ``"auto"`` the fastest one; UsageError if it is not available."""
@@ -57,6 +59,7 @@ def usable_device(device: str) -> str:
     usable += ["cpu"]
     if device == "auto":
         return usable[0]
+    usable += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
     if device not in usable:
         available = f"available: {', '.join(usable)}"
         raise UsageError(f"--device {device} is not available here; {available}")
@@ -106,6 +109,13 @@ def check_output(option: str, path: Path, *, overwrite: bool = True) -> None:
     except (OSError, UnicodeEncodeError) as error:
         reason = getattr(error, "strerror", None) or "its name is not UTF-8"
         raise UsageError(f"{option} {path} cannot be written ({reason})") from None
+
+
+def nothing_to_resume(out: Path, kind: str, named: object) -> None:
+    """Say that ``--resume`` has nothing to continue; UsageError if only OUT says what to train."""
+    if not named:
+        raise UsageError(f"--out {out} holds no {kind} to resume: leave out --resume to start one")
+    print_path("nothing to resume, so this begins anew:", out)
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
@@ -195,7 +205,7 @@ class RunOptions(CacheOption, DeviceOption):
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: Count | None = None
     compile: bool = False
-    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
+    logger: Words[Literal["tensorboard", "wandb"]] = dataclasses.field(
         default_factory=lambda: ["tensorboard"]
     )
     # The keys of the recipe that are given, with their values as YAML.
@@ -234,6 +244,8 @@ class RunOptions(CacheOption, DeviceOption):
         """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
         from coupled_adam.lab.models import parameters
         from coupled_adam.lab.training.config import Execution
+        from coupled_adam.lab.training.run import try_out
+        from coupled_adam.lab.training.variant import load_variant
 
         quiet_libraries()  # after their imports, which set the levels they like
         # A logger that is missing would show only after the corpus has been prepared.
@@ -242,8 +254,12 @@ class RunOptions(CacheOption, DeviceOption):
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
         device = self.usable_device()
         number = parameters(recipe)  # an error, if transformers cannot build the architecture
-        if self.strategy != "fsdp2":  # which shares a model among machines
+        if self.strategy != "fsdp2":  # which shares a model that may be too large for one machine
             _check_memory(recipe, number, device)
+        # A variant has models and losses of its own; one that cannot be imported is refused.
+        load_variant(recipe.variant)
+        if recipe.variant is None and self.strategy != "fsdp2":
+            try_out(recipe, device)
         return Execution(
             device=device,
             strategy=self.strategy,
@@ -258,8 +274,8 @@ def _check_memory(recipe: Recipe, parameters: int, device: str) -> None:
     import torch
 
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cuda":
-        available = torch.cuda.get_device_properties(0).total_memory
+    if device.startswith("cuda"):
+        available = torch.cuda.get_device_properties(device).total_memory
     # The least that any training takes, so that nothing is refused that could have worked.
     needed = 3 * 4 * parameters  # float32
     if needed > available:
@@ -280,8 +296,8 @@ class Selection:
     seeds: one number N is the seeds 1 to N; several numbers are these seeds.
     """
 
-    arms: Words | None = None
-    seeds: Seeds | None = None
+    arms: Words[str] | None = None
+    seeds: Words[Seed] | None = None
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""

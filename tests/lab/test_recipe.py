@@ -132,7 +132,10 @@ def test_config_of_an_architecture():
             {"architecture": "opt", "intermediate_size": 99},
             "model.intermediate_size=99: opt has another name .* give it in model.config",
         ),
-        ({"architecture": "llama", "config": {"dtype": "float16"}}, "dtype is what other keys give"),
+        (
+            {"architecture": "llama", "config": {"dtype": "float16"}},
+            "dtype is what other keys give",
+        ),
         ({"architecture": "gptj", "config": {"n_layer": 3}}, "config.n_layer is what other keys"),
         (
             {"architecture": "opt", "config": {"do_layer_norm_before": 3}},

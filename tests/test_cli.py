@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -222,29 +221,6 @@ def test_a_name_that_no_file_can_have(command, capsys):
     assert "File name too long: " in line
 
 
-def test_interrupted_again_before_it_can_be_ignored(monkeypatch, capsys):
-    """The second Ctrl-C comes when the first has just been caught."""
-    handle, again = signal.signal, iter([True])
-
-    def slow_to_ignore(number, handler):
-        if next(again, False):
-            raise KeyboardInterrupt
-        return handle(number, handler)
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("coupled_adam.cli.recipes.run", interrupted)
-    monkeypatch.setattr(signal, "signal", slow_to_ignore)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        assert main(["recipes"]) == 130
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        handle(signal.SIGINT, before)
-    assert capsys.readouterr().err == "\ncoupled-adam: interrupted\n"
-
-
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_standard_streams_may_be_closed(name, monkeypatch, capsys):
     """As Lightning and the progress bars need them."""
@@ -443,13 +419,6 @@ def test_version():
     from coupled_adam import __version__
 
     assert run("--version").stdout.strip() == f"coupled-adam {__version__}"
-
-
-def test_help():
-    result = run("compare", "--help")
-    assert result.returncode == 0
-    for option in ("--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"):
-        assert option in result.stdout
 
 
 def parser_of(name):

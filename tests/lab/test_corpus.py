@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import new_folder, waiting_for
-from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
+from coupled_adam.files import new_folder
+from coupled_adam.lab.data import corpus as corpora
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus, waiting_for
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
@@ -248,6 +250,21 @@ def test_two_processes_at_once(process, recipe, tmp_path):
     assert said.split() == [folder]
     assert [str(path) for path in entries(tmp_path / "cache")] == [folder]
     assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
+
+
+def test_waiting_is_announced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(corpora, "_SAYS_AFTER", 0.05)
+
+    def second():
+        with waiting_for(tmp_path / "lock", "the first"):
+            return capsys.readouterr().err
+
+    with ThreadPoolExecutor(1) as pool:
+        with waiting_for(tmp_path / "lock", "nobody"):
+            later = pool.submit(second)
+            with pytest.raises(TimeoutError):
+                later.result(timeout=0.5)
+        assert later.result(timeout=30) == "waiting for the first\n"
 
 
 def test_kill_in_the_middle(process, recipe, tmp_path):

@@ -324,7 +324,7 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         (gpt2, "--top", 17): "--top 17: the embeddings of",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "zero.npy",): "zero.npy: every row of embeddings is zero",
-        (gpt2, "--exclude", "some"): "'padding', 'unseen'",
+        (gpt2, "--exclude", "some"): "'padding' or 'unseen'",
     }.items():
         code, out, err = run(capsys, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), err
@@ -434,6 +434,7 @@ def test_vectors_with_their_words(tmp_path, capsys):
     near = found["neighbours"][0]["raw"][0]
     order = np.argsort(-np.where(np.arange(40) == 3, -2, units @ units[3]))
     assert near["token"] == repr(f"w{order[0]}")
+    assert found["diagnosis"][-1].endswith("without their counts: add --tokens or --counts.")
     shown = run(capsys, tmp_path / "glove.txt", *options)[1]
     assert "by ranks" not in shown
     assert (

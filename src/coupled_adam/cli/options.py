@@ -46,24 +46,20 @@ class DeviceOption:
     device: str = "auto"
 
     def usable_device(self) -> str:
-        """The device, or with ``"auto"`` the fastest one; UsageError if it is not available."""
-        return usable_device(self.device)
+        """The device, or for ``"auto"`` the fastest one; UsageError if it is not available."""
+        import torch
 
-
-def usable_device(device: str) -> str:
-    """The device, or for ``"auto"`` the fastest one; UsageError if it is not available."""
-    import torch
-
-    usable = ["cuda"] if torch.cuda.is_available() else []
-    usable += ["mps"] if torch.backends.mps.is_available() else []
-    usable += ["cpu"]
-    if device == "auto":
-        return usable[0]
-    usable += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
-    if device not in usable:
-        available = f"available: {', '.join(usable)}"
-        raise UsageError(f"--device {device} is not available here; {available}")
-    return device
+        usable = ["cuda"] if torch.cuda.is_available() else []
+        usable += ["mps"] if torch.backends.mps.is_available() else []
+        usable += ["cpu"]
+        if self.device == "auto":
+            return usable[0]
+        usable += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        require(
+            self.device in usable,
+            f"--device {self.device} is not available here; available: {', '.join(usable)}",
+        )
+        return self.device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,10 @@ class Analysis:
         if is_there and alive > 1 and not why_not(model, config, role, recenter=True):
             recenter = f"coupled-adam repair {name}{asked} --recenter --out {out}"
         asked = self.inputs.options("tensor", "revision", "tokenizer")
-        return Advice(f"coupled-adam analyze {name}{asked} --undertrained", repair, recenter)
+        undertrained = f"coupled-adam analyze {name}{asked} --undertrained"
+        # Without a tokenizer a text has no tokens.
+        counts = "--tokens or --counts" if self.tokenizer is None else Advice.counts
+        return Advice(undertrained, repair, recenter, counts)
 
     @property
     def matrix(self) -> dict[str, str]:

@@ -297,16 +297,12 @@ class Selection:
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
-        if self.seeds is not None:
-            seeds = sorted(self.seeds)
-            if len(seeds) == 1:  # how many there are
-                require(1 <= seeds[0] <= 1000, f"--seeds {seeds[0]} must be from 1 to 1000")
-                seeds = list(range(1, seeds[0] + 1))
-            recipe = dataclasses.replace(recipe, seeds=seeds)
-        if self.arms is not None:
-            arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms}
-            recipe = dataclasses.replace(recipe, arms=arms)
-        return recipe
+        seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
+        if self.seeds is not None and len(seeds) == 1:  # how many there are
+            require(1 <= seeds[0] <= 1000, f"--seeds {seeds[0]} must be from 1 to 1000")
+            seeds = list(range(1, seeds[0] + 1))
+        arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
+        return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 
 
 def arm_name(name: str, recipe: Recipe) -> str:

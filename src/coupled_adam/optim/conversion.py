@@ -1,6 +1,5 @@
 """Adam's state in and out: what checkpoints of torch and of DeepSpeed's ZeRO contain."""
 
-import math
 import warnings
 from typing import Any
 
@@ -8,19 +7,23 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.checks import Group, check_group, describe, layout_of
 from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.param_groups import INITIAL
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
     MOMENTS,
     ROW_MOMENT,
     SECOND_MOMENTS,
+    Group,
+    check_group,
+    describe,
     entries,
     entry_shape,
     fit_state,
     has_momentum,
     is_lean,
+    layout_of,
     moment_dtype,
 )
 
@@ -28,12 +31,6 @@ State = dict[str, Tensor]
 
 FLAT_NU = "exp_avg_sq_column"
 """LEAN's nu in the state dict of pieces, whose ``exp_avg_sq`` is Adam's: for each element."""
-
-_METHOD = ("coupled", "row_exponent", "zero_sum")
-"""Options that make it another optimizer: a checkpoint does not change them without a warning."""
-
-INITIAL = ("initial_lr_factor", "initial_beta1", "initial_row_exponent")
-"""What a group remembers of its construction, which no other optimizer needs."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
@@ -63,12 +60,7 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
-        # Otherwise its nu may be in other units.
-        exponent = saved.get("row_exponent")
-        has_weights = exponent == saved.get("initial_row_exponent", exponent) is not None
         _complete_options(number, group, saved)
-        if is_lean(saved) or "initial_row_exponent" in saved:
-            saved["initial_row_exponent"] = saved["row_exponent"]
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
@@ -76,9 +68,10 @@ def from_adam(
             is_piece = loaded["coupled"] and p in flat.shards_of(loaded)
             if not state.get(key) and not is_piece:
                 continue
-            state[key], averages = _converted(loaded, index, state.get(key, {}), has_weights)
-            if loaded["coupled"]:
-                moments[p] = averages
+            if not loaded["coupled"]:
+                _check_shapes(loaded, index, state[key], {"exp_avg_sq": p.shape})
+                continue
+            state[key], moments[p] = _converted(loaded, index, state.get(key, {}))
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
@@ -93,35 +86,29 @@ def _complete_options(number: int, group: Group, saved: Group) -> None:
         )
     for name in OPTIONS:
         saved.setdefault(name, group[name])
-    for name in _METHOD:
-        matters = name == "coupled" or saved["coupled"]
-        if matters and saved[name] != group[name]:
+    differing = [n for n in ("coupled", "row_exponent", "zero_sum") if saved[n] != group[n]]
+    if has_momentum(saved) != has_momentum(group):
+        differing.append("betas")
+    for name in differing:
+        if name == "coupled" or saved["coupled"]:
             warnings.warn(
                 f"param group {number} was constructed with {name}={group[name]}, but the "
                 f"checkpoint has {name}={saved[name]}, which is used from now on, as for every "
-                f"option. To keep the constructed value, delete {name!r} from the checkpoint's "
-                "group before loading",
+                f"option. To keep the constructed value, set {name!r} in the checkpoint's group "
+                "before loading",
                 stacklevel=2,
             )
-    if saved["coupled"] and has_momentum(group) != has_momentum(saved):
-        warnings.warn(
-            f"param group {number} was constructed with betas={group['betas']}, but the "
-            f"checkpoint has betas={saved['betas']}, which are used from now on, as every "
-            "option is, and decide whether the group has momentum. To keep the constructed "
-            "ones, set them in the checkpoint's group before loading",
-            stacklevel=2,
-        )
 
 
-def _converted(group: Group, index: int, state: State, has_weights: bool) -> tuple[State, State]:
-    """A loaded state as the group needs it, and if that is coupled, its second moments again."""
-    p = group["params"][index]
-    if not group["coupled"]:
-        if (moment := state.get("exp_avg_sq")) is not None and moment.shape != p.shape:
-            _refuse_shape(group, index, "exp_avg_sq", moment, p.shape)
-        return state, {}
-    _check_state(group, index, state)
-    averages: State = {}
+def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
+    """A loaded state as its coupled group needs it, and its second moments again."""
+    p, needed = group["params"][index], entries(group)
+    for name, value in state.items():
+        if name in MOMENTS and sharded.is_dtensor(value) != sharded.is_dtensor(p):
+            raise ValueError(
+                f"cannot load the state of {describe(group, index)}: the parameter is a "
+                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
+            )
     if p in flat.shards_of(group):
         step = _step_of_ranks(state, flat.shards_of(group)[p], p)
         averages = _flat_averages(group, index, state, step)
@@ -135,100 +122,65 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
                 f"cannot load the state of {describe(group, index)}: it has no "
                 f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
             )
-        averages = _averages(group, p, state, has_weights)
+        averages = _averages(group, p, state)
     # What is not Adam's is the user's, and stays.
-    needed = entries(group)
     unneeded = {FLAT_NU, *MOMENTS} - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
-    for name in state.keys() & needed.keys():
-        shape = entry_shape(group, p, needed[name])
-        if state[name].shape != shape:
-            _refuse_shape(group, index, name, state[name], shape)
+    shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
+    _check_shapes(group, index, state, shapes)
     return state, averages
 
 
-def _check_state(group: Group, index: int, state: State) -> None:
-    """Raise ValueError for a state that no step has made."""
-    p = group["params"][index]
-    for name in state.keys() & MOMENTS:
-        value = state[name]
-        if not isinstance(value, Tensor):
+def _check_shapes(group: Group, index: int, state: State, shapes: dict[str, torch.Size]) -> None:
+    for name, shape in shapes.items():
+        if name in state and state[name].shape != shape:
             raise ValueError(
-                f"cannot load the state of {describe(group, index)}: its {name} is "
-                f"{value!r}, and must be a tensor"
+                f"cannot load the state of {describe(group, index)}: its {name} has the shape "
+                f"{list(state[name].shape)}, but must have {list(shape)} where "
+                f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
+                "parameters in the same order?"
             )
-        if sharded.is_dtensor(value) != sharded.is_dtensor(p):
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: the parameter is a "
-                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
-            )
-    step = state.get("step", 0)
-    is_number = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1)
-    if not is_number or not 0 <= float(step) < math.inf:
-        raise ValueError(
-            f"cannot load the state of {describe(group, index)}: its step is {step!r}, and must be "
-            "the number of steps"
-        )
 
 
-def _refuse_shape(group: Group, index: int, name: str, value: Tensor, expected: torch.Size) -> None:
-    raise ValueError(
-        f"cannot load the state of {describe(group, index)}: its {name} has the shape "
-        f"{list(value.shape)}, but must have {list(expected)} where "
-        f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
-        "parameters in the same order?"
-    )
-
-
-def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State:
+def _averages(group: Group, p: Tensor, state: State) -> State:
     """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
-    dtype, vocab_dim, needed = moment_dtype(p), group["vocab_dim"], entries(group)
-    rows, moments = state.get(ROW_MOMENT), {}
-    for name in (*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE):
-        if name in state:
-            moments[name] = state[name].to(dtype)
-    if MEAN_UPDATE in moments and moments[MEAN_UPDATE].shape == p.shape:  # of pieces
-        moments[MEAN_UPDATE] = sharded.mean_over(moments[MEAN_UPDATE], vocab_dim)
-    nu = moments["exp_avg_sq"]
+    step, needed = state["step"], entries(group)
+    names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
+    moments = {name: state[name].to(moment_dtype(p)) for name in names}
+    nu, is_complete = moments["exp_avg_sq"], needed.keys() <= {*state, "exp_avg"}
     if is_lean(group) and nu.shape == p.shape:
-        moments |= _lean_of_adam(group, nu, state["step"])
-    elif is_lean(group) and not (
-        rows is not None and has_weights and needed.keys() <= {*state, "exp_avg"}
-    ):
-        moments |= _lean_of_means(group, p, moments, state["step"])
-    elif not is_lean(group):
-        for name in needed.keys() & {*SECOND_MOMENTS} & moments.keys():
-            if moments[name].shape == p.shape:
-                moments[name] = sharded.mean_over(moments[name], vocab_dim)
-        if rows is not None:  # of LEAN
-            mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
-            share = mean / _mean_of_columns(nu) * _correction(group, state["step"], 0)
-            moments["exp_avg_sq"] = nu * (share / _correction(group, state["step"], 1))
-        if group["amsgrad"] and "max_exp_avg_sq" not in moments:
-            moments["max_exp_avg_sq"] = moments["exp_avg_sq"].clone()
+        moments |= _lean_of_adam(group, nu, step)
+    elif is_lean(group) and not is_complete:
+        moments |= _lean_of_means(group, p, moments, step)
+    elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
+        mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
+        share = mean / _mean_of_columns(nu) * _correction(group, step, 0)
+        moments["exp_avg_sq"] = nu * (share / _correction(group, step, 1))
     averages = {}
     for name, dim in needed.items():
         if dim is None:
             continue
+        if name not in moments and name == "max_exp_avg_sq":
+            moments[name] = moments["exp_avg_sq"].clone()
         value = moments.get(name)
         if value is None:  # no mean update yet
-            averages[name] = sharded.zero_moment(p, dim, dtype)
-        elif value.shape == entry_shape(group, p, dim):
+            averages[name] = sharded.zero_moment(p, dim, moment_dtype(p))
+            continue
+        if value.shape == p.shape:  # of Adam, or of pieces
+            value = sharded.mean_over(value, dim)
+        if value.shape == entry_shape(group, p, dim):
             averages[name] = sharded.place_moment(value, p, dim).to(p.device)
     return averages
 
 
 def _lean_of_adam(group: Group, v: Tensor, step: Any) -> State:
-    """LEAN's r_i = mean_j v_ij and nu_j = mean_i w_i^2 v_ij, of Adam's moments [V, H]."""
+    """LEAN's r_i = mean_j v_ij, and nu_j, the mean of v_ij over rows with a gradient, of Adam."""
     vocab_dim = group["vocab_dim"]
-    hat = v / _correction(group, step, 0)
-    r = sharded.mean_over(hat, 1 - vocab_dim)
-    weights = torch.where(r > 0, r, 1.0) ** -group["row_exponent"] * (r > 0)
-    weighted = hat * weights.unsqueeze(1 - vocab_dim)
-    count = sharded.full_tensor((r > 0).sum()).clamp(min=1)
-    nu = sharded.mean_over(weighted, vocab_dim) * (v.shape[vocab_dim] / count.item())
-    correction = _correction(group, step, 1)
-    return {ROW_MOMENT: r * correction, "exp_avg_sq": nu * correction}
+    means = {
+        ROW_MOMENT: sharded.mean_over(v, 1 - vocab_dim),
+        "exp_avg_sq": sharded.mean_over(v, vocab_dim),
+    }
+    return _lean_of_means(group, v, means, step)
 
 
 def _lean_of_means(group: Group, p: Tensor, moments: State, step: Any) -> State:
@@ -243,15 +195,14 @@ def _lean_of_means(group: Group, p: Tensor, moments: State, step: Any) -> State:
     r = rows / _correction(group, step, 0)
     return {
         ROW_MOMENT: r * _correction(group, step, 1),
-        "exp_avg_sq": nu * (_nu_share(group, r, nu) * _correction(group, step, 1)),
+        "exp_avg_sq": nu * (_nu_share(r, nu) * _correction(group, step, 1)),
     }
 
 
-def _nu_share(group: Group, r: Tensor, nu: Tensor) -> float:
-    """The mean of w_i^2 r_i over the rows with r > 0, relative to the mean of nu."""
-    of_rows = torch.where(r > 0, r, 1.0) ** (1 - group["row_exponent"]) * (r > 0)
+def _nu_share(r: Tensor, nu: Tensor) -> float:
+    """The mean of the r_i that are not 0, relative to the mean of nu."""
     count = max(sharded.full_tensor((r > 0).sum()).item(), 1)
-    total: float = sharded.full_tensor(of_rows.sum()).item()
+    total: float = sharded.full_tensor(r.sum()).item()
     return total / count / _mean_of_columns(nu)
 
 
@@ -301,7 +252,7 @@ def _flat_averages(group: Group, index: int, state: State, step: float) -> State
     tokens = [shard.shape[vocab_dim] for shard in shards]
     rows = means[ROW_MOMENT] / _correction(group, step, 0)
     of_matrices = zip(rows.split(tokens), means["exp_avg_sq"].split(features))
-    nus = [nu * _nu_share(group, r, nu) for r, nu in of_matrices]
+    nus = [nu * _nu_share(r, nu) for r, nu in of_matrices]
     correction = _correction(group, step, 1)
     averages = {ROW_MOMENT: rows * correction, "exp_avg_sq": torch.cat(nus) * correction}
     if group["zero_sum"]:

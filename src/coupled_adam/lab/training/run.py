@@ -42,11 +42,11 @@ def try_out(recipe: Recipe, device: str) -> None:
     """
     if recipe.model.architecture in ("gpt2", "stablelm"):
         return
-    model = build_model(recipe).to(device)
+    model = build_model(recipe).to(device)  # type: ignore[arg-type]
     blocks = torch.zeros(2, 3, dtype=torch.long, device=device)
     try:
         loss = sequence_losses(model, blocks).mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if not loss.isfinite():
             raise ValueError(f"the loss is {loss.item()}")
         with tempfile.TemporaryDirectory() as folder:

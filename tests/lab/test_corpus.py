@@ -125,26 +125,6 @@ def test_splits_do_not_depend_on_the_rest_of_the_text(recipe, text_file, tmp_pat
     assert not set(decoded(two, "test")) & set(decoded(two, "train"))
 
 
-def test_formats_agree(recipe, text_file, tmp_path):
-    """The same documents are the same tokens, from plain text, JSON Lines, and packed."""
-    texts = [part.strip() for part in text_file.read_text().split("\n\n") if part.strip()]
-    plain = override(recipe, {"data.separator": "\n\n"})
-    lines = json_lines(tmp_path / "a.jsonl", texts)
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines.read_bytes()))
-    one, *others = (
-        prepare_corpus(one, tmp_path / "cache")
-        for one in (
-            plain,
-            with_text(recipe, lines),
-            with_text(recipe, tmp_path / "a.jsonl.xz"),
-        )
-    )
-    for other in others:
-        assert other.folder != one.folder
-        for split in SPLITS:
-            np.testing.assert_array_equal(other.tokens(split)[:], one.tokens(split)[:])
-
-
 def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
     """A data set's own held-out splits; reading stops where there is enough."""
     monkeypatch.setattr("coupled_adam.lab.data.tokenization._BATCH", 1000)

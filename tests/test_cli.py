@@ -20,10 +20,13 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam import cli
 from coupled_adam.cli import main, recipes
+from coupled_adam.cli.options import DeviceOption
 from coupled_adam.cli.parser import Parser, add_arguments
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training import distributed
 from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
@@ -340,6 +343,22 @@ def test_resume_with_the_same_recipe(begun, small_recipe, tmp_path, monkeypatch)
     assert asked == [begun, begun]
 
 
+def test_one_of_several_gpus(monkeypatch):
+    """By its number for one process; a launcher shares them out among several."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices = [DeviceOption(device=name).usable_device() for name in ("auto", "cuda", "cuda:1")]
+    assert devices == ["cuda", "cuda", "cuda:1"]
+    with pytest.raises(UsageError, match="--device cuda:2 is not available here; available: cuda"):
+        DeviceOption(device="cuda:2").usable_device()
+    monkeypatch.setattr(distributed, "launcher", Mock())
+    with (
+        pytest.raises(UsageError, match="--device cuda:1 is for one process"),
+        distributed.process_group("cuda:1"),
+    ):
+        pass
+
+
 def test_a_warmup_without_an_end_is_said(small_recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("coupled_adam.lab.comparison.compare", lambda *_, **__: None)
     common = ["compare", "--recipe", str(small_recipe), "--out", str(tmp_path / "new")]
@@ -460,6 +479,7 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     [
         ["m.npy", "--neighbours", "king", "queen", "--exclude", "padding,unseen"],
         ["--exclude=padding,unseen", "--neighbours", "king", "queen", "m.npy"],
+        ["--exclude", "padding,unseen", "--neighbours", "king", "queen", "m.npy", "--show", "5"],
         ["--exclude", "padding", "unseen", "--neighbours", "king", "queen", "--", "m.npy"],
     ],
 )

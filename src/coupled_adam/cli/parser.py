@@ -72,16 +72,21 @@ def parsed(options: type[T], parser: Parser, words: Sequence[str]) -> T:
 
 
 def _namespace(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """The values in a command line, whose last word may be the argument without a name.
+    """The values in a command line, in which the argument without a name may follow a list.
 
-    argparse gives all words that follow an option of several values to that option.
+    argparse gives all words after an option of several values to that option.
     """
     try:
         return parser.parse_args(words)
     except UsageError as error:
-        if "required" in str(error) and words and not words[-1].startswith("-"):
-            with contextlib.suppress(UsageError):
-                return parser.parse_args([words[-1], *words[:-1]])
+        if "required" in str(error):
+            # The last of the words that can be taken out is the one that was meant.
+            for place in range(len(words) - 1, -1, -1):
+                if not words[place].startswith("-"):
+                    with contextlib.suppress(UsageError):
+                        return parser.parse_args(
+                            [words[place], *words[:place], *words[place + 1 :]]
+                        )
         raise
 
 

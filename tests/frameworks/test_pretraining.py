@@ -1,6 +1,9 @@
 """Each framework's own code builds the optimizer, which updates as one made of ``param_groups``."""
 
 import copy
+import importlib.util
+import subprocess
+import sys
 import types
 
 import pytest
@@ -192,16 +195,26 @@ def test_modalities():
     assert_as_param_groups(model, optimizer, 0.3, "lean")
 
 
-def test_ms_swift(tmp_path):
+@pytest.mark.skipif(importlib.util.find_spec("swift") is None, reason="not installed")
+def test_ms_swift(tmp_path, frameworks_in_processes):
+    """In a process of its own, since ms-swift changes transformers' classes for everyone."""
+    subprocess.run([sys.executable, __file__, tmp_path], check=True)
+
+
+def ms_swift(folder):
     """As its trainer takes the optimizer from the callback that the arguments name."""
-    swift = pytest.importorskip("swift.optimizers")
+    from swift.optimizers import optimizers_map
     from transformers import TrainingArguments
 
     import coupled_adam.integrations.ms_swift  # noqa: F401
 
     model = Decoder()
     options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
-    args = TrainingArguments(str(tmp_path), **options, optim_args="embeddings=lean")
+    args = TrainingArguments(folder, **options, optim_args="embeddings=lean")
     trainer = types.SimpleNamespace(model=model)
-    callback = swift.optimizers_map["coupled_adamw"](args, trainer)
+    callback = optimizers_map["coupled_adamw"](args, trainer)
     assert_as_param_groups(model, callback.create_optimizer(), 0.3, "lean")
+
+
+if __name__ == "__main__":
+    ms_swift(sys.argv[1])

@@ -221,16 +221,11 @@ def for_frameworks():
     return {"model": gpt2(), "self": gpt2(tie_word_embeddings=False)}
 
 
-def for_study():
-    return {"model": gpt2(), "lr": 1e-3}
-
-
 SETUP = {
     "docs/analyze.md": for_analyze,
     "docs/evaluation.md": for_evaluation,
     "docs/frameworks.md": for_frameworks,
     "docs/optimizer.md": for_optimizer,
-    "docs/study/usual-betas.md": for_study,
     "docs/switching.md": for_switching,
 }
 

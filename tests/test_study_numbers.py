@@ -334,7 +334,7 @@ def test_the_mean_over_settings():
 def test_20_million_tokens_at_the_usual_betas():
     """What the page says of n = -2, which has one seed, and of a = 0.5 against Coupled Adam."""
     page = (ROOT / "docs/study/usual-betas.md").read_text(encoding="utf-8")
-    text = page.split("### 20M tokens")[1].split("<details")[0]
+    text = page.split("### 20M tokens")[1].split("### 48M")[0]
     valid, test = (
         {
             name: {seed: run[key] for seed, run in runs("paper_ratio", name).items()}

@@ -198,6 +198,7 @@ RULES: dict[str, tuple[float, float]] = {
     "plain exact": (0.0, 0.99),
     "plain delayed": (0.0, 0.99),
     "plain delayed free": (0.0, 0.99),
+    "half delayed": (0.0, 0.99),
     "weighted exact": (0.0, 0.99),
     "weighted delayed": (0.0, 0.99),
     "weighted delayed free": (0.0, 0.99),
@@ -207,7 +208,7 @@ RULES: dict[str, tuple[float, float]] = {
     "adafactor free": (0.0, 0.999),
     "balanced free": (0.95, 0.999),
 }
-"""The rules of :mod:`study.table_rules`, with the betas of each in its paper; LEAN has four."""
+"""The rules of :mod:`study.table_rules`, with the betas of each in its paper; LEAN has five."""
 
 
 def _rules(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, Entry]:
@@ -228,11 +229,10 @@ def _rules(factors: Mapping[str, Iterable[int]], **overrides: Any) -> dict[str, 
     }
 
 
-LEANS = ("plain exact", "plain delayed", "weighted exact", "weighted delayed")
-"""The four versions of LEAN, of which the best one became ``coupled_adam.LEAN``."""
+DELAYED = ("plain delayed", "half delayed", "weighted delayed")
+"""Versions of LEAN that pass over the memory once; one of them became ``coupled_adam.LEAN``."""
 
-DELAYED = ("plain delayed", "weighted delayed")
-"""The two of them that pass over the memory once."""
+LEANS = ("plain exact", "weighted exact", *DELAYED)
 
 
 def _peers(**overrides: Any) -> dict[str, Entry]:

@@ -5,8 +5,8 @@ all divide the gradient by a number for the row and a number for the column.
 
 - ``lean``: LEAN with its two choices, how the columns' second moment is taken and when sums over
   the rows are used. "plain" columns are those of g^2, "weighted" ones of (w g)^2 with the rows'
-  weights w. "exact" sums are this step's; "delayed" ones those of the step before, so that a step
-  is one pass over memory.
+  weights w, and "half" ones of (w^(1/2) g)^2. "exact" sums are this step's; "delayed" ones those
+  of the step before, so that a step is one pass over memory.
 - ``ember``: Ember, "Token Geometry" (arXiv 2607.01455).
 - ``adafactor``: :class:`torch.optim.Adafactor` (arXiv 1804.04235) without its relative step sizes.
 - ``balanced``: the embedding optimizer of DeepSeek-V4.1's report: alternating row and column
@@ -50,7 +50,7 @@ def lean(g: Tensor, group: dict[str, Any], state: State) -> Tensor:
     mean_row = before["mean_row"] if delayed else state["mean_row"]
     relative = r / (1 - beta2**t) / mean_row
     w = torch.where(active, relative ** (-group["exponent"] / 2), 0.0)[:, None]
-    nu.lerp_((w * g if group["weighted"] else g).square().mean(0), 1 - beta2)
+    nu.lerp_((w ** group["column_weight"] * g).square().mean(0), 1 - beta2)
     # Means are over the rows that have had a gradient: nu is one over all of them.
     if delayed:
         column = nu_before * rows / before["count"] / (1 - beta2 ** (t - 1))
@@ -163,12 +163,13 @@ def _lean(columns: str, timing: str, exponent: float = 0.75, *, zero_sum: bool =
         "lean",
         zero_sum=zero_sum,
         exponent=exponent,
-        weighted=columns == "weighted",
+        column_weight={"plain": 0.0, "half": 0.5, "weighted": 1.0}[columns],
         delayed=timing == "delayed",
     )
 
 
 PLAIN_EXACT, PLAIN_DELAYED = _lean("plain", "exact"), _lean("plain", "delayed")
+HALF_DELAYED = _lean("half", "delayed")
 WEIGHTED_EXACT, WEIGHTED_DELAYED = _lean("weighted", "exact"), _lean("weighted", "delayed")
 PLAIN_DELAYED_FREE = _lean("plain", "delayed", zero_sum=False)
 WEIGHTED_DELAYED_FREE = _lean("weighted", "delayed", zero_sum=False)

@@ -140,7 +140,7 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
     needed = entries(group)
     unneeded = {FLAT_NU, *MOMENTS} - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
-    for name in state.keys() & needed.keys():
+    for name in [name for name in needed if name in state]:  # in their order, not by their hashes
         shape = entry_shape(group, p, needed[name])
         if state[name].shape != shape:
             _refuse_shape(group, index, name, state[name], shape)
@@ -150,7 +150,7 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
 def _check_state(group: Group, index: int, state: State) -> None:
     """Raise ValueError for a state that no step has made."""
     p = group["params"][index]
-    for name in state.keys() & MOMENTS:
+    for name in [name for name in state if name in MOMENTS]:
         value = state[name]
         if not isinstance(value, Tensor):
             raise ValueError(

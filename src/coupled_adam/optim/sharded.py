@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
 Ranks = tuple[Any, ...]
 """Process groups, or pairs of a device mesh and one of its dimensions."""
@@ -105,17 +105,27 @@ class Reduction:
             (members, self._start(members, ranks)) for (ranks, _), members in groups.items()
         ]
 
-    def _start(self, members: list[int], ranks: Ranks) -> Tensor:
+    def _start(self, members: list[int], ranks: Ranks) -> "tuple[Tensor, Work | None]":
+        import torch.distributed as dist
+
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if self._results[members[0]].is_cpu else torch.float32
-        return add_up(torch.cat([self._results[i].to(wide) for i in members]), ranks, wait=False)
+        total = torch.cat([self._results[i].to(wide) for i in members])
+        if torch.compiler.is_compiling():
+            return add_up(total, ranks), None
+        # Not a functional collective: those warn at the end of a process about a sum that nobody
+        # has waited for, as that of the last step.
+        total = _where_served(add_up(total, ranks[:-1]), ranks[-1])
+        return total, dist.all_reduce(total, group=_process_group(ranks[-1]), async_op=True)
 
     def result(self) -> list[Tensor]:
         """The vectors, added up, in their order, dtypes and devices."""
-        for members, total in self._groups:
+        for members, (total, work) in self._groups:
+            if work is not None:
+                work.wait()
             vectors = [self._results[i] for i in members]
             sizes = [len(vector) for vector in vectors]
-            for i, vector, added in zip(members, vectors, arrived(total).split(sizes)):
+            for i, vector, added in zip(members, vectors, total.split(sizes)):
                 self._results[i] = added.to(vector)
         self._groups = []
         return self._results
@@ -130,36 +140,28 @@ def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
     return (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
 
 
-def add_up(total: Tensor, ranks: Ranks, wait: bool = True) -> Tensor:
-    """Add a vector over ranks.
-
-    Args:
-        total: this rank's vector, on any device.
-        ranks: those over which to add, one process group or dimension after the other.
-        wait: whether to wait for the sum; otherwise :func:`arrived` does, and it may be on another
-            device.
-    """
-    if not ranks:
-        return total
+def add_up(total: Tensor, ranks: Ranks) -> Tensor:
+    """Add a vector, on any device, over ranks: one dimension or process group after the other."""
     from torch.distributed import _functional_collectives as collectives
 
     device = total.device
     for group_or_mesh in ranks:
-        # FSDP can keep parameters on the host, whose vectors may have to move.
-        if isinstance(group_or_mesh, tuple):
-            total = total.to(group_or_mesh[0].device_type)
-        elif total.device.type not in [served.type for served in group_or_mesh._device_types]:
-            total = total.to(group_or_mesh._device_types[0].type)
-        total = collectives.all_reduce(total, "sum", group_or_mesh)
-    return arrived(total).to(device) if wait else total
+        total = _where_served(total, group_or_mesh)
+        total = collectives.wait_tensor(collectives.all_reduce(total, "sum", group_or_mesh))
+    return total.to(device)
 
 
-def arrived(total: Tensor) -> Tensor:
-    """What :func:`add_up` has returned, once it is there."""
-    from torch.distributed import _functional_collectives as collectives
+def _where_served(total: Tensor, ranks: Any) -> Tensor:
+    """The vector on a device whose tensors the ranks can send; FSDP can keep some on the host."""
+    if isinstance(ranks, tuple):
+        return total.to(ranks[0].device_type)
+    served = [device.type for device in ranks._device_types]
+    return total if total.device.type in served else total.to(served[0])
 
-    added: Tensor = collectives.wait_tensor(total)
-    return added
+
+def _process_group(ranks: Any) -> "ProcessGroup":
+    group: ProcessGroup = ranks[0].get_group(ranks[1]) if isinstance(ranks, tuple) else ranks
+    return group
 
 
 def mean_over(values: Tensor, dim: int) -> Tensor:

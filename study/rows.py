@@ -141,7 +141,6 @@ def table(
     groups: Sequence[Group],
     measures: Sequence[str],
     first: str = "",
-    bold: Literal["first", "all"] = "first",
 ) -> Table:
     """Create one table of all groups, one below the other, and its footnote.
 
@@ -149,8 +148,6 @@ def table(
         groups: the rows.
         measures: the columns.
         first: the header of the first column.
-        bold: ``"first"``: better than the first row of the group; ``"all"``: better than each other
-            row of the group, as in the paper's Table 7.
     """
     lines = [line for group in groups for line in group]
     shown = [
@@ -161,11 +158,7 @@ def table(
     rows = []
     for group in groups:
         for line in group:
-            rivals = [other for other in group if other is not line]
-            if bold == "first" and line is not group[0]:
-                rivals = [group[0]]
-            elif bold == "first" and len(group) != 2:
-                rivals = []
+            rivals = [group[0]] if line is not group[0] else [*group[1:]] * (len(group) == 2)
             cells = [cell(line, rivals, name) for name in shown]
             rows.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
     marked = not all(is_committed(run) for line in lines for run in runs(line).values())

@@ -129,6 +129,10 @@ def _by_n() -> Table:
 
     factors = sorted({n for column in columns.values() for n in column})
     rows = [[f"{n}", *(shown(column.get(n)) for column in columns.values())] for n in factors]
+    as_a_rate = Line(
+        "", "scaled", "coupled lr_factor=2^2.5"
+    )  # as n = 5, without scaling the moment
+    rows.append(["5, as a rate", "", shown(as_a_rate), *[""] * (len(columns) - 2)])
     return Table(["n", *columns], rows)
 
 
@@ -145,17 +149,6 @@ def _exponents_of_rows() -> Table:
     best.sort(key=lambda line: ("full" in line.name, "a=" in line.name, line.name))
     measures = ("test_loss", "mean_norm_ratio", "norm_frequency_correlation", "men")
     return table([best], measures)
-
-
-def _rate() -> Table:
-    scaled = of_exponent("scaled", "coupled", 5, "ν times 2⁻⁵")
-    faster = Line("learning rate times 2^2.5", "scaled", "coupled lr_factor=2^2.5")
-    return table([[scaled, faster]], ("test_loss", "isotropy", "mean_norm_ratio"))
-
-
-def _sgd() -> Table:
-    lines = [Line(f"SGD, {name.replace('=', ' = ')}", "sgd", name) for name in QUESTIONS["sgd"]]
-    return table([[*BASE, *lines]], ("test_loss", "isotropy", "mean_norm_ratio"), bold="all")
 
 
 def _tying() -> Table:
@@ -361,12 +354,23 @@ def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def _movement(measure: str, training: str) -> Table:
-    """The measure of each rule, for the frequent tokens on the left and the rare on the right."""
-    by_rule = movement(measure, training)
-    bands = len(next(iter(by_rule.values())))
-    header = ["update of the embeddings", *(f"to {16 * 2**band}" for band in range(bands))]
-    rows = [[rule, *(f"{value:.2f}" for value in of_bands)] for rule, of_bands in by_rule.items()]
+def _movement() -> Table:
+    """Of each rule, the share of movement in the batch, and cosines in both runs.
+
+    The share is the rarer half's; cosines are the mean over the bands, and the rarer half's.
+    """
+    in_batch = movement("in_batch", "lean")
+    cosines = [movement("cosine", training) for training in TRAINED_BY]
+    rows = []
+    for rule, of_bands in in_batch.items():
+        numbers = [of_bands[-1]]
+        for by_rule in cosines:
+            numbers += [by_rule[rule].mean(), by_rule[rule][-1]]
+        rows.append([rule, *(f"{number:.2f}" for number in numbers)])
+    header = ["update of the embeddings", "with the token"]
+    header += [
+        f"{run}: cosine, {of}" for run in ("AdamW's run", "LEAN's") for of in ("all", "rarer half")
+    ]
     return Table(header, rows)
 
 
@@ -374,7 +378,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "summary": _summary,
     "exponents": _exponents_of_rows,
     "by_n": _by_n,
-    "rate": _rate,
     **{name: partial(_settings, name) for name in ("between_rates", "between_models", "warmup")},
     "beside_muon": _beside_muon,
     "switching": _switching,
@@ -383,7 +386,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "schedules": _schedules,
     "tying": _tying,
     "second_moment": _second_moment,
-    "sgd": _sgd,
     "scale": _scale,
     "learning_rate": _learning_rate,
     **{
@@ -404,10 +406,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     },
     "betas_eps": _eps,
     **{question: partial(_versions, question) for question in ("one_pass", "one_pass_64k")},
-    **{
-        f"movement_{measure}_{training}": partial(_movement, measure, training)
-        for measure, training in (("in_batch", "lean"), ("cosine", "adamw"), ("cosine", "lean"))
-    },
+    "movement": _movement,
     "readme": _readme,
 }
 

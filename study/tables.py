@@ -4,11 +4,11 @@
 
 Each mean is followed by the sample standard deviation in its last digit. A value is bold if it is
 significantly better than that of the first row of its group, and italic if it is significantly
-worse. The value of the first row is bold if
-it is significantly better than that of the only other row. The test is a one-sided Student t-test
-at 95 %. The column p is for the loss being lower than that of the first row, followed by the p of
-the t-test of the differences between runs with the same seed. A dagger marks the seeds of
-runs whose code was not committed. Columns that none of a table's runs have are left out.
+worse. The value of the first row is bold if it is significantly better than that of the only other
+row. The test is a one-sided Student t-test at 95 %. The column p is for the loss being lower than
+that of the first row, followed by the p of the t-test of the differences between runs with the same
+seed. A dagger marks runs whose code was not committed. Columns that none of a table's runs have are
+left out.
 """
 
 import argparse
@@ -134,21 +134,6 @@ def _by_n() -> Table:
     )  # as n = 5, without scaling the moment
     rows.append(["5, as a rate", "", shown(as_a_rate), *[""] * (len(columns) - 2)])
     return Table(["n", *columns], rows)
-
-
-def _exponents_of_rows() -> Table:
-    """After 1.2M tokens, each kind of step size at its best n by validation loss."""
-    kinds: dict[str, list[Line]] = {}
-    for name in QUESTIONS["between"]:
-        line = between("between", name)
-        if runs(line):
-            kinds.setdefault(name.rpartition(" ")[0], []).append(line)
-    best = [
-        min(lines, key=lambda line: np.mean(values(line, "valid_loss"))) for lines in kinds.values()
-    ]
-    best.sort(key=lambda line: ("full" in line.name, "a=" in line.name, line.name))
-    measures = ("test_loss", "mean_norm_ratio", "norm_frequency_correlation", "men")
-    return table([best], measures)
 
 
 def _tying() -> Table:
@@ -376,7 +361,6 @@ def _movement() -> Table:
 
 TABLES: dict[str, Callable[[], Table]] = {
     "summary": _summary,
-    "exponents": _exponents_of_rows,
     "by_n": _by_n,
     **{name: partial(_settings, name) for name in ("between_rates", "between_models", "warmup")},
     "beside_muon": _beside_muon,

@@ -91,5 +91,5 @@ def on_page_content(html: str, **_: Any) -> str:
 def _breakable(code: re.Match[str]) -> str:
     """Code that ends a line behind an underscore or a dot, and not within an option."""
     text = re.sub(r"(?<!-)--[\w-]+", r'<span class="option">\g<0></span>', code[1])
-    text = re.sub(r"(?<=[a-z0-9])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", text)
+    text = re.sub(r"(?<=[a-z])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", text)
     return f"<code>{text}</code>"

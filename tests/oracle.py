@@ -76,10 +76,11 @@ class CoupledAdamOracle:
         if self.t == 1:  # the first gradient is seen twice
             self.average(g, self.weights(g, gradients=1))
         weights = self.weights(g, gradients=self.t + 1)
+        rho = self.nu.mean() / (1 - self.beta2**self.t)
         rates = np.zeros_like(self.nu)
         for j in np.flatnonzero(self.nu):
             nu_hat = self.second_moment_scale * self.nu[j] / (1 - self.beta2**self.t)
-            rates[j] = self.lr / (np.sqrt(nu_hat) + self.eps)
+            rates[j] = self.lr * rho ** (self.row_exponent / 2) / (np.sqrt(nu_hat) + self.eps)
         updates, factors = np.zeros((2, *self.embeddings.shape))
         for i in range(len(self.embeddings)):
             self.m[i] = self.beta1 * self.m[i] + (1 - self.beta1) * g[i]
@@ -102,6 +103,5 @@ class CoupledAdamOracle:
 
     def average(self, g: Array, weights: Array) -> None:
         if weights.any():
-            weighted = (weights[:, None] * g) ** 2
-            mean = weighted.sum(axis=0) / np.count_nonzero(weights)
+            mean = (g[weights != 0] ** 2).mean(axis=0)
             self.nu = self.beta2 * self.nu + (1 - self.beta2) * mean

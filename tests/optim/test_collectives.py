@@ -108,8 +108,8 @@ def test_coupled_adam_waits_for_one(mesh):
 
 
 def test_rows_that_are_cut(mesh):
-    """Each row's sum of squares, of all matrices at once, is needed before the update."""
+    """Each row's sum of squares and that of nu, of all matrices at once, is needed first."""
     _, (first, *others) = counted(mesh, Shard(1), **CASES["LEAN"])
-    step = [("all_reduce", MATRICES * 64), ("wait", MATRICES * 64)]
+    step = [("all_reduce", MATRICES * (64 + 1)), ("wait", MATRICES * (64 + 1))]
     assert first == 2 * step
     assert others == [step, step]

@@ -1,6 +1,5 @@
 """Adam's state in and out: what checkpoints of torch and of DeepSpeed's ZeRO contain."""
 
-import math
 import warnings
 from typing import Any
 
@@ -8,19 +7,23 @@ import torch
 from torch import Tensor
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.checks import Group, check_group, describe, layout_of
 from coupled_adam.optim.matrix import OPTIONS
+from coupled_adam.optim.param_groups import INITIAL
 from coupled_adam.optim.state import (
     HOW_TO_LOAD,
     MEAN_UPDATE,
     MOMENTS,
     ROW_MOMENT,
     SECOND_MOMENTS,
+    Group,
+    check_group,
+    describe,
     entries,
     entry_shape,
     fit_state,
     has_momentum,
     is_lean,
+    layout_of,
     moment_dtype,
 )
 
@@ -28,12 +31,6 @@ State = dict[str, Tensor]
 
 FLAT_NU = "exp_avg_sq_column"
 """LEAN's nu in the state dict of pieces, whose ``exp_avg_sq`` is Adam's: for each element."""
-
-_METHOD = ("coupled", "row_exponent", "zero_sum")
-"""Options that make it another optimizer: a checkpoint does not change them without a warning."""
-
-INITIAL = ("initial_lr_factor", "initial_beta1", "initial_row_exponent")
-"""What a group remembers of its construction, which no other optimizer needs."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
@@ -76,9 +73,10 @@ def from_adam(
             is_piece = loaded["coupled"] and p in flat.shards_of(loaded)
             if not state.get(key) and not is_piece:
                 continue
-            state[key], averages = _converted(loaded, index, state.get(key, {}), has_weights)
-            if loaded["coupled"]:
-                moments[p] = averages
+            if not loaded["coupled"]:
+                _check_shapes(loaded, index, state[key], {"exp_avg_sq": p.shape})
+                continue
+            state[key], moments[p] = _converted(loaded, index, state.get(key, {}), has_weights)
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
@@ -93,35 +91,29 @@ def _complete_options(number: int, group: Group, saved: Group) -> None:
         )
     for name in OPTIONS:
         saved.setdefault(name, group[name])
-    for name in _METHOD:
-        matters = name == "coupled" or saved["coupled"]
-        if matters and saved[name] != group[name]:
+    differing = [n for n in ("coupled", "row_exponent", "zero_sum") if saved[n] != group[n]]
+    if has_momentum(saved) != has_momentum(group):
+        differing.append("betas")
+    for name in differing:
+        if name == "coupled" or saved["coupled"]:
             warnings.warn(
                 f"param group {number} was constructed with {name}={group[name]}, but the "
                 f"checkpoint has {name}={saved[name]}, which is used from now on, as for every "
-                f"option. To keep the constructed value, delete {name!r} from the checkpoint's "
-                "group before loading",
+                f"option. To keep the constructed value, set {name!r} in the checkpoint's group "
+                "before loading",
                 stacklevel=2,
             )
-    if saved["coupled"] and has_momentum(group) != has_momentum(saved):
-        warnings.warn(
-            f"param group {number} was constructed with betas={group['betas']}, but the "
-            f"checkpoint has betas={saved['betas']}, which are used from now on, as every "
-            "option is, and decide whether the group has momentum. To keep the constructed "
-            "ones, set them in the checkpoint's group before loading",
-            stacklevel=2,
-        )
 
 
 def _converted(group: Group, index: int, state: State, has_weights: bool) -> tuple[State, State]:
-    """A loaded state as the group needs it, and if that is coupled, its second moments again."""
-    p = group["params"][index]
-    if not group["coupled"]:
-        if (moment := state.get("exp_avg_sq")) is not None and moment.shape != p.shape:
-            _refuse_shape(group, index, "exp_avg_sq", moment, p.shape)
-        return state, {}
-    _check_state(group, index, state)
-    averages: State = {}
+    """A loaded state as its coupled group needs it, and its second moments again."""
+    p, needed = group["params"][index], entries(group)
+    for name, value in state.items():
+        if name in MOMENTS and sharded.is_dtensor(value) != sharded.is_dtensor(p):
+            raise ValueError(
+                f"cannot load the state of {describe(group, index)}: the parameter is a "
+                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
+            )
     if p in flat.shards_of(group):
         step = _step_of_ranks(state, flat.shards_of(group)[p], p)
         averages = _flat_averages(group, index, state, step)
@@ -137,83 +129,51 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
             )
         averages = _averages(group, p, state, has_weights)
     # What is not Adam's is the user's, and stays.
-    needed = entries(group)
     unneeded = {FLAT_NU, *MOMENTS} - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
-    for name in [name for name in needed if name in state]:  # in their order, not by their hashes
-        shape = entry_shape(group, p, needed[name])
-        if state[name].shape != shape:
-            _refuse_shape(group, index, name, state[name], shape)
+    shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
+    _check_shapes(group, index, state, shapes)
     return state, averages
 
 
-def _check_state(group: Group, index: int, state: State) -> None:
-    """Raise ValueError for a state that no step has made."""
-    p = group["params"][index]
-    for name in [name for name in state if name in MOMENTS]:
-        value = state[name]
-        if not isinstance(value, Tensor):
+def _check_shapes(group: Group, index: int, state: State, shapes: dict[str, torch.Size]) -> None:
+    for name, shape in shapes.items():
+        if name in state and state[name].shape != shape:
             raise ValueError(
-                f"cannot load the state of {describe(group, index)}: its {name} is "
-                f"{value!r}, and must be a tensor"
+                f"cannot load the state of {describe(group, index)}: its {name} has the shape "
+                f"{list(state[name].shape)}, but must have {list(shape)} where "
+                f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
+                "parameters in the same order?"
             )
-        if sharded.is_dtensor(value) != sharded.is_dtensor(p):
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: the parameter is a "
-                f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
-            )
-    step = state.get("step", 0)
-    is_number = isinstance(step, int | float) or (isinstance(step, Tensor) and step.numel() == 1)
-    if not is_number or not 0 <= float(step) < math.inf:
-        raise ValueError(
-            f"cannot load the state of {describe(group, index)}: its step is {step!r}, and must be "
-            "the number of steps"
-        )
-
-
-def _refuse_shape(group: Group, index: int, name: str, value: Tensor, expected: torch.Size) -> None:
-    raise ValueError(
-        f"cannot load the state of {describe(group, index)}: its {name} has the shape "
-        f"{list(value.shape)}, but must have {list(expected)} where "
-        f"coupled={group['coupled']}. Does the checkpoint belong to this model, with the "
-        "parameters in the same order?"
-    )
 
 
 def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State:
     """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
-    dtype, vocab_dim, needed = moment_dtype(p), group["vocab_dim"], entries(group)
-    rows, moments = state.get(ROW_MOMENT), {}
-    for name in (*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE):
-        if name in state:
-            moments[name] = state[name].to(dtype)
-    if MEAN_UPDATE in moments and moments[MEAN_UPDATE].shape == p.shape:  # of pieces
-        moments[MEAN_UPDATE] = sharded.mean_over(moments[MEAN_UPDATE], vocab_dim)
-    nu = moments["exp_avg_sq"]
+    step, needed = state["step"], entries(group)
+    names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
+    moments = {name: state[name].to(moment_dtype(p)) for name in names}
+    nu, is_complete = moments["exp_avg_sq"], needed.keys() <= {*state, "exp_avg"}
     if is_lean(group) and nu.shape == p.shape:
-        moments |= _lean_of_adam(group, nu, state["step"])
-    elif is_lean(group) and not (
-        rows is not None and has_weights and needed.keys() <= {*state, "exp_avg"}
-    ):
-        moments |= _lean_of_means(group, p, moments, state["step"])
-    elif not is_lean(group):
-        for name in needed.keys() & {*SECOND_MOMENTS} & moments.keys():
-            if moments[name].shape == p.shape:
-                moments[name] = sharded.mean_over(moments[name], vocab_dim)
-        if rows is not None:  # of LEAN
-            mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
-            share = mean / _mean_of_columns(nu) * _correction(group, state["step"], 0)
-            moments["exp_avg_sq"] = nu * (share / _correction(group, state["step"], 1))
-        if group["amsgrad"] and "max_exp_avg_sq" not in moments:
-            moments["max_exp_avg_sq"] = moments["exp_avg_sq"].clone()
+        moments |= _lean_of_adam(group, nu, step)
+    elif is_lean(group) and not (ROW_MOMENT in moments and has_weights and is_complete):
+        moments |= _lean_of_means(group, p, moments, step)
+    elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
+        mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
+        share = mean / _mean_of_columns(nu) * _correction(group, step, 0)
+        moments["exp_avg_sq"] = nu * (share / _correction(group, step, 1))
     averages = {}
     for name, dim in needed.items():
         if dim is None:
             continue
+        if name not in moments and name == "max_exp_avg_sq":
+            moments[name] = moments["exp_avg_sq"].clone()
         value = moments.get(name)
         if value is None:  # no mean update yet
-            averages[name] = sharded.zero_moment(p, dim, dtype)
-        elif value.shape == entry_shape(group, p, dim):
+            averages[name] = sharded.zero_moment(p, dim, moment_dtype(p))
+            continue
+        if value.shape == p.shape:  # of Adam, or of pieces
+            value = sharded.mean_over(value, dim)
+        if value.shape == entry_shape(group, p, dim):
             averages[name] = sharded.place_moment(value, p, dim).to(p.device)
     return averages
 

@@ -10,24 +10,26 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim.checks import check_group, check_parameter
 from coupled_adam.optim.conversion import from_adam, without_shards
 from coupled_adam.optim.find_embeddings import given_sizes, warn
 from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
 from coupled_adam.optim.param_groups import (
     Embeddings,
     ParamGroups,
-    apply_lr_factor,
     arriving,
+    begin,
     couple_by_size,
     param_groups,
     warn_of_lost_options,
 )
-from coupled_adam.optim.state import fit_state, is_lean
+from coupled_adam.optim.state import check_group, check_parameter, fit_state
 from coupled_adam.optim.update import Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """The tensors of a param group, in the order of torch's ``adam``."""
+
+_ADAM_OPTIONS = ["lr", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"]
+_ADAM_OPTIONS += ["foreach", "capturable", "differentiable", "fused"]
 
 
 class CoupledAdam(torch.optim.Adam):
@@ -91,10 +93,8 @@ class CoupledAdam(torch.optim.Adam):
             that pass on parameters only always do: every matrix with V rows, or with V columns
             (``vocab_dim=1``), is then moved to a coupled group with the options of its own group
             and of ``embeddings``. Groups that are added later have to say ``coupled`` themselves.
-        lr_factor (None): not an option of the optimizer. An error says where to put it.
 
     Raises:
-        TypeError: if ``lr_factor`` is given.
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
             floating-point matrix. The message contains the parameter's name if it is known. Also
             as in :func:`coupled_adam.param_groups` for a model; if no matrix has the size
@@ -140,13 +140,7 @@ class CoupledAdam(torch.optim.Adam):
         stochastic_rounding: bool = False,
         embeddings: Embeddings | None = None,
         vocab_size: int | Iterable[int] | None = None,
-        lr_factor: None = None,
     ) -> None:
-        if lr_factor is not None:
-            raise TypeError(
-                f"lr_factor={lr_factor} is an option of the embeddings alone: write embeddings="
-                f"'lean', or embeddings={{'lr_factor': {lr_factor}}}, instead of **options"
-            )
         is_decided = isinstance(params, torch.nn.Module) or vocab_size is not None
         if embeddings is not None and not is_decided:
             raise ValueError(
@@ -201,21 +195,17 @@ class CoupledAdam(torch.optim.Adam):
             )
             for group in self.param_groups:
                 check_group(group)
+        coupled_groups = [group for group in self.param_groups if group["coupled"]]
         # param_groups has said why it has coupled nothing.
-        if not isinstance(groups, ParamGroups) and not any(
-            group["coupled"] for group in self.param_groups
-        ):
+        if not coupled_groups and not isinstance(groups, ParamGroups):
             warn(
                 f"no param group is coupled, so this {type(self).__name__} does the same as "
                 "torch's optimizer. Pass the model instead of parameters, or vocab_size= with the "
                 "number of rows of the embedding matrix, or set 'coupled': True in the group that "
                 "holds it. Ignore this warning on a pipeline rank without embeddings"
             )
-        # docs/study/14-wrong.md: a loss of 5.56 in the place of 5.25
-        if any(
-            group["coupled"] and group["row_exponent"] == 0 and group["betas"][0] == 0
-            for group in self.param_groups
-        ):
+        # docs/study/14-wrong.md: a loss of 5.56 instead of 5.25
+        if any(group["row_exponent"] == 0 and group["betas"][0] == 0 for group in coupled_groups):
             warn(
                 "betas[0] is 0 in a coupled group: Coupled Adam itself learns much less without "
                 "momentum. Add row_exponent and zero_sum, as in coupled_adam.LEAN, or set betas[0]"
@@ -237,13 +227,9 @@ class CoupledAdam(torch.optim.Adam):
         try:
             for group in arriving(param_group, self.param_groups, self._frozen, self._vocab_sizes):
                 if isinstance(group, dict):  # torch refuses anything else
-                    apply_lr_factor(group, self.defaults["lr"])
+                    begin(group, self.defaults)
                 super().add_param_group(group)
                 check_group(self.param_groups[-1])
-                if is_lean(self.param_groups[-1]):
-                    group["initial_row_exponent"] = group["row_exponent"]
-                    if not isinstance(group["betas"][0], Tensor):
-                        group["initial_beta1"] = group["betas"][0]
         except Exception:
             del self.param_groups[before:]
             raise
@@ -279,14 +265,6 @@ class CoupledAdam(torch.optim.Adam):
         The name is torch's: ``torch.compile`` treats the method of this name specially.
         """
         if not group["coupled"]:
-            for p in group["params"]:
-                shared = self.state[p].get("exp_avg_sq") if p in self.state else None
-                if shared is not None and shared.shape != p.shape:
-                    raise RuntimeError(
-                        f"a parameter of shape {list(p.shape)} has a shared second moment of shape "
-                        f"{list(shared.shape)}, but its group is not coupled. To continue with "
-                        "torch's Adam, load coupled_adam.to_adam_state_dict(optimizer.state_dict())"
-                    )
             has_complex: bool = super()._init_group(  # type: ignore[no-untyped-call]
                 group, params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
             )
@@ -331,11 +309,23 @@ class CoupledAdam(torch.optim.Adam):
         coupled, uncoupled = self._collect()
         # torch's part first: whatever it refuses, it refuses before anything has been changed.
         for group, tensors, has_complex in uncoupled:
-            _step_uncoupled(group, tensors, has_complex, grad_scale, found_inf)
+            beta1, beta2 = group["betas"]
+            adam(
+                *tensors,
+                has_complex=has_complex,
+                beta1=beta1,
+                beta2=beta2,
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+                **{name: group[name] for name in _ADAM_OPTIONS},
+            )
         update(coupled, unscale, found_inf, self._pending)
-        if unscale is not None:
+        if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
-                _unscale(p, unscale)
+                assert p.grad is not None
+                factor = unscale.to(p.device)
+                # Several elements of an expanded gradient share memory.
+                p.grad = p.grad * factor if 0 in p.grad.stride() else p.grad.mul_(factor)
         return loss
 
     def _collect(self) -> tuple[list[CoupledMatrix], list[tuple[dict[str, Any], Tensors, bool]]]:
@@ -470,8 +460,9 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the same
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
-        coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
-        vocab_dim, stochastic_rounding, embeddings, vocab_size: likewise.
+        coupling: ``coupled``, ``second_moment_scale``, ``row_exponent``, ``zero_sum``,
+            ``vocab_dim``, ``stochastic_rounding``, ``embeddings`` and ``vocab_size``, as in
+            :class:`CoupledAdam`.
     """
 
     def __init__(
@@ -488,15 +479,7 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        coupled: bool = False,
-        second_moment_scale: float = 1.0,
-        row_exponent: float = 0.0,
-        zero_sum: bool = False,
-        vocab_dim: int = 0,
-        stochastic_rounding: bool = False,
-        embeddings: Embeddings | None = None,
-        vocab_size: int | Iterable[int] | None = None,
-        lr_factor: None = None,
+        **coupling: Any,
     ) -> None:
         super().__init__(
             params,
@@ -505,21 +488,13 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             eps,
             weight_decay,
             amsgrad,
-            foreach=foreach,
             maximize=maximize,
+            foreach=foreach,
             capturable=capturable,
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            coupled=coupled,
-            second_moment_scale=second_moment_scale,
-            row_exponent=row_exponent,
-            zero_sum=zero_sum,
-            vocab_dim=vocab_dim,
-            stochastic_rounding=stochastic_rounding,
-            embeddings=embeddings,
-            vocab_size=vocab_size,
-            lr_factor=lr_factor,
+            **coupling,
         )
 
 
@@ -569,40 +544,3 @@ def _matrix(
         row_ranks=row_ranks,
         column_ranks=column_ranks,
     )
-
-
-def _step_uncoupled(
-    group: dict[str, Any],
-    tensors: Tensors,
-    has_complex: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    """Let torch's own ``adam`` update a group."""
-    beta1, beta2 = group["betas"]
-    adam(
-        *tensors,
-        amsgrad=group["amsgrad"],
-        has_complex=has_complex,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=group["maximize"],
-        foreach=group["foreach"],
-        capturable=group["capturable"],
-        differentiable=group["differentiable"],
-        fused=group["fused"],
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        decoupled_weight_decay=group["decoupled_weight_decay"],
-    )
-
-
-def _unscale(p: Tensor, unscale: Tensor) -> None:
-    """Multiply ``p.grad`` by the inverse scale, as torch's fused kernels do."""
-    assert p.grad is not None
-    unscale = unscale.to(p.device)
-    # Not in place if the gradient is expanded, as several of its elements then share memory.
-    p.grad = p.grad * unscale if 0 in p.grad.stride() else p.grad.mul_(unscale)

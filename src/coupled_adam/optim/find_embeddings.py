@@ -4,10 +4,9 @@ The docstring of :func:`embedding_parameters` states the rule. Nothing is guesse
 leaves open is an error that asks, or is named in a warning.
 """
 
-import dataclasses
 import difflib
 import fnmatch
-import inspect
+import itertools
 import math
 import operator
 import re
@@ -15,6 +14,7 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -34,14 +34,14 @@ _VOCAB_SIZE = re.compile(r"(?!type_)(\w+_)?vocab_size")  # type_vocab_size count
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "base_layer"}
 # Words in the names of what may have V rows that are not tokens.
 _NO_TOKENS = re.compile(
-    "pos|position|positional|wpe|pe|ctx|context|rel|relative|distance|rotary|time|timestep|"
+    "(pos|position|positional|wpe|pe|ctx|context|rel|relative|distance|rotary|time|timestep|"
     "type|segment|seg|class|label|cls|lang|row|column|patch|query|queries|bias|scale|"
     "expert|router|gate|hash|codebook|code|quantizer|quantize|"
-    "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix"
+    "lora|adalora|vblora|hada|lokr|ia3|vera|oft|boft|adapter|prompt|prefix)s?"
 )
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class ModelMatrix:
     """A parameter with two dimensions.
 
@@ -57,8 +57,8 @@ class ModelMatrix:
 
     name: str
     parameter: Tensor
-    holders: list[nn.Module] = dataclasses.field(default_factory=list)
-    sides: set[str] = dataclasses.field(default_factory=set)
+    holders: list[nn.Module] = field(default_factory=list)
+    sides: set[str] = field(default_factory=set)
     vocab_dim: int = 0
     in_block: bool = False
 
@@ -71,42 +71,27 @@ class ModelMatrix:
         return self.parameter.shape
 
     @property
+    def tokens(self) -> int:
+        """The number of tokens, if it is a token embedding."""
+        return self.shape[self.vocab_dim]
+
+    @property
     def kinds(self) -> set[str]:
         """The kinds of its holders: "table", "linear", "layer" (of torch) or "hand-written"."""
         return {_kind(module) for module in self.holders}
 
     @property
-    def is_table(self) -> bool:
-        """Whether an ``nn.Embedding`` holds it."""
-        return "table" in self.kinds
-
-    @property
-    def is_linear(self) -> bool:
-        """Whether an ``nn.Linear`` holds it."""
-        return "linear" in self.kinds
-
-    @property
-    def is_hand_written(self) -> bool:
-        """Whether no layer of torch holds it."""
-        return self.kinds == {"hand-written"}
-
-    @property
     def is_tied(self) -> bool:
         """Whether a table shares it with a module of another kind, as with a head."""
-        return self.is_table and len(self.kinds) > 1
+        return self.kinds > {"table"}
 
     @property
     def is_head(self) -> bool:
         """Whether it is an output embedding of tokens, and not tied to an input embedding."""
         if self.sides:
             return self.sides == {"output"}
-        # It was named outright: what hand-written code stores as [H, V] follows the hidden states.
-        return not self.is_table and (self.is_linear or self.vocab_dim == 1)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens, if it is a token embedding."""
-        return self.shape[self.vocab_dim]
+        # tables= names it, and what hand-written code stores as [H, V] follows the hidden states.
+        return "table" not in self.kinds and ("linear" in self.kinds or self.vocab_dim == 1)
 
     @property
     def may_embed_tokens(self) -> bool:
@@ -115,9 +100,9 @@ class ModelMatrix:
         Magnitudes [V, 1], as ``weight_norm`` has them, embed nothing.
         """
         classes = [type(m).__name__ for m in self.holders if _kind(m) != "layer"]
-        names = [*classes, *_without_wrappers(self.name).split(".")[-3:]]
-        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", " ".join(names))
-        return 1 not in self.shape and not any(map(_is_of_no_tokens, words))
+        names = " ".join([*classes, *_without_wrappers(self.name).split(".")[-3:]])
+        words = re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+[0-9]*|[A-Z]+", names)
+        return 1 not in self.shape and not any(_NO_TOKENS.fullmatch(w.lower()) for w in words)
 
 
 def _kind(module: nn.Module) -> str:
@@ -129,11 +114,6 @@ def _kind(module: nn.Module) -> str:
     no_layers = (nn.Module.__module__, nn.ModuleDict.__module__)
     of_torch = origin.startswith("torch.nn.") and origin not in no_layers
     return "layer" if of_torch else "hand-written"
-
-
-def _is_of_no_tokens(word: str) -> bool:
-    word = word.lower()
-    return any(_NO_TOKENS.fullmatch(form) for form in (word, word.removesuffix("s")))
 
 
 def embedding_parameters(
@@ -161,9 +141,9 @@ def embedding_parameters(
        is, one warning names what else looks like a token embedding.
 
     If a parametrization such as ``weight_norm`` has replaced a weight, the original matrix [V, H]
-    counts in its place. A tied matrix appears once, and biases are never included. Per-layer
-    embeddings (Gemma 3n, Gemma 4) are included, as their rows belong to tokens as well. They count
-    as input embeddings, so ``couple="output"`` leaves them out.
+    counts instead. A tied matrix appears once, and biases are never included. Per-layer embeddings
+    (Gemma 3n, Gemma 4) are included, as their rows belong to tokens as well. They count as input
+    embeddings, so ``couple="output"`` leaves them out.
 
     Args:
         model: any module, also on the meta device.
@@ -215,7 +195,7 @@ def find_embeddings(
     given = given_sizes(vocab_size)
     matrices = _matrices_of(model)
     if tables is not None:
-        coupled = _named_outright(model, matrices, tables, given or _configured_sizes(model))
+        coupled = _named_in_tables(model, matrices, tables, given or _configured_sizes(model))
     else:
         if alike := _search(model, matrices, given):
             warn(
@@ -230,7 +210,7 @@ def find_embeddings(
             )
     for m in coupled:
         check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))
-    return coupled, [m for m in matrices if m.sides or m.is_table]
+    return coupled, [m for m in matrices if m.sides or "table" in m.kinds]
 
 
 def _matrices_of(model: nn.Module) -> list[ModelMatrix]:
@@ -275,18 +255,18 @@ def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
     A matrix in a block has a name such as ``blocks.0.module.weight``. In ``heads.0.weight`` the
     element is the layer itself, and a list of layers is no stack of blocks.
     """
-    elements: defaultdict[str, dict[str, list[tuple[Any, ModelMatrix]]]] = defaultdict(dict)
+    # List, number of the element, and name in the element and shape.
+    lists: dict[str, dict[str, dict[Any, ModelMatrix]]] = defaultdict(lambda: defaultdict(dict))
     for m in matrices:
         path = _without_wrappers(m.name).split(".")
         for at, number in enumerate(path[:-2]):
             if number.isdigit():
-                feature = (".".join(path[at + 1 :]), m.shape)
-                elements[".".join(path[:at])].setdefault(number, []).append((feature, m))
-    for of_list in elements.values():
-        count = Counter(feature for element in of_list.values() for feature, _ in element)
-        for element in of_list.values():
-            if len(of_list) == 1 or any(count[feature] > 1 for feature, _ in element):
-                for _, m in element:
+                lists[".".join(path[:at])][number][".".join(path[at + 1 :]), m.shape] = m
+    for elements in lists.values():
+        count = Counter(itertools.chain(*elements.values()))
+        for element in elements.values():
+            if len(elements) == 1 or any(count[name_and_shape] > 1 for name_and_shape in element):
+                for m in element.values():
                     m.in_block = True
 
 
@@ -316,12 +296,12 @@ def _configured_sizes(model: nn.Module) -> set[int]:
     def options(config: Any) -> Mapping[Any, Any]:
         return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 
-    configs = {id(c): c for c in (getattr(m, "config", None) for m in model.modules())}
-    configs |= {id(nested): nested for c in [*configs.values()] for nested in options(c).values()}
+    configs = [getattr(module, "config", None) for module in model.modules()]
     return {
         n
-        for config in configs.values()
-        for key, n in options(config).items()
+        for config in {id(c): c for c in configs}.values()
+        for nested in [config, *options(config).values()]
+        for key, n in options(nested).items()
         if _VOCAB_SIZE.fullmatch(str(key)) and isinstance(n, int) and n > 1
     }
 
@@ -337,24 +317,24 @@ def _search(model: nn.Module, matrices: list[ModelMatrix], given: set[int]) -> l
             m.sides = set()
     possible = [m for m in matrices if m.may_embed_tokens]
     outside = [m for m in possible if not m.in_block]
-    rows = {m.shape[0] for m in outside if m.is_table or m.is_linear}
-    rows |= {n for m in outside if m.is_hand_written for n in m.shape}
+    rows = {m.shape[0] for m in outside if m.kinds & {"table", "linear"}}
+    rows |= {n for m in outside if m.kinds == {"hand-written"} for n in m.shape}
     sizes = {m.tokens for m in matrices if m.sides} | (stated & rows)
     if missing := given - sizes:
-        tables = [m for m in matrices if m.is_table]
+        tables = [m for m in matrices if "table" in m.kinds]
         raise ValueError(
             f"vocab_size={', '.join(map(str, sorted(missing)))}: no embedding or linear layer of "
             f"the model has this size. Its nn.Embedding weights: {listed(tables) or 'none'}"
         )
     # Of how many layers a number is the width: columns are no tokens.
-    widths = Counter(m.shape[1] for m in matrices if m.is_table or m.is_linear)
+    widths = Counter(m.shape[1] for m in matrices if m.kinds & {"table", "linear"})
     if not sizes and not has_getters:
         sizes = _size_of_a_pair(outside, widths)
     for m in outside:
         if m.shape[0] in sizes and not m.sides:
-            if m.is_table:
+            if "table" in m.kinds:
                 m.sides = {"input"}
-            elif m.is_linear and m.shape[0] not in widths:
+            elif "linear" in m.kinds and m.shape[0] not in widths:
                 m.sides = {"output"}
     # Another vocabulary may be larger and, where only a pair has told the size, smaller.
     least = math.inf if given else 1 if stated else 1 / 16
@@ -368,32 +348,27 @@ def _ask_getters(model: nn.Module, matrices: list[ModelMatrix], sizes: set[int])
     """Set ``sides`` of what the getters return; return whether the model has any."""
     by_parameter = {m.parameter: m for m in matrices}
     has_getters = False
-    for module in model.modules():
-        for name, side in _GETTERS.items():
-            getter = getattr(module, name, None)
-            try:
-                inspect.signature(getter).bind()  # type: ignore[arg-type]
-            except (TypeError, ValueError):  # it is something else, or is not there
+    for module, (name, side) in itertools.product(model.modules(), _GETTERS.items()):
+        if not hasattr(module, name):
+            continue
+        try:
+            returned = getattr(module, name)()
+        except TypeError:  # it takes arguments, so it is something else
+            continue
+        except (NotImplementedError, AttributeError):  # inherited by a model that has none
+            returned = None
+        has_getters = True
+        for p in _weights(returned):
+            m = by_parameter.get(p)
+            if m is None or m.shape[0] == 1:
                 continue
-            has_getters = True
-            try:
-                returned = getter()  # type: ignore[misc]
-            except NotImplementedError:  # transformers raises this where there are none
+            # The "input embeddings" of an encoder of images or sounds are a projection.
+            if side == "input" and "linear" in m.kinds and "table" not in m.kinds:
                 continue
-            except AttributeError:  # and some submodels inherit a getter for what they lack
-                if module is model and "per_layer" not in name:
-                    raise
-                continue
-            for p in _weights(returned):
-                m = by_parameter.get(p)
-                # The "input embeddings" of an encoder of images or sounds are a projection.
-                is_projection = m is not None and side == "input" and not m.is_table and m.is_linear
-                if m is None or is_projection or m.shape[0] == 1:
-                    continue
-                # FSMT returns the decoder's table as output, and has a head beside it.
-                m.sides.add("input" if m.is_table and not m.is_tied else side)
-                if m.is_hand_written and m.shape[0] not in sizes and m.shape[1] in sizes:
-                    m.vocab_dim = 1
+            # FSMT returns the decoder's table as output, and has a head beside it.
+            m.sides.add("input" if m.kinds == {"table"} else side)
+            if m.kinds == {"hand-written"} and m.shape[0] not in sizes and m.shape[1] in sizes:
+                m.vocab_dim = 1
     return has_getters
 
 
@@ -414,13 +389,12 @@ def _size_of_a_pair(outside: list[ModelMatrix], widths: Counter[int]) -> set[int
     Raises:
         ValueError: if it has no such partner, or is one of several.
     """
-    tables = sorted((m for m in outside if m.is_table), key=lambda m: -m.shape[0])
+    tables = sorted((m for m in outside if "table" in m.kinds), key=lambda m: -m.shape[0])
     if not tables:
         return set()
     n = tables[0].shape[0]
-    has_head = any(m.is_linear and m.shape[0] == n for m in outside)
-    is_alone = len(tables) == 1 or tables[1].shape[0] < n
-    if has_head and is_alone and n not in widths:
+    has_head = any("linear" in m.kinds and m.shape[0] == n for m in outside)
+    if has_head and [m.shape[0] for m in tables].count(n) == 1 and n not in widths:
         return {n}
     raise ValueError(_cannot_tell(tables))
 
@@ -434,22 +408,24 @@ def _alike(
     """
     known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
     open_ones = [m for m in matrices if not m.sides]
-    tables = [m for m in open_ones if m.is_table and not m.in_block and sizes]
+    tables = [m for m in open_ones if "table" in m.kinds and not m.in_block and sizes]
     others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
     def looks_alike(m: ModelMatrix) -> bool:
-        rows, columns = m.shape
-        if not (m.is_table or m.is_linear):
-            return m.is_hand_written and not m.in_block and not sizes.isdisjoint((rows, columns))
+        (rows, columns), is_table = m.shape, "table" in m.kinds
+        if not m.kinds & {"table", "linear"}:
+            hand_written = m.kinds == {"hand-written"} and not m.in_block
+            return hand_written and not sizes.isdisjoint(m.shape)
+        may_be_tokens = is_table or rows not in widths
         if m.in_block:  # as the heads that predict several tokens ahead have it
-            return rows in sizes and (m.is_table or (rows not in widths and rows > columns))
-        open_sizes = sizes - known["input" if m.is_table else "output"]
+            return rows in sizes and may_be_tokens and (is_table or rows > columns)
+        open_sizes = sizes - known["input" if is_table else "output"]
         if rows in sizes:
             return rows in open_sizes and rows >= columns
-        if m.is_linear and columns in sizes and columns > rows:  # of one-hot tokens, maybe
+        if not is_table and columns in sizes and columns > rows:  # of one-hot tokens, maybe
             return widths[columns] == 1
         is_padded = any(20 * abs(rows - n) <= n for n in open_sizes) and rows > columns
-        return (m.is_table or rows not in widths) and (is_padded or rows in others)
+        return may_be_tokens and (is_padded or rows in others)
 
     return [m for m in open_ones if m.parameter.requires_grad and looks_alike(m)]
 
@@ -457,7 +433,7 @@ def _alike(
 def _cannot_tell(matrices: list[ModelMatrix]) -> str:
     name = matrices[0].name
     example = f"tables=[{name!r}, ...]"
-    if any(m.is_hand_written for m in matrices):
+    if any(m.kinds == {"hand-written"} for m in matrices):
         example = f"tables={{{name!r}: 0, ...}}, 0 for a matrix [V, H] and 1 for [H, V]"
     return (
         f"cannot tell which of these matrices embed tokens: {listed(matrices)}. Pass vocab_size= "
@@ -480,47 +456,37 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=stacklevel)
 
 
-def _named_outright(
+def _named_in_tables(
     model: nn.Module, matrices: list[ModelMatrix], tables: Tables, sizes: set[int]
 ) -> list[ModelMatrix]:
     """The matrices that ``tables`` names, with their ``vocab_dim``."""
     by_parameter = {m.parameter: m for m in matrices}
     dims: dict[ModelMatrix, int] = {}
-    dims_given: Mapping[Any, int] = tables if isinstance(tables, Mapping) else {}
-    for entry in [tables] if isinstance(tables, nn.Module | Tensor | str) else tables:
-        matches = _matching(model, entry, "tables")
-        if isinstance(entry, nn.Module):  # without a head's bias
-            of_module = set(_own_parameters(entry))
-            matches = {n: p for n, p in matches.items() if p in of_module and p in by_parameter}
-            if not matches:
-                raise _not_of_the_model(entry, "tables", "matrix")
-        for name, p in matches.items():
+    for entry in _several(tables):
+        for name, p in _matching(model, entry, "tables").items():
             if p not in by_parameter:
                 raise ValueError(
                     f"tables={entry!r} matches {name!r} of shape {list(p.shape)}, which is not a "
                     "matrix [V, H]: use a more specific name"
                 )
             m = by_parameter[p]
-            dim = dims_given[entry] if dims_given else _vocab_dim(m, sizes)
-            if dim not in (0, 1):
+            dim = tables[entry] if isinstance(tables, Mapping) else _vocab_dim(m, sizes)
+            if dim not in (0, 1) or dims.setdefault(m, dim) != dim:
                 raise ValueError(
-                    f"tables={{{entry!r}: {dim!r}}} must give the dimension that indexes tokens: 0 "
-                    "for a matrix [V, H], 1 for [H, V]"
+                    f"tables={tables!r} must give one dimension for {m}, that which indexes "
+                    "tokens: 0 for a matrix [V, H], 1 for [H, V]"
                 )
-            if dims.setdefault(m, dim) != dim:
-                raise ValueError(f"tables gives both 0 and 1 for {m} (the last time in {entry!r})")
-    for m, dim in dims.items():
-        m.vocab_dim = dim
+            m.vocab_dim = dim
     return [m for m in matrices if m in dims]
 
 
 def _vocab_dim(m: ModelMatrix, sizes: set[int]) -> int:
     """The dimension of a token embedding that indexes tokens, by its module or by its size."""
-    if m.is_table:
+    if "table" in m.kinds:
         return 0
     if dims := [dim for dim, length in enumerate(m.shape) if length in sizes]:
         return dims[0]
-    if m.is_linear:
+    if "linear" in m.kinds:
         return 0
     raise ValueError(
         f"cannot tell which dimension of {m} indexes tokens: pass vocab_size=, or "
@@ -534,8 +500,12 @@ def resolve(model: nn.Module, entries: Parameters, argument: str) -> set[Tensor]
     Raises:
         ValueError: if an entry of the argument refers to no parameter of the model.
     """
-    several = [entries] if isinstance(entries, nn.Module | Tensor | str) else entries
+    several = _several(entries)
     return {p for entry in several for p in _matching(model, entry, argument).values()}
+
+
+def _several(entries: Tables) -> Iterable[Any]:
+    return [entries] if isinstance(entries, nn.Module | Tensor | str) else entries
 
 
 def _matching(
@@ -549,19 +519,21 @@ def _matching(
             near = difflib.get_close_matches(entry, parameters, n=3, cutoff=0.3)
             hint = f"did you mean {near}?" if near else "see model.named_parameters()"
             raise ValueError(f"{argument}={entry!r} matches no parameter of the model: {hint}")
+        return matches
+    kind = "parameter"
+    if isinstance(entry, Tensor):
+        wanted = {entry}
+    elif argument == "tables":  # without a head's bias
+        wanted, kind = {p for p in _own_parameters(entry) if p.dim() == 2}, "matrix"
     else:
-        wanted = {entry} if isinstance(entry, Tensor) else set(entry.parameters())
-        matches = {n: p for n, p in parameters.items() if p in wanted}
-        if not matches:
-            raise _not_of_the_model(entry, argument, "parameter")
+        wanted = set(entry.parameters())
+    matches = {n: p for n, p in parameters.items() if p in wanted}
+    if not matches:
+        raise ValueError(
+            f"{argument} contains a {type(entry).__name__} that holds no {kind} of this model: "
+            "pass the module itself, or a parameter's name"
+        )
     return matches
-
-
-def _not_of_the_model(entry: object, argument: str, kind: str) -> ValueError:
-    return ValueError(
-        f"{argument} contains a {type(entry).__name__} that holds no {kind} of this model: pass "
-        "the module itself, or a parameter's name"
-    )
 
 
 def matrices_of_size(
@@ -576,32 +548,27 @@ def matrices_of_size(
         A dict from each of them to the dimension that indexes tokens.
 
     Raises:
-        ValueError: if no matrix has the size ``vocab_size``, or if hidden layers must be among
-            those that have: more than two without names, or some with V rows and others with V
-            columns beside them.
+        ValueError: if there is none of a size, or if hidden layers must be among them: more than
+            two without names, or some with V rows and others with V columns beside them.
     """
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
     _mark_blocks(matrices)
     vocab_dims: dict[Tensor, int] = {}
     for n in sorted(given_sizes(vocab_size)):
         fitting = [m for m in matrices if n in m.shape]
-        if not fitting:
-            largest = sorted(matrices, key=lambda m: -max(m.shape))
-            raise ValueError(
-                f"vocab_size={n}: none of the parameters that were passed is a matrix with {n} "
-                f"rows or columns. The largest matrices: {listed(largest) or 'none'}. Pass the "
-                "number of rows of the embedding matrix, padding included"
-            )
         found = [m for m in fitting if m.may_embed_tokens and not m.in_block]
         dims = [0 if m.shape[0] == n else 1 for m in found]
         if not found:
+            largest = listed(sorted(matrices, key=lambda m: -max(m.shape))) or "none"
+            there = f"none (the largest matrices: {largest})"
+            if fitting:
+                there = f"{listed(fitting)}, named for something else, or as in a repeated block"
             raise ValueError(
-                f"vocab_size={n}: the matrices of this size are named for something else, or as in "
-                f"a repeated block: {listed(fitting)}. If one of them embeds tokens, put it into "
-                "a param group with 'coupled': True"
+                f"vocab_size={n}: matrices of this size: {there}. Pass the number of rows of the "
+                "embedding matrix, padding included, or set 'coupled': True in the group of the "
+                "matrix"
             )
-        is_unnamed = any(m.name.startswith("parameter ") for m in found)
-        if len(found) > 2 and (is_unnamed or len(set(dims)) > 1):
+        if len(found) > 2 and (len({*dims}) > 1 or found[0].name.startswith("parameter ")):
             raise ValueError(
                 f"vocab_size={n}: {len(found)} matrices have this size, so hidden layers must be "
                 f"among them: {listed(found)}. Pass the model, or names, as in "
@@ -614,9 +581,8 @@ def matrices_of_size(
 
 def check_not_tensor_parallel(p: Tensor, vocab_dim: int, name: str) -> None:
     """Raise ValueError if Megatron's tensor parallelism has split a parameter by its rows."""
-    if not getattr(p, "tensor_model_parallel", False):
-        return
-    if getattr(p, "partition_dim", None) != 1 - vocab_dim:
+    is_split = getattr(p, "tensor_model_parallel", False)
+    if is_split and getattr(p, "partition_dim", None) != 1 - vocab_dim:
         raise ValueError(
             f"cannot couple {name}: according to its tensor_model_parallel=True, this rank holds "
             "only a part of the vocabulary, but coupling averages over all of it. Make it a "

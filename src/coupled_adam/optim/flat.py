@@ -8,6 +8,7 @@ kernels of these matrices and adds up their sums; :mod:`coupled_adam.optim.shard
 all ranks. Of LEAN's r each rank has all V numbers, so that rows on two ranks need no bookkeeping.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,13 @@ class FlatShard:
     def of(self, flat: Tensor) -> Tensor:
         """The piece, as a view of the tensor that holds it."""
         return flat[self.start : None if self.numel is None else self.start + self.numel]
+
+    def fits(self, size: int) -> bool:
+        """Whether the piece lies within a tensor of this size, and within a matrix."""
+        length = size - self.start if self.numel is None else self.numel
+        lies_within = 0 <= self.start <= self.start + length <= size
+        is_matrix = len(self.shape) == 2 and min(self.shape) > 0
+        return lies_within and is_matrix and 0 <= self.offset <= math.prod(self.shape) - length
 
 
 def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:

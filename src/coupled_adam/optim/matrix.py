@@ -141,13 +141,15 @@ class Sums:
         columns: sum_i g_ij^2, [columns], in float32 or wider. For a matrix that no other rank
             shares, a kernel may also return sums over parts of the rows, [parts, columns].
         rows: LEAN's sum_j g_ij^2, [rows], where rows are not whole; None otherwise.
-        weights: LEAN's factor of each row's update, once it is known, [rows].
+        mean_nu: the mean of LEAN's nu over all columns, 0-dim, where rows are not whole.
+        weights: LEAN's factor w of each row's update, once it is known, [rows].
         moment_is_updated: whether ``exp_avg`` has been updated with the sums.
         kernel_state: whatever a kernel keeps from ``sum_squares`` for ``apply``.
     """
 
     columns: Tensor | None = None
     rows: Tensor | None = None
+    mean_nu: Tensor | None = None
     weights: Tensor | None = None
     moment_is_updated: bool = False
     kernel_state: Any = None

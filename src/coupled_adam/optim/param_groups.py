@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +59,7 @@ class ParamGroups(list[Group]):
         rows = [("parameter", "shape", "group", "state saved")]
         total = 0
         for group in self:
-            options = {key: group[key] for key in _SHOWN if key in group}
-            if "lr_factor" in options:
-                del options["lr"]
+            options = {key: group[key] for key in _SHOWN if group.get(key) is not None}
             shown = [
                 f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
                 for key, value in options.items()
@@ -108,7 +106,6 @@ def param_groups(
     tables: Tables | None = None,
     vocab_size: int | Iterable[int] | None = None,
     exclude: Parameters = (),
-    **misplaced: NoReturn,
 ) -> ParamGroups:
     """Build the param groups of a model for :class:`coupled_adam.CoupledAdamW`.
 
@@ -124,12 +121,12 @@ def param_groups(
         model: any module, also on the meta device.
         embeddings: how the coupled matrices are updated. ``"coupled"`` is the algorithm of the
             paper and ``"lean"`` is :data:`coupled_adam.LEAN`. A mapping has options of the coupled
-            matrices alone, in the place of the optimizer's: ``lr``, ``lr_factor`` (a multiple of
+            matrices alone, instead of the optimizer's: ``lr``, ``lr_factor`` (a multiple of
             the optimizer's learning rate; schedulers keep the ratio), ``betas``, ``eps``,
             ``weight_decay``, ``second_moment_scale``, ``row_exponent``, ``zero_sum`` and
             ``stochastic_rounding``, as in :class:`coupled_adam.CoupledAdamW`.
         head_lr: the learning rate of output embeddings that are not tied to the input embeddings,
-            coupled or not, in the place of ``lr`` and ``lr_factor``.
+            coupled or not, instead of ``lr`` and ``lr_factor``.
         weight_decay: the weight decay of matrices other than embeddings.
         embedding_weight_decay: the weight decay of embeddings, coupled or not.
         couple: which embeddings to couple if input and output embeddings are not tied: ``"both"``,
@@ -148,15 +145,14 @@ def param_groups(
         ``vocab_dim`` and the options above is not left to the optimizer. The list prints as a table
         with each parameter's name, shape and group, and the number of bytes of optimizer state that
         coupling saves compared with AdamW. Other optimizers of torch can take it, too, such as
-        AdamW for comparison: they ignore options that they do not have, except for ``lr_factor``,
-        at which they raise an error.
+        AdamW for comparison: they ignore options that they do not have, and raise an error where
+        ``lr_factor`` has left ``lr`` to Coupled Adam.
 
     Raises:
-        TypeError: as in :func:`embedding_parameters`, or for an unknown argument.
-        ValueError: for an unknown name or option in ``embeddings``, for ``lr`` together with
-            ``lr_factor``, for a negative weight decay or learning rate, for a ``head_lr`` where the
-            head is tied, if an entry of ``exclude`` matches no parameter, or as in
-            :func:`embedding_parameters`.
+        TypeError: as in :func:`embedding_parameters`.
+        ValueError: for an unknown name or option in ``embeddings``, for a negative weight decay or
+            learning rate, for a ``head_lr`` where the head is tied, if an entry of ``exclude``
+            matches no parameter, or as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
@@ -167,14 +163,6 @@ def param_groups(
         >>> print(groups)
         >>> optimizer = CoupledAdamW(groups, lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     """
-    if misplaced:
-        hint = (
-            f". Options of the token embeddings are one argument: param_groups(model, {misplaced})"
-        )
-        raise TypeError(
-            f"param_groups has no argument {', '.join(map(repr, misplaced))}"
-            + (hint if {*misplaced} <= _OPTIONS else "")
-        )
     options = embedding_options(embeddings)
     coupled_decay = options.pop("weight_decay", embedding_weight_decay)
     for option, value in (
@@ -186,7 +174,7 @@ def param_groups(
         if value is not None and not value >= 0:
             raise ValueError(f"Invalid {option} value: {value} (must be 0 or more)")
     if "lr_factor" in options:
-        options["lr"] = _LrFactor()
+        options.setdefault("lr", None)  # an error in an optimizer that does not know lr_factor
     coupled, all_embeddings = find_embeddings(
         model, couple=couple, tables=tables, vocab_size=vocab_size
     )
@@ -217,28 +205,24 @@ def param_groups(
         if p in left_out:
             continue
         m = embedding_of.get(p)
-        is_coupled = m in coupled
-        vocab_dim = m.vocab_dim if m is not None and is_coupled else 0
-        has_head_lr = head_lr is not None and m is not None and m.is_head
         # weight_norm's magnitudes [V, 1] are vectors.
-        is_vector = p.dim() < 2 or p in norms or name.rpartition(".")[2] == "bias" or 1 in p.shape
-        decay = (
-            (coupled_decay if is_coupled else embedding_weight_decay)
-            if m is not None
-            else (0.0 if is_vector else weight_decay)
-        )
-        group: Group = {"params": [], "param_names": [], "coupled": is_coupled}
-        group |= options if is_coupled else {}
-        if vocab_dim:
-            group["vocab_dim"] = vocab_dim
+        is_vector = p.dim() < 2 or p in norms or name.endswith("bias") or 1 in p.shape
+        is_hidden = m is None and not is_vector
+        group: Group = {"params": [], "param_names": [], "coupled": m in coupled}
+        decay = weight_decay if is_hidden else 0.0 if m is None else embedding_weight_decay
+        if m is not None and m in coupled:
+            group |= options
+            decay = coupled_decay
+            if m.vocab_dim:
+                group["vocab_dim"] = m.vocab_dim
+        has_head_lr = head_lr is not None and m is not None and m.is_head
         if has_head_lr:
             group.pop("lr_factor", None)
             group["lr"] = head_lr
         if decay is not None:
             group["weight_decay"] = decay
         # The first group's learning rate is the one that frameworks log: the optimizer's own.
-        is_matrix = m is None and not is_vector
-        key = (is_coupled, has_head_lr, vocab_dim, not is_matrix, decay or 0.0)
+        key = (m in coupled, has_head_lr, group.get("vocab_dim", 0), not is_hidden, decay or 0.0)
         group = groups.setdefault(key, group) if p.requires_grad else frozen.setdefault(p, group)
         group["params"].append(p)
         group["param_names"].append(name)
@@ -249,72 +233,56 @@ def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
     """The options of coupled matrices that a name or a mapping stands for.
 
     Raises:
-        TypeError: if ``embeddings`` is neither.
-        ValueError: if the name or an option is unknown, or for both ``lr`` and ``lr_factor``.
+        ValueError: if the name or an option is unknown.
     """
-    if isinstance(embeddings, str):
-        if embeddings not in _NAMED:
-            raise ValueError(
-                f"Invalid embeddings value: {embeddings!r} ({', '.join(map(repr, _NAMED))}, or a "
-                "mapping of options such as coupled_adam.LEAN | {'lr_factor': 4}; matrices to "
-                "couple are named in tables=)"
-            )
-        return dict(_NAMED[embeddings])
-    if not isinstance(embeddings, Mapping):
-        raise TypeError(
-            f"embeddings must be a name or a mapping of options, not {type(embeddings).__name__}: "
-            "pass 'lean' or coupled_adam.LEAN | {'lr_factor': 4}; matrices to couple are named in "
-            "tables="
-        )
-    if unknown := sorted({*embeddings} - _OPTIONS):
+    named = _NAMED.get(embeddings) if isinstance(embeddings, str) else embeddings
+    if not isinstance(named, Mapping):
         raise ValueError(
-            f"embeddings={dict(embeddings)}: {', '.join(unknown)} is none of {sorted(_OPTIONS)}. "
+            f"Invalid embeddings value: {embeddings!r} ({', '.join(map(repr, _NAMED))}, or a "
+            "mapping of options such as coupled_adam.LEAN | {'lr_factor': 4}; matrices to couple "
+            "are named in tables=)"
+        )
+    if unknown := sorted({*named} - _OPTIONS):
+        raise ValueError(
+            f"embeddings={dict(named)}: {', '.join(unknown)} is none of {sorted(_OPTIONS)}. "
             "Matrices to couple are named in tables="
         )
-    options = dict(embeddings)
-    if {"lr", "lr_factor"} <= {*options}:
-        raise ValueError(
-            f"lr={options['lr']} and lr_factor={options['lr_factor']} both set the learning rate "
-            "of the coupled matrices: leave one of the two out"
-        )
+    options = dict(named)
     if isinstance(options.get("betas"), list):  # as YAML has them
         options["betas"] = tuple(options["betas"])
     return options
 
 
-class _LrFactor:
-    """The ``lr`` of a group with ``lr_factor``, until :func:`apply_lr_factor` replaces it.
-
-    Optimizers that do not know ``lr_factor`` would ignore it. This makes them raise an error.
-    """
-
-    def _refuse(self, *_: object) -> Any:
-        raise TypeError(
-            "lr_factor is an option of CoupledAdam, CoupledAdamW and MuonWithCoupledAdam. For "
-            "another optimizer give the embeddings' learning rate itself: "
-            "param_groups(model, {'lr': ...})"
-        )
-
-    __mul__ = __rmul__ = __truediv__ = __neg__ = __float__ = __lt__ = __ge__ = _refuse
+INITIAL = ("initial_lr_factor", "initial_beta1", "initial_row_exponent")
+"""What :func:`begin` lets a group remember, which no other optimizer needs."""
 
 
-def apply_lr_factor(group: Group, lr: float | Tensor) -> None:
-    """Replace a group's ``lr_factor`` by a learning rate, given the optimizer's.
+def begin(group: Group, defaults: Mapping[str, Any]) -> None:
+    """Replace a group's ``lr_factor`` by a rate, and let it remember what it was built with.
+
+    Args:
+        group: the group.
+        defaults: the optimizer's options, for all that the group does not say.
 
     Raises:
-        ValueError: if it is not positive and finite, or if the group has a learning rate as well.
+        ValueError: if the factor is not positive and finite, or if there is a rate as well.
     """
-    if "lr_factor" not in group:
-        return
-    if not 0 < group["lr_factor"] < math.inf:
-        raise ValueError(f"Invalid lr_factor: {group['lr_factor']} (must be positive and finite)")
-    if not isinstance(group.setdefault("lr", _LrFactor()), _LrFactor):
-        raise ValueError(
-            f"a param group has both lr={group['lr']} and lr_factor={group['lr_factor']}: leave "
-            "one of the two out"
-        )
-    group["initial_lr_factor"] = group.pop("lr_factor")
-    group["lr"] = group["initial_lr_factor"] * lr
+    if "lr_factor" in group:
+        factor = group["lr_factor"]
+        if not 0 < factor < math.inf:
+            raise ValueError(f"Invalid lr_factor: {factor} (must be positive and finite)")
+        if group.get("lr") is not None:
+            raise ValueError(
+                f"a param group has both lr={group['lr']} and lr_factor={factor}: leave one of "
+                "the two out"
+            )
+        del group["lr_factor"]
+        group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
+    options = {**defaults, **group}
+    if options["coupled"] and (options["row_exponent"] or options["zero_sum"]):
+        group["initial_row_exponent"] = options["row_exponent"]
+        if not isinstance(options["betas"][0], Tensor):
+            group["initial_beta1"] = options["betas"][0]
 
 
 def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
@@ -329,6 +297,7 @@ def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
     """
     for group in groups:
         factor, lr, beta1 = group.get("initial_lr_factor", 1), group["lr"], group["betas"][0]
+        # The value of a tensor is not asked for, since it may be on an accelerator.
         if factor != 1 and "lr" not in warned and not isinstance(lr, Tensor) and lr != 0:
             others = [other["lr"] for other in groups if not other["coupled"]]
             if others and all(not isinstance(x, Tensor) and x == lr for x in others):
@@ -357,45 +326,44 @@ def arriving(
     some. Token embeddings that were frozen before come in coupled groups of their own.
 
     Args:
-        group: the group, as in torch; ``params`` and ``param_names`` are replaced.
+        group: the group, as in torch.
         others: the optimizer's groups.
         frozen: as in :class:`ParamGroups`.
         vocab_sizes: numbers of rows with which a matrix is named in a warning.
     """
-    params = group["params"] if isinstance(group, dict) else {}
-    if not others or isinstance(params, set | dict):  # torch refuses sets
-        return [group]
-    params = [params] if isinstance(params, Tensor) else list(params)
-    if all(isinstance(p, Tensor) for p in params) and "param_names" not in group:
-        if "param_names" in others[0]:
-            first = sum(len(other["params"]) for other in others)
-            params = [
-                (frozen[p]["param_names"][0] if p in frozen else f"parameter {i}", p)
-                for i, p in enumerate(params, first)
-            ]
-    elif "param_names" in group:
-        params = [*zip(group.pop("param_names"), params)]
+    if not others or not isinstance(group, dict) or isinstance(group["params"], set | dict):
+        return [group]  # of which torch refuses all that is no group
+    params = [group["params"]] if isinstance(group["params"], Tensor) else [*group["params"]]
+    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+    names = group.pop("param_names", None)
+    if names is None and "param_names" in others[0] and all(map(torch.is_tensor, params)):
+        first = sum(len(other["params"]) for other in others)
+        names = [
+            frozen[p]["param_names"][0] if p in frozen else f"parameter {i}"
+            for i, p in enumerate(params, first)
+        ]
+    params = params if names is None else [*zip(names, tensors)]
     group["params"] = params
     if "coupled" in group:
         return [group]
-    arrived = []
-    for p in params:
-        tensor = p[1] if isinstance(p, tuple) else p
-        if isinstance(tensor, Tensor) and frozen.get(tensor, {}).get("coupled"):
-            own = {**frozen[tensor], **group, "params": [p]}
-            own.pop("param_names")
+    arrived, rest = [], []
+    for param, p in zip(params, tensors):
+        if frozen.get(p, {}).get("coupled"):
+            own = {**frozen[p], **group, "params": [param]}
+            del own["param_names"]
             if "lr" in group and "lr_factor" in own:
                 own["lr"] = own.pop("lr_factor") * group["lr"]
             arrived.append(own)
-            params = [q for q in params if q is not p]
-        elif isinstance(tensor, Tensor) and tensor.dim() == 2 and tensor.shape[0] in vocab_sizes:
+            continue
+        rest.append(param)
+        if isinstance(p, Tensor) and p.dim() == 2 and p.shape[0] in vocab_sizes:
             warn(
-                f"a matrix {list(tensor.shape)} that was added has as many rows as there are "
-                "tokens and is not coupled: add it in a group with 'coupled': True, or False if it "
-                "is no embedding"
+                f"a matrix {list(p.shape)} that was added has as many rows as there are tokens "
+                "and is not coupled: add it in a group with 'coupled': True, or False if it is no "
+                "embedding"
             )
-    group["params"] = params
-    return [*arrived, group] if params or not arrived else arrived
+    group["params"] = rest
+    return [*arrived, group] if rest or not arrived else arrived
 
 
 def couple_by_size(
@@ -411,7 +379,7 @@ def couple_by_size(
             group that a matrix comes from.
 
     Returns:
-        Up to three groups in the place of each: first what is left of all of them, then those with
+        Up to three groups instead of each: first what is left of all of them, then those with
         matrices [V, H] and [H, V].
 
     Raises:
@@ -419,28 +387,23 @@ def couple_by_size(
             that have, or as :func:`embedding_options`.
     """
     options = embedding_options(embeddings)
-    groups = list(groups)
-    members = [list(zip(_names(group), group["params"])) for group in groups]
-    vocab_dims = matrices_of_size(itertools.chain(*members), vocab_size)
+    members = []
+    for group in groups:
+        names = group.get("param_names", [f"parameter {i}" for i in range(len(group["params"]))])
+        members.append((group, [*zip(names, group["params"])]))
+    vocab_dims = matrices_of_size(itertools.chain(*(named for _, named in members)), vocab_size)
     split = []
-    for dim in (None, 0, 1):
-        for group, named in zip(groups, members):
-            moved = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
-            if not moved:
-                continue
-            new = {**group, "params": [p for _, p in moved]}
-            if "param_names" in group:
-                new["param_names"] = [name for name, _ in moved]
-            if dim is not None:
-                rate = new.pop("lr")
-                new |= {**options, "coupled": True, "vocab_dim": dim}
-                apply_lr_factor(new, rate)
-                new.setdefault("lr", rate)
-            split.append(new)
+    for dim, (group, named) in itertools.product((None, 0, 1), members):
+        moved = [(name, p) for name, p in named if vocab_dims.get(p) == dim]
+        if not moved:
+            continue
+        new = {**group, "params": [p for _, p in moved]}
+        if "param_names" in group:
+            new["param_names"] = [name for name, _ in moved]
+        if dim is not None:
+            del new["lr"]
+            new |= {**options, "coupled": True, "vocab_dim": dim}
+            begin(new, group)
+            new.setdefault("lr", group["lr"])
+        split.append(new)
     return split
-
-
-def _names(group: Group) -> list[str]:
-    numbered = [f"parameter {index}" for index, _ in enumerate(group["params"])]
-    names: list[str] = group.get("param_names", numbered)
-    return names

@@ -18,17 +18,18 @@ move. All sums over rows are those of the step before, so that a step reads g an
 e once::
 
     r_i <- beta2 r_i + (1 - beta2) (1/H) sum_j g_ij^2                  (exp_avg_sq_row)
-    w_i  = (r_i / (1 - beta2^(t + 1)))^(-a/2)
+    rho  = (1/H) sum_j nu_j / (1 - beta2^t)
+    w_i  = (r_i / (1 - beta2^(t + 1)) / rho)^(-a/2)
     u_i  = lr (w_i m_i / (1 - beta1^t)) / (sqrt(s nu / (1 - beta2^t)) + eps)
     e_i <- e_i - (u_i - d)
 
-    nu  <- beta2 nu + (1 - beta2) (1/k) sum_i (w_i g_i)^2              (exp_avg_sq)
+    nu  <- beta2 nu + (1 - beta2) (1/k) sum_i g_i^2                    (exp_avg_sq)
     d    = (1/k) sum_i u_i                                             (mean_update)
 
 A token that never had a gradient (r_i = 0) does not move and does not count: k is the number of
-the others. What the step moved the mean embedding by, d, is given back in the next one. nu and r
-begin with the first gradient, which is passed over twice: r has t + 1 gradients at step t, and the
-nu that is used has t. A column with nu = 0 does not move, as nothing is known of it yet. A row
+the others. What the step moved the mean embedding by, d, is given back in the next one. nu and r_i
+begin with the first gradient, which is passed over twice: r_i has t + 1 gradients at step t, and
+the nu that is used has t. A column with nu = 0 does not move, as nothing is known of it yet. A row
 whose squares overflow has w_i = 0: it stays where it is, and the other rows are not affected.
 
 :mod:`coupled_adam.optim.update` calls these, and faster kernels in their place; all of them are
@@ -77,21 +78,23 @@ def lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars) -> Ten
 
     Args:
         matrix: the matrix.
-        weights: w, [V]; None if the matrix has whole rows: r is then updated here.
+        weights: w, [V]; None if the matrix has whole rows: r_i is then updated here.
         scalars: the numbers of the step.
 
     Returns:
-        sum_i u_i, sum_i (w_i g_i)^2 and k, one behind the other, [2 H + 1]; zeros if the step is
+        sum_i u_i, sum_i g_i^2 and k, one behind the other, [2 H + 1]; zeros if the step is
         skipped.
     """
     grad = scaled_gradient(matrix, scalars)  # [V, H]
+    rates = lean_rates(matrix, scalars)  # [H]
     if weights is None:
         weights = update_rows(matrix, grad.square().sum(1), scalars)  # [V]
+        rates = rates * relative(matrix, matrix.exp_avg_sq.mean(), scalars)
     active = (weights != 0)[:, None]  # [V, 1]
-    weighted = torch.where(active, weights[:, None] * grad, 0.0)  # [V, H]
     m = moment(matrix, grad, scalars)  # [V, H]
-    step = torch.where(active, weights[:, None] * m, 0.0) * lean_rates(matrix, scalars)  # [V, H]
-    sums = torch.cat([step.sum(0), weighted.square().sum(0), active.sum(0).to(step.dtype)])
+    step = torch.where(active, weights[:, None] * m, 0.0) * rates  # [V, H]
+    squares = torch.where(active, grad, 0.0).square()  # [V, H]
+    sums = torch.cat([step.sum(0), squares.sum(0), active.sum(0).to(step.dtype)])
     if matrix.mean_update is not None:
         step = step - torch.where(active, matrix.mean_update, 0.0)
     if scalars.skip is not None:
@@ -115,7 +118,7 @@ def finish(matrix: CoupledMatrix, sums: Tensor) -> None:
 
 
 def update_rows(matrix: CoupledMatrix, row_squares: Tensor, scalars: Scalars) -> Tensor:
-    """Update r from the sums of (factor g)^2 over all columns, [rows]; return w, [rows]."""
+    """Update r_i from the sums of (factor g)^2 over all columns; return w without rho, [rows]."""
     r, beta2 = matrix.exp_avg_sq_row, matrix.beta2
     assert r is not None
     new = _average(r, row_squares / matrix.hidden_size, beta2, scalars.skip)
@@ -123,6 +126,13 @@ def update_rows(matrix: CoupledMatrix, row_squares: Tensor, scalars: Scalars) ->
     # The inner `where` keeps the gradient of a differentiable step finite.
     powers = torch.where(new == 0, 1.0, new / (1 - beta2 ** (scalars.t + 1))) ** -exponent
     return torch.where((new == 0) | new.isinf(), 0.0, powers)
+
+
+def relative(matrix: CoupledMatrix, mean_nu: Tensor, scalars: Scalars) -> Tensor:
+    """rho^(a/2), which makes the weights w relative, given the mean of nu over all columns."""
+    rho = torch.where(mean_nu == 0, 1.0, mean_nu) / _correction(matrix.beta2, scalars.t)
+    power: Tensor = rho ** (matrix.group["row_exponent"] / 2)
+    return power
 
 
 def lean_rates(matrix: CoupledMatrix, scalars: Scalars) -> Tensor:

@@ -106,17 +106,9 @@ class Reduction:
         ]
 
     def _start(self, members: list[int], ranks: Ranks) -> "tuple[Tensor, Work | None]":
-        import torch.distributed as dist
-
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if self._results[members[0]].is_cpu else torch.float32
-        total = torch.cat([self._results[i].to(wide) for i in members])
-        if torch.compiler.is_compiling():
-            return add_up(total, ranks), None
-        # Not a functional collective: those warn at the end of a process about a sum that nobody
-        # has waited for, as that of the last step.
-        total = _where_served(add_up(total, ranks[:-1]), ranks[-1])
-        return total, dist.all_reduce(total, group=_process_group(ranks[-1]), async_op=True)
+        return add_up_later(torch.cat([self._results[i].to(wide) for i in members]), ranks)
 
     def result(self) -> list[Tensor]:
         """The vectors, added up, in their order, dtypes and devices."""
@@ -149,6 +141,18 @@ def add_up(total: Tensor, ranks: Ranks) -> Tensor:
         total = _where_served(total, group_or_mesh)
         total = collectives.wait_tensor(collectives.all_reduce(total, "sum", group_or_mesh))
     return total.to(device)
+
+
+def add_up_later(total: Tensor, ranks: Ranks) -> "tuple[Tensor, Work | None]":
+    """As :func:`add_up`, but the vector holds the sum only once the work has been waited for."""
+    import torch.distributed as dist
+
+    if torch.compiler.is_compiling():
+        return add_up(total, ranks), None
+    # Not a functional collective: those warn at the end of a process about a sum that nobody has
+    # waited for, as that of the last step.
+    total = _where_served(add_up(total, ranks[:-1]), ranks[-1])
+    return total, dist.all_reduce(total, group=_process_group(ranks[-1]), async_op=True)
 
 
 def _where_served(total: Tensor, ranks: Any) -> Tensor:

@@ -1,15 +1,25 @@
-"""The optimizer state of a coupled parameter: what it consists of, and its creation and checks."""
+"""What a coupled group and the state of its parameters must be.
+
+A ``group`` is one of torch's param groups, ``{"params": [...], "lr": ..., ...}``.
+"""
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import _device_dtype_check_for_fused, _get_scalar_dtype
+from torch.optim.optimizer import (
+    _device_dtype_check_for_fused,
+    _get_capturable_supported_devices,
+    _get_scalar_dtype,
+)
 
 from coupled_adam.optim import flat, sharded
-from coupled_adam.optim.checks import Group, describe, layout_of
+from coupled_adam.optim.find_embeddings import check_not_tensor_parallel
+
+Group = dict[str, Any]
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 """The entries that have the shape [V, H] in Adam, and [H] in Coupled Adam."""
@@ -30,6 +40,124 @@ HOW_TO_LOAD = (
 )
 
 
+def check_group(group: Group) -> None:
+    """Raise ValueError for options out of range, or parameters that cannot be coupled."""
+    for name in ("coupled", "zero_sum", "stochastic_rounding"):
+        if not isinstance(group[name], bool):
+            raise ValueError(f"Invalid {name}: {group[name]!r} (True or False)")
+    for name, is_valid, what in (
+        ("second_moment_scale", lambda x: 0.0 < x < math.inf, "must be positive and finite"),
+        ("row_exponent", lambda x: 0.0 <= x <= 1.0, "must be between 0, Coupled Adam, and 1"),
+        ("vocab_dim", lambda x: x in (0, 1), "0 for matrices [V, H], 1 for [H, V]"),
+    ):
+        if not is_valid(group[name]):
+            raise ValueError(f"Invalid {name}: {group[name]!r} ({what})")
+    if not group["coupled"]:
+        return
+    if group["stochastic_rounding"] and group["differentiable"]:
+        raise ValueError(
+            "stochastic_rounding=True is not differentiable: construct the optimizer with "
+            "differentiable=False"
+        )
+    if group["amsgrad"] and is_lean(group):
+        raise ValueError(
+            "amsgrad=True is not defined with row_exponent or zero_sum: construct with "
+            "amsgrad=False, or leave these two out"
+        )
+    flat_shards = group.get("flat_shards")
+    if flat_shards is not None and len(flat_shards) != len(group["params"]):
+        raise ValueError(
+            f"flat_shards has {len(flat_shards)} entries for {len(group['params'])} parameters: "
+            "give one for each, None for a whole parameter"
+        )
+    for index, p in enumerate(group["params"]):
+        _check_matrix(group, index)
+        check_not_tensor_parallel(p, group["vocab_dim"], describe(group, index))
+
+
+def check_parameter(group: Group, index: int) -> None:
+    """Raise ValueError or RuntimeError if a parameter cannot be updated.
+
+    :func:`check_group` has checked the parameters already, but wrappers may replace them later.
+    """
+    p = group["params"][index]
+    _check_matrix(group, index)
+    grad = p.grad
+    if grad is None:
+        return
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"cannot couple {describe(group, index)}: its gradient is sparse, but coupling "
+            "averages over all rows. Construct the embedding with sparse=False"
+        )
+    if sharded.is_dtensor(grad) != sharded.is_dtensor(p):
+        raise RuntimeError(
+            f"cannot couple {describe(group, index)}: it is a {layout_of(p)}, but its gradient "
+            f"is a {layout_of(grad)}. Make both DTensors, or both whole tensors"
+        )
+    if group["capturable"] and p.device.type not in _get_capturable_supported_devices():
+        raise RuntimeError(
+            f"capturable=True needs a device of {_get_capturable_supported_devices()}, "
+            f"but {describe(group, index)} is on {p.device}. Construct with capturable=False"
+        )
+
+
+def _check_matrix(group: Group, index: int) -> None:
+    p = group["params"][index]
+    if group.get("flat_shards") and (shards := flat.shards_of(group).get(p)) is not None:
+        for shard in shards:
+            if p.dim() != 1 or not shard.fits(p.numel()):
+                raise ValueError(
+                    f"cannot couple {describe(group, index)} as {shard}: a piece must lie in a "
+                    "parameter with one dimension, and in a matrix [V, H]"
+                )
+        return
+    is_partial = sharded.is_dtensor(p) and any(placed.is_partial() for placed in p.placements)
+    is_supported = p.dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    if p.dim() == 2 and p.numel() > 0 and is_supported and not is_partial:
+        return
+    fix = "Move it to a group without coupled=True"
+    if is_partial:
+        fix = "Redistribute it to Shard or Replicate: a partial sum cannot be updated"
+    elif p.dim() == 1:
+        fix += (
+            "; or, if a wrapper has flattened a matrix into it, call "
+            "coupled_adam.deepspeed.couple(engine) for DeepSpeed's ZeRO 1 and 2, or use a wrapper "
+            "that keeps matrices (FSDP2)"
+        )
+    raise ValueError(
+        f"cannot couple {describe(group, index)}: it must be a matrix [V, H], not empty, in "
+        f"float64, float32, bfloat16 or float16, and is a {layout_of(p)} in {p.dtype}. {fix}"
+    )
+
+
+def describe(group: Group, index: int) -> str:
+    """Describe a parameter by its name and shape in an error message."""
+    shape = list(group["params"][index].shape)
+    names = group.get("param_names", ())
+    if len(names) == len(group["params"]):  # a wrapper may have put one tensor in place of several
+        return f"{names[index]!r} {shape}"
+    return f"parameter {index} {shape} of its group"
+
+
+def layout_of(tensor: Tensor) -> str:
+    """Describe a tensor's layout in an error message."""
+    if not sharded.is_dtensor(tensor):
+        return "whole tensor"
+    return f"DTensor with placements {tensor.placements}"  # type: ignore[attr-defined]
+
+
+def is_lean(group: Group) -> bool:
+    """Whether a group is coupled and updated by LEAN."""
+    return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
+
+
+def has_momentum(group: Group) -> bool:
+    """Whether a coupled matrix has a first moment; a tensor's value is not asked for."""
+    beta1 = group["betas"][0]
+    return isinstance(beta1, Tensor) or beta1 != 0
+
+
 def entries(group: Group) -> dict[str, int | None]:
     """What a coupled matrix's state consists of, but for the step.
 
@@ -45,17 +173,6 @@ def entries(group: Group) -> dict[str, int | None]:
     if group["zero_sum"]:
         dims[MEAN_UPDATE] = vocab_dim
     return dims
-
-
-def is_lean(group: Group) -> bool:
-    """Whether a group is coupled and updated by LEAN."""
-    return bool(group["coupled"] and (group["row_exponent"] != 0 or group["zero_sum"]))
-
-
-def has_momentum(group: Group) -> bool:
-    """Whether a coupled matrix has a first moment; a tensor's value is not asked for."""
-    beta1 = group["betas"][0]
-    return isinstance(beta1, Tensor) or beta1 != 0
 
 
 def entry_shape(group: Group, p: Tensor, dim: int | None) -> torch.Size:
@@ -82,11 +199,9 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         RuntimeError: if an entry is missing or does not fit. Nothing has been changed.
     """
     p, dims = group["params"][index], entries(group)
-    is_new = not state.keys() & MOMENTS
-    if not is_new:
-        for name, dim in dims.items():
-            if name in state:
-                _check_entry(group, index, name, state[name], dim)
+    if state.keys() & MOMENTS:
+        for name in dims.keys() & state.keys():
+            _check_entry(group, index, name, state[name], dims[name])
         exponent = group["row_exponent"]
         unfit = {*dims} ^ (state.keys() & MOMENTS)
         if unfit - {"exp_avg"} or group.get("initial_row_exponent", exponent) != exponent:
@@ -95,9 +210,9 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
                 "has been changed after the first step. "
                 "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
             )
-    if state.keys() >= {"step", *dims} and not (MOMENTS - dims.keys()) & state.keys():
-        return  # at all steps but the first
-    if is_new:
+        if not unfit:
+            return
+    else:
         _warn_of_rows_without_gradient(group, index)
         state.setdefault("step", _zero_step(group, p))
     for name in MOMENTS - dims.keys():
@@ -128,21 +243,14 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
     """Raise RuntimeError if an entry of a state does not fit; ``dim`` as in :func:`entries`."""
     p = group["params"][index]
     shape = entry_shape(group, p, dim)
-    if value.device != p.device:
+    # In a narrower dtype every step would be rounded to it.
+    is_narrow = value.dtype.itemsize < p.dtype.itemsize
+    if value.device != p.device or value.shape != shape or is_narrow:
         raise RuntimeError(
-            f"{describe(group, index)} is on {p.device}, but {name} in its optimizer state is on "
-            f"{value.device}. optimizer.load_state_dict(optimizer.state_dict()) moves the state"
-        )
-    if value.shape != shape:
-        raise RuntimeError(
-            f"the state of {describe(group, index)} has {name} {list(value.shape)}; the shape "
-            f"must be {list(shape)}. If 'coupled' was set after the first step, "
+            f"{describe(group, index)} is {p.dtype} on {p.device}, so {name} in its optimizer "
+            f"state must be {list(shape)} like it, and is {list(value.shape)} in {value.dtype} on "
+            f"{value.device}: the model, or 'coupled', has been changed after the first step. "
             "optimizer.load_state_dict(optimizer.state_dict()) converts the state"
-        )
-    if value.dtype.itemsize < p.dtype.itemsize:  # every step would round to it
-        raise RuntimeError(
-            f"{describe(group, index)} is {p.dtype}, but {name} in its optimizer state is "
-            f"{value.dtype}. optimizer.load_state_dict(optimizer.state_dict()) converts the state"
         )
     if type(p) in sharded.PLAIN and type(value) in sharded.PLAIN:  # nearly always
         return
@@ -162,9 +270,7 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """
     p = group["params"][index]
     grad = p.grad
-    if grad is None or grad.is_meta or type(grad) is not Tensor:
-        return
-    if p.dim() == 1 or ROW_MOMENT in entries(group):
+    if grad is None or grad.is_meta or type(grad) is not Tensor or p.dim() == 1 or is_lean(group):
         return
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a captured step must not wait for the device

@@ -83,11 +83,15 @@ def update_coupled(
     matrices: Sequence[CoupledMatrix], factor: Tensor | None, found_inf: Tensor | None
 ) -> None:
     """Algorithm 1 of arXiv 2502.08441: sum the squared gradients over all rows, then update."""
-    all_sums = []
+    all_sums, vectors = [], []
     for matrix in matrices:
         is_scaled = not matrix.has_penalty and (factor is not None or matrix.group["maximize"])
-        all_sums.append(matrix.kernel.sum_squares(matrix, found_inf is None and not is_scaled))
-    _add_up(matrices, all_sums)
+        sums = matrix.kernel.sum_squares(matrix, found_inf is None and not is_scaled)
+        assert sums.columns is not None
+        all_sums.append(sums)
+        vectors.append((sums.columns, matrix.row_ranks))
+    for sums, total in zip(all_sums, Reduction(vectors).result()):
+        sums.columns = total
     # The last gradient may still be in the cache.
     for matrix, sums in reversed([*zip(matrices, all_sums)]):
         if (scalars := _advance(matrix, factor, found_inf)) is not None:
@@ -121,14 +125,15 @@ def update_lean(
 
 def _lean_pass(stepping: Stepping, pending: Pending) -> None:
     """Pass over the matrices, and start to add up what the ranks have summed."""
-    of_parts = [(m, m.kernel.sum_squares(m, False)) for m, _ in stepping if not m.has_whole_rows]
-    _add_up([m for m, _ in of_parts], [sums for _, sums in of_parts])
-    row_sums = dict(of_parts)
+    row_sums = _sum_rows([matrix for matrix, _ in stepping if not matrix.has_whole_rows])
     waiting = []
     for matrix, scalars in stepping:
-        if (sums := row_sums.get(matrix)) is not None and sums.rows is not None:
+        if (sums := row_sums.get(matrix)) is not None:
+            assert sums.rows is not None
+            assert sums.mean_nu is not None
             squares = reference.scaled(sums.rows, scalars.factor)
-            sums.weights = reference.update_rows(matrix, squares, scalars)
+            weights = reference.update_rows(matrix, squares, scalars)
+            sums.weights = weights * reference.relative(matrix, sums.mean_nu, scalars)
         total = matrix.kernel.apply(matrix, sums, scalars)
         if total is not None and matrix.row_ranks:
             waiting.append((matrix, total))
@@ -139,19 +144,20 @@ def _lean_pass(stepping: Stepping, pending: Pending) -> None:
         pending.add([matrix for matrix, _ in waiting], reduction)
 
 
-def _add_up(matrices: Sequence[CoupledMatrix], all_sums: Sequence[Sums]) -> None:
-    """Add up the sums of all ranks: over rows those of columns, over columns those of rows."""
+def _sum_rows(matrices: Sequence[CoupledMatrix]) -> dict[CoupledMatrix, Sums]:
+    """The sums over whole rows of the squared gradient, and the mean of nu, over all ranks."""
+    all_sums = [matrix.kernel.sum_squares(matrix, False) for matrix in matrices]
     vectors = []
     for matrix, sums in zip(matrices, all_sums):
-        if sums.columns is not None:
-            vectors.append((sums.columns, matrix.row_ranks))
-        elif sums.rows is not None:
-            vectors.append((sums.rows, matrix.column_ranks))
-    for sums, total in zip(all_sums, Reduction(vectors).result()):
-        if sums.columns is not None:
-            sums.columns = total
-        else:
-            sums.rows = total
+        assert sums.rows is not None
+        nu = matrix.exp_avg_sq.sum()[None].to(sums.rows.dtype)
+        vectors.append((torch.cat([sums.rows, nu]), matrix.column_ranks))
+    for matrix, sums, total in zip(matrices, all_sums, Reduction(vectors).result()):
+        sums.rows = total[:-1]
+        # Of a flattened matrix each rank has all of nu.
+        nu = total[-1] if matrix.shard is None else matrix.exp_avg_sq.sum()
+        sums.mean_nu = nu / matrix.hidden_size
+    return dict(zip(matrices, all_sums))
 
 
 def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:

@@ -50,8 +50,9 @@ typedef struct {
     /* Written by sum_squares, [H], read by apply; written by lean, [2 H + 1], as in reference.py. */
     double *sums;
     void *row_sums; /* [V]: written by sum_squares in the place of sums, for LEAN with cut rows */
-    /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, and the row's weight is
-     * (r / row_correction)^-exponent. If r is NULL, the weights are given. */
+    /* LEAN: r becomes beta2 r + row_share times a row's sum of squares, the row's weight is
+     * (r / row_correction)^-exponent, and lr is multiplied by mean(nu)^exponent. If r is NULL, the
+     * weights are given, and the exponent is 0. */
     void *exp_avg_sq_row, *weights, *mean_update; /* [V], [V], [H]; the last is NULL without zero_sum */
     double row_share, row_correction, exponent;
     int32_t finish; /* whether lean updates nu and mean_update from its sums */

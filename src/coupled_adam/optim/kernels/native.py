@@ -125,6 +125,8 @@ def _lean(
         record.row_share = (1 - beta2) / matrix.hidden_size * scalars.factor**2
         record.row_correction = 1 - beta2 ** (scalars.t + 1)
         record.exponent = matrix.group["row_exponent"] / 2
+        if scalars.t:
+            record.lr *= (1 - beta2**scalars.t) ** -record.exponent
     if matrix.mean_update is not None:
         record.mean_update = matrix.mean_update.data_ptr()
     record.finish = matrix.has_whole_rows and not matrix.row_ranks

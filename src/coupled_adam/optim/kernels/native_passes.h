@@ -447,11 +447,11 @@ ALWAYS_INLINE static void NAME(lean_columns)(NAME(LeanRows) *rows, const Update 
             }
             VECTOR values[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
-                const VECTOR weighted = rows->scaled[r] * NAME(load)(g, v);
-                VECTOR update = weighted;
+                const VECTOR gradient = NAME(load)(g, v);
+                VECTOR update = rows->scaled[r] * gradient;
                 if (moment) update = rows->weight[r] * NAME(load)(rows->moment[r] + i, v);
                 updates[v] += update;
-                squares[v] += weighted * weighted;
+                squares[v] += gradient * gradient;
                 const VECTOR rate = ((const VECTOR *)(vectors + OF(RATE)))[v];
                 const VECTOR mean = ((const VECTOR *)(vectors + OF(MEAN)))[v];
                 values[v] = decay * NAME(load)(p, v) - (rate * update - rows->moves[r] * mean);
@@ -538,10 +538,13 @@ static void NAME(lean)(Share *share) {
     double *total = share->memory + 4 * size;
     T *no_row = (T *)(share->memory + 6 * size), *no_param = (T *)(share->memory + 7 * size);
     const WIDE *nu = u->exp_avg_sq, *mean = u->mean_update;
+    double sum_nu = 0;
+    for (int64_t j = 0; j < u->columns; j++) sum_nu += nu[j];
+    const double lr = u->lr * pow(sum_nu / (double)u->columns, u->exponent);
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
         WIDE *of_line = vectors + OF(0) + i % LINE;
-        of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(u->lr / (sqrt(nu[j] * u->scale) + u->eps));
+        of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(lr / (sqrt(nu[j] * u->scale) + u->eps));
         of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
     }
     NAME(LeanColumns) *columns = u->exp_avg == NULL ? NAME(lean_plain) : NAME(lean_moment);
@@ -591,7 +594,7 @@ static void NAME(lean)(Share *share) {
     for (int64_t j = 0; j < u->columns; j++) {
         const int64_t i = NAME(place)(j);
         share->sums[j] = total[i] == 0 ? 0 : total[i] * (double)vectors[OF(RATE) + i % LINE];
-        share->sums[u->columns + j] = total[size + i];
+        share->sums[u->columns + j] = u->factor == 0 ? 0 : total[size + i] * u->factor * u->factor;
     }
     share->sums[2 * u->columns] = (double)active;
 }

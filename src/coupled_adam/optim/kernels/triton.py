@@ -463,6 +463,12 @@ def _lean(  # type: ignore[no-untyped-def]
     second = tl.load(nu + column, mask=inside, other=0.0)
     known = tl.where(second == 0, 1.0, second)
     rate = _step_size(known, t, lr, log_beta1, log_beta2, scale, eps)
+    if r is not None:
+        mean_nu = tl.sum(second, axis=0) / columns
+        steps = _number(t).to(tl.float64)
+        correction = tl.where(steps == 0, 1.0, 1 - tl.exp(steps * log_beta2))
+        rho = tl.where(mean_nu == 0, 1.0, mean_nu) / correction.to(tl.float32)
+        rate *= _power(rho, exponent)
     rate = tl.where(second == 0, 0.0, rate)
     factor, decay = _number(factor).to(tl.float32), _number(decay).to(tl.float32)
     row_correction = (1 - tl.exp((_number(t) + 1).to(tl.float64) * log_beta2)).to(tl.float32)
@@ -484,14 +490,13 @@ def _lean(  # type: ignore[no-untyped-def]
         else:
             w = tl.load(weights + row, mask=row < rows, other=0.0)
         active = (w != 0)[:, None]
-        weighted = tl.where(active, w[:, None] * g, 0.0)
-        step = weighted
+        step = tl.where(active, w[:, None] * g, 0.0)
         if exp_avg is not None:
             place = _place(row, exp_avg_row_stride, column, exp_avg_column_stride)
             m = _updated(g, exp_avg + place, mask, _number(weight))
             step = tl.where(active, w[:, None] * m, 0.0)
         update += step
-        square += weighted * weighted
+        square += tl.where(active, g * g, 0.0)
         count += tl.where(w != 0, 1.0, 0.0)
         change = rate[None, :] * step
         if mean is not None:

@@ -152,12 +152,14 @@ def scale_by_coupled_adam(
         def mean(x: jax.Array) -> jax.Array:  # over the tokens that have had a gradient
             return jnp.where(active, x, 0).sum(vocab_axis) / jnp.maximum(k, 1)
 
-        # No sum needs another, so that devices that share a matrix exchange all of them at once.
-        weighted_squares, mean_moment = mean(jnp.square(w * g)), mean(w * m)
-        known = jnp.where(is_first, average(nu, weighted_squares), nu)
-        rate = 1 / denominators(jnp.where(known == 0, 1, known), count)
+        # No sum over tokens needs another: devices that share them exchange all of them at once.
+        squares, mean_moment = mean(jnp.square(g)), mean(w * m)
+        known = jnp.where(is_first, average(nu, squares), nu)
+        rho = optax.tree.bias_correction(known.mean(), b2, count)
+        relative = jnp.where(rho == 0, 1, rho) ** (row_exponent / 2)
+        rate = relative / denominators(jnp.where(known == 0, 1, known), count)
         rate = jnp.where(known == 0, 0, rate).astype(nu.dtype)
-        nu = jnp.where(k == 0, nu, average(known, weighted_squares))
+        nu = jnp.where(k == 0, nu, average(known, squares))
         update = jnp.where(active, w * m, 0) * jnp.expand_dims(rate, vocab_axis)
         if d:
             given_back = jnp.where(lr == 0, 0, d[0] / jnp.where(lr == 0, 1, lr)).astype(nu.dtype)

@@ -60,12 +60,7 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
-        # Otherwise its nu may be in other units.
-        exponent = saved.get("row_exponent")
-        has_weights = exponent == saved.get("initial_row_exponent", exponent) is not None
         _complete_options(number, group, saved)
-        if is_lean(saved) or "initial_row_exponent" in saved:
-            saved["initial_row_exponent"] = saved["row_exponent"]
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
@@ -76,7 +71,7 @@ def from_adam(
             if not loaded["coupled"]:
                 _check_shapes(loaded, index, state[key], {"exp_avg_sq": p.shape})
                 continue
-            state[key], moments[p] = _converted(loaded, index, state.get(key, {}), has_weights)
+            state[key], moments[p] = _converted(loaded, index, state.get(key, {}))
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
@@ -105,7 +100,7 @@ def _complete_options(number: int, group: Group, saved: Group) -> None:
             )
 
 
-def _converted(group: Group, index: int, state: State, has_weights: bool) -> tuple[State, State]:
+def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
     """A loaded state as its coupled group needs it, and its second moments again."""
     p, needed = group["params"][index], entries(group)
     for name, value in state.items():
@@ -127,7 +122,7 @@ def _converted(group: Group, index: int, state: State, has_weights: bool) -> tup
                 f"cannot load the state of {describe(group, index)}: it has no "
                 f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
             )
-        averages = _averages(group, p, state, has_weights)
+        averages = _averages(group, p, state)
     # What is not Adam's is the user's, and stays.
     unneeded = {FLAT_NU, *MOMENTS} - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
@@ -147,7 +142,7 @@ def _check_shapes(group: Group, index: int, state: State, shapes: dict[str, torc
             )
 
 
-def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State:
+def _averages(group: Group, p: Tensor, state: State) -> State:
     """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
     step, needed = state["step"], entries(group)
     names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
@@ -155,7 +150,7 @@ def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State
     nu, is_complete = moments["exp_avg_sq"], needed.keys() <= {*state, "exp_avg"}
     if is_lean(group) and nu.shape == p.shape:
         moments |= _lean_of_adam(group, nu, step)
-    elif is_lean(group) and not (ROW_MOMENT in moments and has_weights and is_complete):
+    elif is_lean(group) and not is_complete:
         moments |= _lean_of_means(group, p, moments, step)
     elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
         mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
@@ -179,16 +174,13 @@ def _averages(group: Group, p: Tensor, state: State, has_weights: bool) -> State
 
 
 def _lean_of_adam(group: Group, v: Tensor, step: Any) -> State:
-    """LEAN's r_i = mean_j v_ij and nu_j = mean_i w_i^2 v_ij, of Adam's moments [V, H]."""
+    """LEAN's r_i = mean_j v_ij, and nu_j, the mean of v_ij over rows with a gradient, of Adam."""
     vocab_dim = group["vocab_dim"]
-    hat = v / _correction(group, step, 0)
-    r = sharded.mean_over(hat, 1 - vocab_dim)
-    weights = torch.where(r > 0, r, 1.0) ** -group["row_exponent"] * (r > 0)
-    weighted = hat * weights.unsqueeze(1 - vocab_dim)
-    count = sharded.full_tensor((r > 0).sum()).clamp(min=1)
-    nu = sharded.mean_over(weighted, vocab_dim) * (v.shape[vocab_dim] / count.item())
-    correction = _correction(group, step, 1)
-    return {ROW_MOMENT: r * correction, "exp_avg_sq": nu * correction}
+    means = {
+        ROW_MOMENT: sharded.mean_over(v, 1 - vocab_dim),
+        "exp_avg_sq": sharded.mean_over(v, vocab_dim),
+    }
+    return _lean_of_means(group, v, means, step)
 
 
 def _lean_of_means(group: Group, p: Tensor, moments: State, step: Any) -> State:
@@ -203,15 +195,14 @@ def _lean_of_means(group: Group, p: Tensor, moments: State, step: Any) -> State:
     r = rows / _correction(group, step, 0)
     return {
         ROW_MOMENT: r * _correction(group, step, 1),
-        "exp_avg_sq": nu * (_nu_share(group, r, nu) * _correction(group, step, 1)),
+        "exp_avg_sq": nu * (_nu_share(r, nu) * _correction(group, step, 1)),
     }
 
 
-def _nu_share(group: Group, r: Tensor, nu: Tensor) -> float:
-    """The mean of w_i^2 r_i over the rows with r > 0, relative to the mean of nu."""
-    of_rows = torch.where(r > 0, r, 1.0) ** (1 - group["row_exponent"]) * (r > 0)
+def _nu_share(r: Tensor, nu: Tensor) -> float:
+    """The mean of the r_i that are not 0, relative to the mean of nu."""
     count = max(sharded.full_tensor((r > 0).sum()).item(), 1)
-    total: float = sharded.full_tensor(of_rows.sum()).item()
+    total: float = sharded.full_tensor(r.sum()).item()
     return total / count / _mean_of_columns(nu)
 
 
@@ -261,7 +252,7 @@ def _flat_averages(group: Group, index: int, state: State, step: float) -> State
     tokens = [shard.shape[vocab_dim] for shard in shards]
     rows = means[ROW_MOMENT] / _correction(group, step, 0)
     of_matrices = zip(rows.split(tokens), means["exp_avg_sq"].split(features))
-    nus = [nu * _nu_share(group, r, nu) for r, nu in of_matrices]
+    nus = [nu * _nu_share(r, nu) for r, nu in of_matrices]
     correction = _correction(group, step, 1)
     averages = {ROW_MOMENT: rows * correction, "exp_avg_sq": torch.cat(nus) * correction}
     if group["zero_sum"]:

@@ -253,7 +253,7 @@ def embedding_options(embeddings: Embeddings) -> dict[str, Any]:
     return options
 
 
-INITIAL = ("initial_lr_factor", "initial_beta1", "initial_row_exponent")
+INITIAL = ("initial_lr_factor", "initial_beta1")
 """What :func:`begin` lets a group remember, which no other optimizer needs."""
 
 
@@ -279,10 +279,9 @@ def begin(group: Group, defaults: Mapping[str, Any]) -> None:
         del group["lr_factor"]
         group |= {"lr": factor * defaults["lr"], "initial_lr_factor": factor}
     options = {**defaults, **group}
-    if options["coupled"] and (options["row_exponent"] or options["zero_sum"]):
-        group["initial_row_exponent"] = options["row_exponent"]
-        if not isinstance(options["betas"][0], Tensor):
-            group["initial_beta1"] = options["betas"][0]
+    is_lean = options["coupled"] and (options["row_exponent"] or options["zero_sum"])
+    if is_lean and not isinstance(options["betas"][0], Tensor):
+        group["initial_beta1"] = options["betas"][0]
 
 
 def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:

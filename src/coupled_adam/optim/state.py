@@ -200,11 +200,11 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
     """
     p, dims = group["params"][index], entries(group)
     if state.keys() & MOMENTS:
-        for name in dims.keys() & state.keys():
-            _check_entry(group, index, name, state[name], dims[name])
-        exponent = group["row_exponent"]
+        for name, dim in dims.items():
+            if name in state:
+                _check_entry(group, index, name, state[name], dim)
         unfit = {*dims} ^ (state.keys() & MOMENTS)
-        if unfit - {"exp_avg"} or group.get("initial_row_exponent", exponent) != exponent:
+        if unfit - {"exp_avg"}:
             raise RuntimeError(
                 f"the state of {describe(group, index)} is that of other options: its param group "
                 "has been changed after the first step. "

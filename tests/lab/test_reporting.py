@@ -391,45 +391,25 @@ def test_what_was_not_run_is_a_dash(tmp_path, recipe):
     assert f"{cut}: not finished" in page
 
 
-@pytest.mark.parametrize(
-    "out",
-    [
-        ".",
-        "..",
-        "small-adamw-seed-1",
-        "small-adamw-seed-1/model",
-        "small-adamw-seed-1/config.yaml",
-    ],
-)
-def test_a_report_replaces_only_a_report(out, comparison):
-    """Not the runs, not what holds them, not a file: all of it would be lost."""
-    before = {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()}
-    place = comparison.parent if out == ".." else comparison / out
-    with pytest.raises(UsageError, match="holds something other than a report"):
-        report([comparison], place)
-    assert {path: path.read_bytes() for path in comparison.rglob("*") if path.is_file()} == before
-
-
-@pytest.mark.parametrize("place", ["notes.txt", "figures/notes.txt"])
-def test_a_report_with_a_file_of_somebody_is_not_replaced(place, comparison):
-    made = comparison / "report"
+def test_a_report_replaces_only_a_report(comparison, tmp_path):
+    """Not runs, a file, or another page with such names; nor a report that holds more."""
+    made, run, site = comparison / "report", comparison / "small-adamw-seed-1", tmp_path / "site"
     report([comparison], made)
-    (made / place).write_text("mine")
-    with pytest.raises(UsageError, match="holds something other than a report"):
-        report([comparison], made)
-    assert (made / place).read_text() == "mine"
-
-
-def test_a_page_of_others_is_kept(comparison, tmp_path):
-    """Although its files have the names of a report's."""
-    site = tmp_path / "site"
     (site / "figures").mkdir(parents=True)
-    (site / "index.html").write_text("<title>my site</title>")
-    for place in ("runs.csv", "figures/mine.png"):
-        (site / place).write_text("mine")
-    with pytest.raises(UsageError, match="site holds something other than a report"):
-        report([comparison], site)
-    assert (site / "index.html").read_text() == "<title>my site</title>"
+    for name in ("index.html", "runs.csv", "figures/mine.png"):
+        (site / name).write_text("mine")
+    places = [comparison, tmp_path, run, run / "model", run / "config.yaml", site, made, made]
+    mine = [None] * 6 + [made / "notes.txt", made / "figures" / "notes.txt"]
+    for place, note in zip(places, mine, strict=True):
+        if note:
+            note.write_text("mine")
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(UsageError, match="holds something other than a report"):
+            report([comparison], place)
+        after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before
+        if note:
+            note.unlink()
 
 
 def test_losses_over_other_data_are_not_compared(comparison):

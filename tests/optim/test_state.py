@@ -268,19 +268,20 @@ def test_momentum_begins_and_ends_between_steps():
         ({}, {"zero_sum": True}),
         ({}, {"row_exponent": 0.5}),
         ({}, {"amsgrad": True}),
+        ({"coupled": False}, {"coupled": True}),
         (CASES["LEAN"], {"row_exponent": 0.0, "zero_sum": False, "betas": (0.9, 0.99)}),
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:.*built without momentum")
+@pytest.mark.filterwarnings("ignore:.*built without momentum", "ignore:no param group is coupled")
 def test_options_that_need_another_state(options, change):
     """Refused in the step, before anything changes; a reload converts the state."""
     p = matrix()
-    optimizer = CoupledAdamW([p], coupled=True, **options)
+    optimizer = CoupledAdamW([p], **{"coupled": True, **options})
     take_steps(optimizer, range(2))
     optimizer.param_groups[0] |= change
     before = p.detach().clone()
-    with pytest.raises(RuntimeError, match=r"that of other options.*load_state_dict\(optimizer"):
+    with pytest.raises(RuntimeError, match=r"changed after the first step.*load_state_dict\(o"):
         take_steps(optimizer, [2])
     assert torch.equal(p, before)
     optimizer.load_state_dict(optimizer.state_dict())
@@ -304,7 +305,7 @@ def test_options_that_need_another_state(options, change):
 )
 @pytest.mark.filterwarnings("ignore:betas.0. is 0")
 def test_options_that_are_taken_out_of_a_checkpoint(saved, constructed, left):
-    """As in docs/switching.md: the optimizer's own hold, and what they do not need is dropped."""
+    """The optimizer's own hold, and what they do not need is dropped."""
     p = matrix()
     optimizer = CoupledAdamW([p], coupled=True, **saved)
     take_steps(optimizer, range(2))
@@ -315,27 +316,6 @@ def test_options_that_are_taken_out_of_a_checkpoint(saved, constructed, left):
     switched.load_state_dict(checkpoint)
     assert switched.state[p].keys() == {"step", *left}
     take_steps(switched, [2])
-
-
-def test_regrouping_an_adam_run():
-    """As in docs/switching.md: the AdamW run had other groups, so its state moves by parameter."""
-    embedding, weight, bias = matrix(0), matrix(1, (H, H)), matrix(2, (H,))
-    adam = torch.optim.AdamW(
-        [{"params": [weight, embedding]}, {"params": [bias], "weight_decay": 0.0}], lr=0.02
-    )
-    take_steps(adam, range(3))
-
-    groups = [{"params": [embedding], "coupled": True}, {"params": [weight, bias]}]
-    optimizer = CoupledAdamW(groups, lr=0.01)
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {i: adam.state[p] for i, p in enumerate(params) if p in adam.state}
-    optimizer.load_state_dict(
-        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
-    )
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    average = adam.state[embedding]["exp_avg_sq"].mean(0)
-    assert torch.equal(optimizer.state[embedding]["exp_avg_sq"], average)
-    assert torch.equal(optimizer.state[weight]["exp_avg_sq"], adam.state[weight]["exp_avg_sq"])
 
 
 @pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
@@ -370,23 +350,6 @@ def test_export_to_adam(cls, vocab_dim, amsgrad):
 def test_export_of_a_fresh_optimizer():
     exported = to_adam_state_dict(CoupledAdamW([matrix()], coupled=True).state_dict())
     assert exported["state"] == {}
-
-
-def test_coupling_after_some_steps():
-    """Setting the flag by hand is refused until the state is converted, and then works."""
-    p = matrix()
-    with pytest.warns(UserWarning, match="no param group is coupled"):
-        optimizer = CoupledAdamW([p])
-    take_steps(optimizer, range(2))
-    average = optimizer.state[p]["exp_avg_sq"].mean(0)
-    optimizer.param_groups[0]["coupled"] = True
-    before = p.detach().clone()
-    with pytest.raises(RuntimeError, match=r"load_state_dict\(optimizer.state_dict\(\)\) converts"):
-        take_steps(optimizer, [2])
-    assert torch.equal(p, before)
-    optimizer.load_state_dict(optimizer.state_dict())
-    assert torch.equal(optimizer.state[p]["exp_avg_sq"], average)
-    take_steps(optimizer, [2])
 
 
 @pytest.mark.parametrize(
@@ -496,13 +459,6 @@ def test_coupled_state_in_an_uncoupled_group_is_refused():
         optimizer.load_state_dict(checkpoint)
 
 
-def test_different_groups_are_torchs_own_error():
-    optimizer = CoupledAdamW([matrix()], coupled=True)
-    adam = torch.optim.AdamW([matrix(), matrix()])
-    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
-        optimizer.load_state_dict(adam.state_dict())
-
-
 BAD_GROUPS = [
     ({"second_moment_scale": -1.0}, "Invalid second_moment_scale: -1.0"),
     ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
@@ -535,12 +491,6 @@ def test_bad_group(group, message):
     with pytest.raises(ValueError, match=message):
         optimizer.add_param_group(dict(group))
     assert len(optimizer.param_groups) == 1
-
-
-def test_message_names_the_parameter():
-    linear = nn.Linear(3, 4)
-    with pytest.raises(ValueError, match=r"cannot couple 'bias' \[4\]"):
-        CoupledAdamW(linear.named_parameters(), coupled=True)
 
 
 def sparse_gradient():

@@ -44,20 +44,20 @@ def conclusion(frame: pd.DataFrame, left_out: Mapping[Path, str]) -> list[str]:
 def _sentences(experiment: pd.DataFrame) -> list[str]:
     arms = groups(experiment, "setup")
     baseline, sentences = baseline_of(arms), _best_of_each(experiment)
-    if baseline is None:
-        return [*sentences, "There is no run with AdamW to compare with."]
     rivals = [arm for arm in arms if arm is not baseline]
-    if not rivals:
-        return [*sentences, "There are only runs with AdamW, and nothing to compare them with."]
-    # Many arms get one sentence together, or nobody would read the page.
-    if len(rivals) > _MOST:
-        return [*sentences, _overview(baseline, rivals)]
-    if experiment.seed.nunique() == 1:
-        return [*sentences, *_one_seed(pd.concat([baseline, *rivals]))]
-    for arm in rivals:
-        sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
-    if len(rivals) > 1:
-        sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
+    if baseline is None:
+        sentences.append("There is no run with AdamW to compare with.")
+    elif not rivals:
+        sentences.append("There are only runs with AdamW, and nothing to compare them with.")
+    elif len(rivals) > _MOST:  # or nobody would read the page
+        sentences.append(_overview(baseline, rivals))
+    elif experiment.seed.nunique() == 1:
+        sentences += _one_seed(pd.concat([baseline, *rivals]))
+    else:
+        for arm in rivals:
+            sentences += [_loss(baseline, arm), *_geometry(baseline, arm)]
+        if len(rivals) > 1:
+            sentences.append(f"p is not corrected for {len(rivals)} comparisons.")
     return sentences
 
 
@@ -167,17 +167,15 @@ def _geometry(baseline: pd.DataFrame, arm: pd.DataFrame) -> list[str]:
 
 def _overview(baseline: pd.DataFrame, rivals: Sequence[pd.DataFrame]) -> str:
     """One sentence about the test losses of many arms."""
-    # Arms with the same verdict are listed together, so that the sentence stays readable.
     arms_by_verdict: dict[str, list[str]] = {}
     for arm in rivals:
-        test, label = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(baseline, TEST_LOSS)), ""
-        if test is None:
-            verdict = "no test possible with fewer than two seeds"
-        else:
-            label = f" ({shown_p(test.p)})"
+        test = paired_t_test(by_seed(arm, TEST_LOSS), by_seed(baseline, TEST_LOSS))
+        verdict, label = "no test possible with fewer than two seeds", arm.label.iloc[0]
+        if test is not None:
             alike = f"cannot be told apart (p ≥ {SIGNIFICANCE})"
             verdict = test.direction if test.significant else alike
-        arms_by_verdict.setdefault(verdict, []).append(arm.label.iloc[0] + label)
+            label += f" ({shown_p(test.p)})"
+        arms_by_verdict.setdefault(verdict, []).append(label)
     listed = "; ".join(f"{verdict}: {', '.join(arms)}" for verdict, arms in arms_by_verdict.items())
     return (
         f"Test losses of {len(rivals)} arms against {baseline.label.iloc[0]} (paired t-tests over "

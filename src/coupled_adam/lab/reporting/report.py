@@ -28,6 +28,9 @@ from coupled_adam.lab.reporting.results import (
 )
 from coupled_adam.rendering.tables import Table
 
+_FILES = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"}
+"""What every report has, besides pictures."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -113,18 +116,11 @@ def report(folders: Sequence[Path], out: Path, bold: Bold = "adamw") -> Report:
     return Report(given / "index.html", sentences, shown, pictures[0].png)
 
 
-_ALWAYS = {"index.html", "table.md", "table.tex", "summary.csv", "runs.csv", "results.json"}
-
-
-def _is_own(name: str) -> bool:
-    """Whether a report has a file of this name, relative to its folder."""
-    return name in _ALWAYS or name == "overview.png" or fnmatch(name, "figures/*.png")
-
-
 def _is_report(folder: Path) -> bool:
     """Whether a folder is empty, or holds the files of a report and no others."""
     if not folder.is_dir():
         return False
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = {path.relative_to(folder).as_posix() for path in paths}
-    return not names or (names >= _ALWAYS and all(map(_is_own, names)))
+    pictures = {n for n in names if n == "overview.png" or fnmatch(n, "figures/*.png")}
+    return not names or names - pictures == _FILES

@@ -27,8 +27,8 @@ Bold = Literal["adamw", "all"]
 class Metric:
     """A metric of an arm over its seeds.
 
-    ``p`` and ``p_paired`` are those of the tests against the baseline, if any; the second is of the
-    differences between runs with the same seed.
+    ``p`` is that of the paper's test against the baseline, if any, and ``p_paired`` that over the
+    differences between runs with the same seed, for the CSV file alone.
     """
 
     values: list[float]
@@ -76,17 +76,13 @@ def arm_results(frame: pd.DataFrame, bold: Bold = "adamw") -> list[ArmResult]:
         arms = groups(experiment, "setup")
         baseline = baseline_of(arms)
         for arm in arms:
-            # An arm is bold where it is better than each of its rivals.
-            rivals = [rival for rival in arms if rival is not arm]
-            if bold == "adamw" and arm is not baseline:
-                rivals = [] if baseline is None else [baseline]
-            elif bold == "adamw" and len(rivals) > 1:
-                rivals = []
             # Without a p in the baseline's row, which readers would take for that of another row.
             against = None if arm is baseline else baseline
-            metrics = {
-                key: _metric(column, arm, against, rivals) for key, column in COLUMNS.items()
-            }
+            # An arm is bold where it is better than each of its rivals.
+            rivals = [rival for rival in arms if rival is not arm]
+            if bold == "adamw" and (arm is not baseline or len(rivals) > 1):
+                rivals = [] if against is None else [against]
+            metrics = {key: _metric(m, arm, against, rivals) for key, m in COLUMNS.items()}
             rows.append(ArmResult(arm, metrics))
     return rows
 
@@ -105,15 +101,13 @@ def _metric(
     def p(rival: pd.DataFrame) -> float | None:
         return one_sided_t_test(values, [*by_seed(rival, column).values()], better)
 
-    # The paper's tests are unpaired; the paired one is for the CSV file alone.
-    against_rivals = [p(rival) for rival in rivals]
     paired = None if against is None else paired_t_test(seeds, by_seed(against, column))
     return Metric(
         values,
         shorthand(values, column.digits),
         None if against is None else p(against),
         None if paired is None else paired.one_sided(better),
-        bool(rivals) and all(p is not None and p < SIGNIFICANCE for p in against_rivals),
+        bool(rivals) and all((x := p(rival)) is not None and x < SIGNIFICANCE for rival in rivals),
     )
 
 

@@ -61,7 +61,7 @@ def scale() -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for (tokens, size), (question, name) in SCALE.items():
-        adamw, coupled = (np.array(values(arm, "test_loss")) for arm in pair("", question, name))
+        adamw, coupled = (np.array(values(arm, "test_loss")) for arm in pair(question, name))
         for ax, x, shown in ((left, tokens, size == "0.4M"), (right, size, tokens == "1.2M")):
             if shown:
                 ax.scatter([x] * len(adamw), adamw - coupled, color="0.6", s=12)
@@ -147,7 +147,7 @@ def second_moment() -> Figure:
     panels = figure.subplots(1, 3)
     for number, (tokens, size) in enumerate((("4.9M", "0.4M"), ("1.2M", "1.1M"), ("1.2M", "2.6M"))):
         question, name = SCALE[tokens, size]
-        (adamw, _) = pair("", question, name)
+        (adamw, _) = pair(question, name)
         for seed, run in enumerate(runs(adamw).values()):
             for ax, key in zip(panels, ("A", "r_squared", "exponent")):
                 ax.plot(

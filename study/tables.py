@@ -13,8 +13,10 @@ left out.
 
 import argparse
 import dataclasses
+import json
 import re
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -45,6 +47,9 @@ from .rows import (
 from .run import HERE
 
 DOCS = HERE.parent / "docs" / "study"
+BENCH = HERE.parent / "benchmarks" / "results" / "bench"
+TIMED = {"rows": 50304, "columns": 768, "dtype": "float32", "others": 0, "clip": False}
+"""The case of ``benchmarks/speed.py`` that the README shows."""
 PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")))
 
 BASE = (
@@ -254,28 +259,66 @@ def _summary() -> Table:
     return table(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer")
 
 
+@dataclasses.dataclass(frozen=True)
+class Recommended:
+    """A row of the README's table.
+
+    line: the runs.
+    state: what is kept of a matrix [V, H].
+    timed_as: the name in ``benchmarks/speed.py``; None for the fused AdamW, its baseline.
+    """
+
+    line: Line
+    state: str
+    timed_as: str | None
+
+
 RECOMMENDED = (
-    Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
-    Line("AdamW, betas 0, 0.999: 2 V x H", "betas_longer", "adamw 0 0.999 n=1"),
-    Line("LEAN: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
+    Recommended(
+        Line("AdamW, betas 0.9, 0.95", "betas_longer", "adamw 0.9 0.95 n=0"), "2 V x H", None
+    ),
+    Recommended(
+        Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"), "2 V x H", None
+    ),
+    Recommended(
+        Line("Coupled Adam", "paper_ratio", "coupled n=0"), "V x H + H", "CoupledAdamW fused"
+    ),
+    Recommended(
+        Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "CoupledAdamW LEAN"
+    ),
+    Recommended(Line("Ember", "one_pass_longer", "ember free n=1"), "V + H", "Ember"),
 )
-"""What we recommend, after 20M tokens, with AdamW as usual and at its best betas; and its state."""
+"""What we recommend and its rivals, after 20M tokens."""
 
 
 def _readme() -> Table:
-    """The same in words that need no other page, without p."""
-    shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
-    usual = RECOMMENDED[0]
+    """The rows of :data:`RECOMMENDED` in words that need no other page, without p."""
+    usual = RECOMMENDED[0].line
     rows = [
         [
-            *line.label.split(": "),
-            *(cell(line, [] if line is usual else [usual], name) for name in shown),
+            row.line.label,
+            row.state,
+            "1" if row.timed_as is None else f"{step_time(row.timed_as):.2f}",
+            *(
+                cell(row.line, [] if row.line is usual else [usual], name)
+                for name in ("test_loss", "mean_norm_ratio")
+            ),
+            str(len(runs(row.line))),
         ]
-        for line in RECOMMENDED
+        for row in RECOMMENDED
     ]
-    header = ["embeddings", "optimizer state", "test loss ↓", "offset of the mean ↓"]
-    header += ["effective rank ↑", "word similarity ↑"]
-    return Table(header, rows, left=(0, 1))
+    header = ["embeddings", "optimizer state", "time of a step", "test loss ↓"]
+    return Table([*header, "offset of the mean ↓", "runs"], rows, left=(0, 1))
+
+
+def step_time(optimizer: str) -> float:
+    """A step's time on 50,304 x 768 in float32, relative to torch's fused AdamW: the median."""
+    ratios: list[float] = []
+    for path in BENCH.glob("*.json"):
+        for result in json.loads(path.read_text())["results"]:
+            if (result["case"], result["optimizer"]) == (TIMED, optimizer):
+                ratios += [seconds / baseline for seconds, baseline, *_ in result["samples"]]
+    return statistics.median(ratios)
 
 
 def _switching() -> Table:
@@ -316,17 +359,72 @@ TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
 """The runs whose gradients ``movement`` gives to all rules."""
 
 
-def _versions(question: str) -> Table:
-    """The validation losses of LEAN's versions with seed 1, by the factor 2^(n/2)."""
+def _by_factor(first: str, rules: Mapping[str, tuple[str, str]]) -> Table:
+    """The validation losses of rules by the factor 2^(n/2) of their rate.
+
+    Args:
+        first: the header of the first column.
+        rules: by label, the question and the name of the runs without their n.
+    """
     losses: dict[str, dict[int, str]] = {}
-    for name, entry in results(question).items():
-        rule, _, n = name.rpartition(" n=")
-        if (run := entry["seeds"].get("1")) is not None:
-            losses.setdefault(rule, {})[int(n)] = f"{run['valid_loss']:.3f}"
+    for label, (question, rule) in rules.items():
+        for name in results(question):
+            start, _, n = name.rpartition(" n=")
+            if start == rule:
+                loss = cell(Line(label, question, name), [], "valid_loss")
+                losses.setdefault(label, {})[int(n)] = str(loss)
     factors = sorted({n for of_rule in losses.values() for n in of_rule})
     return Table(
-        ["columns, sums", *(f"n = {n}" for n in factors)],
-        [[rule, *(of_rule.get(n, "") for n in factors)] for rule, of_rule in losses.items()],
+        [first, *(f"n = {n}" for n in factors)],
+        [[label, *(of_rule.get(n, "") for n in factors)] for label, of_rule in losses.items()],
+    )
+
+
+ONE_PASS = {
+    "one_pass": ("betas", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass_longer": ("betas_longer", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass_16k": ("batch_16k", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass_64k": ("batch_64k", "adamw 0 0.999", "a=0.75 0 0.99"),
+}
+"""By question, where AdamW at its best betas and the exact LEAN with plain columns have runs."""
+
+
+def _versions(question: str) -> Table:
+    """LEAN's versions beside AdamW at its best betas, and Ember."""
+    before, adamw, exact = ONE_PASS[question]
+    rules = {"AdamW, 0, 0.999": (before, adamw), "plain, exact": (before, exact)}
+    for columns in ("plain", "half", "weighted"):
+        rules[f"{columns}, delayed"] = (question, f"{columns} delayed")
+    ember = "zero_sum" if question == "one_pass" else question
+    return _by_factor("columns, sums", {**rules, "Ember": (ember, "ember free")})
+
+
+def _zero_sum() -> Table:
+    """Optimizers with and without zero-sum updates, in the tied model."""
+    return _by_factor(
+        "embeddings",
+        {
+            "AdamW, 0, 0.999": ("betas", "adamw 0 0.999"),
+            "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
+            "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
+            "LEAN": ("one_pass", "plain delayed"),
+            "Ember": ("zero_sum", "ember free"),
+            "Ember, zero-sum": ("zero_sum", "ember zero sum"),
+        },
+    )
+
+
+def _zero_sum_untied() -> Table:
+    """The same in the untied model."""
+    return _by_factor(
+        "embeddings",
+        {
+            "AdamW, 0, 0.999": ("betas_untied", "adamw 0 0.999"),
+            "LEAN without zero-sum": ("zero_sum_untied", "plain delayed free"),
+            "LEAN": ("zero_sum_untied", "plain delayed"),
+            "Ember": ("zero_sum_untied", "ember free"),
+            "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
+        },
     )
 
 
@@ -389,7 +487,9 @@ TABLES: dict[str, Callable[[], Table]] = {
         )
     },
     "betas_eps": _eps,
-    **{question: partial(_versions, question) for question in ("one_pass", "one_pass_64k")},
+    **{question: partial(_versions, question) for question in ONE_PASS},
+    "zero_sum": _zero_sum,
+    "zero_sum_untied": _zero_sum_untied,
     "movement": _movement,
     "readme": _readme,
 }

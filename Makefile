@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo docs gpu test test-slow
+.PHONY: demo docs gpu gpu-compile test test-slow
 
 # AdamW, Coupled Adam and LEAN on real text; run it again to see the finished result again.
 demo: $(VENV)/demo
@@ -22,9 +22,18 @@ test: $(VENV)/installed
 test-slow: $(VENV)/installed $(VENV)/frameworks
 	$(PYTEST) -m "slow or fuzz" --hypothesis-profile wide
 
-# On a machine with a GPU: is everything right there, and how fast? Ten minutes at most.
+# On a machine with a GPU: is everything right there, and how fast? Ten minutes at most, and the
+# tests of every dtype and layout.
 gpu: $(VENV)/installed
 	$(BIN)/python benchmarks/gpu.py benchmarks/results/bench/gpu.json
+	$(BIN)/pytest tests/optim/test_cuda.py
+
+# Without a GPU: compiles the kernels for several with the Triton of each torch since 2.7.
+TRITONS := 3.3.1 3.4.0 3.5.1 3.6.0 3.7.1 3.8.0
+gpu-compile: $(TRITONS:%=gpu-compile-%)
+gpu-compile-%: $(VENV)/installed
+	test -d $(VENV)/triton-$* || $(PIP) --no-deps --target $(VENV)/triton-$* triton==$*
+	PYTHONPATH=$(VENV)/triton-$*:src:tests $(BIN)/python benchmarks/gpu_compile.py
 
 SOURCES := pyproject.toml constraints.txt hatch_build.py src/coupled_adam/optim/kernels/native.c src/coupled_adam/optim/kernels/native_passes.h src/coupled_adam/optim/kernels/native_dtypes.h
 PIP := $(BIN)/pip --disable-pip-version-check install

@@ -1,12 +1,12 @@
-"""How fast the optimizer is on a GPU, and whether it is right, in at most ten minutes.
+"""Whether the optimizer is right on a GPU, and how fast it is, in at most ten minutes.
 
     PYTHONPATH=src python benchmarks/gpu.py benchmarks/results/bench/h200.json    # or: make gpu
 
-It needs torch and Triton, and nothing else: no other package, no installed one of ours, no network.
-First come steps of a matrix, in pairs with torch's fused AdamW, with what was expected of them,
-their launches and memory; then steps of all parameters of a GPT-2; then tests/optim/test_cuda.py;
-then training steps of that GPT-2, in pairs with AdamW. What was measured so far is written after
-each of them. ``benchmarks/speed_table.py`` makes the page's table from the file.
+It needs torch, Triton and numpy, and nothing else: no other package, no installed one of ours, no
+network. First come the checks of tests/optim/gpu_checks.py; then steps of a matrix, in pairs with
+torch's fused AdamW, with what was expected of them, their launches and memory; then steps of all
+parameters of a GPT-2; then training steps of that GPT-2, in pairs with AdamW. What is known so far
+is written after each of them. ``benchmarks/speed_table.py`` makes the page's table from the file.
 """
 
 import argparse
@@ -14,9 +14,10 @@ import datetime
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,23 @@ from torch import Tensor, nn
 from coupled_adam import CoupledAdamW, param_groups
 from coupled_adam.files import write_atomically
 
-ROOT = Path(__file__).parent.parent
-TESTS = "tests/optim/test_cuda.py"
-GEOMETRY = {"row_exponent": 0.5, "zero_sum": True}
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from optim.gpu_checks import CHECKS, CHECKS_ON_A_GPU
+
 LEAN = "CoupledAdamW LEAN"
 TIMED = ("CoupledAdamW", "CoupledAdamW fused", "CoupledAdamW a=0.5, zero-sum", LEAN)
 
 
 def environment() -> dict[str, Any]:
-    """The software and hardware, as far as the table needs it; nothing need be installed."""
+    """The software and hardware."""
+    packages = {"torch": torch.__version__}
+    if (triton := sys.modules.get("triton")) is not None:
+        packages["triton"] = triton.__version__
     return {
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {"torch": torch.__version__},
+        "packages": packages,
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -154,11 +158,8 @@ def model_and_optimizer(options: argparse.Namespace, name: str) -> tuple[GPT, Ca
     model = GPT(case.rows, case.columns, options.layers, options.length).to(options.device)
     if name == "AdamW":
         return model, clipped(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
-    groups = param_groups(model, vocab_size=case.rows)
-    if name == LEAN:
-        for group in groups:
-            if group["coupled"]:
-                group.update(GEOMETRY, betas=(0.0, 0.99))
+    kind = "lean" if name == LEAN else "coupled"
+    groups = param_groups(model, kind, vocab_size=case.rows)
     return model, clipped(model, CoupledAdamW(groups, lr=1e-4, fused=True))
 
 
@@ -209,24 +210,26 @@ def summary(name: str, rounds: list[tuple[float, ...]]) -> dict[str, Any]:
     return {"name": name, "ratio": ratio, "samples": rounds}
 
 
-def run_tests(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The tests for GPUs; without our configuration of pytest, which needs its plugins."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), TESTS]
-    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=options.tests
-        )
-    except subprocess.TimeoutExpired:
-        print(f"{TESTS} took more than {options.tests:.0f} s")
-        yield {"returncode": None, "summary": ["timed out"], "failures": []}
-        return
-    lines = done.stdout.strip().splitlines()
-    failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    print("\n".join([*failures, lines[-1] if lines else done.stderr]), flush=True)
-    yield {"returncode": done.returncode, "summary": lines[-1:], "failures": failures}
+def checks(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each check: how long it took, and what went wrong."""
+    end = time.monotonic() + options.check_seconds
+    for name, check in (CHECKS_ON_A_GPU if options.device == "cuda" else CHECKS).items():
+        if time.monotonic() > end:
+            print(f"the checks took more than {options.check_seconds:.0f} s: {name} is left out")
+            yield {"name": name, "passed": False, "problem": "left out"}
+            continue
+        start, problem = time.monotonic(), None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check(options.device)
+        except Exception:
+            problem = traceback.format_exc()
+        seconds = time.monotonic() - start
+        print(f"{'FAILED' if problem else 'right'}: {name} ({seconds:.1f} s)", flush=True)
+        if problem:
+            print(problem, flush=True)
+        yield {"name": name, "passed": not problem, "seconds": seconds, "problem": problem}
 
 
 def main() -> int:
@@ -239,7 +242,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=1024, help="of its sequences")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences in a training step")
     parser.add_argument("--steps", type=int, default=100, help="of training, with each optimizer")
-    parser.add_argument("--tests", type=float, default=240.0, help="seconds, at most")
+    parser.add_argument("--check-seconds", type=float, default=240, help="no check begins after")
     parser.add_argument("--minutes", type=float, default=10.0, help="nothing begins after them")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -250,12 +253,7 @@ def main() -> int:
     print(f"{machine.device}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     print("\n".join(machine.notes), flush=True)
     content: dict[str, Any] = {"environment": environment(), "machine": machine.to_dict()}
-    sections = {
-        "results": steps,
-        "model": model_steps,
-        "tests": run_tests,
-        "training": training,
-    }
+    sections = {"checks": checks, "results": steps, "model": model_steps, "training": training}
     for name, section in sections.items():
         content[name] = []
         for measured in section(options):
@@ -263,7 +261,7 @@ def main() -> int:
             write_atomically(options.target, json.dumps(content))
             if time.monotonic() > end:
                 break
-    return int(any(tests["returncode"] != 0 for tests in content["tests"]))
+    return int(not all(check["passed"] for check in content["checks"]))
 
 
 if __name__ == "__main__":

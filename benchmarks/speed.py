@@ -21,7 +21,7 @@ from bench.steps import bench
 from bench.training import training_speed
 from tqdm import tqdm
 
-from coupled_adam.cli.options import usable_device
+from coupled_adam.cli.options import DeviceOption
 from coupled_adam.cli.terminal import print_table
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.recipe import load_recipe, override
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="draw one: .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print all numbers, and nothing else")
     options = parser.parse_args()
-    device = usable_device(options.device)
+    device = DeviceOption(device=options.device).usable_device()
     # Read before anything is timed: the code may be changed, and the machine busy, by the end.
     machine = describe_machine(device)
     content = {"environment": environment(), "machine": machine.to_dict()}

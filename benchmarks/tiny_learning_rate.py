@@ -14,7 +14,8 @@ from pathlib import Path
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.lab.training.run import train
 
@@ -32,7 +33,7 @@ def main(target: Path) -> None:
             at_rate = override(recipe, {"training.lr": lr})
             for seed in SEEDS:
                 for arm in recipe.arms:
-                    run = TrainingRun(at_rate, arm, seed, folder / f"{arm}-{lr}-{seed}")
+                    run = Run(at_rate, arm, seed, folder / f"{arm}-{lr}-{seed}")
                     train(run, corpus, Execution())
                     lines = (run.folder / "metrics.jsonl").read_text().splitlines()
                     losses = [json.loads(line).get("valid_loss") for line in lines]

@@ -24,7 +24,8 @@ from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.lab.training.run import train
 from coupled_adam.text.tokenizers import load_tokenizer
@@ -63,7 +64,7 @@ def main(target: Path, runs: Path | None = None) -> None:
             )
             corpus = prepare_corpus(changed, folder / "cache")
             for seed in SEEDS:
-                run = TrainingRun(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
+                run = Run(changed, arm, seed, folder / f"{label}-{arm}-{seed}")
                 if not (run.folder / "model").exists():
                     train(run, corpus, Execution())
                 for entry in scores(run.folder, corpus, vocabulary, held_out):

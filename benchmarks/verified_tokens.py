@@ -25,7 +25,8 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.loading import block_length, load_model
 from coupled_adam.lab.recipe import load_recipe, override
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.lab.training.run import train
 from coupled_adam.text.tokenizers import load_tokenizer
@@ -77,7 +78,7 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
     tokenizer = str(whole.tokenizer_folder)
     changed = override(recipe, {"data.tokens": str(texts), "data.tokenizer": tokenizer})
     corpus = prepare_corpus(changed, folder / "cache")
-    run = TrainingRun(changed, arm, seed, folder / f"{data}-{arm}-{seed}")
+    run = Run(changed, arm, seed, folder / f"{data}-{arm}-{seed}")
     if not (run.folder / "model").exists():
         train(run, corpus, Execution())
     unseen = (corpus.unigram_counts() == 0) & ok
@@ -85,7 +86,7 @@ def measure(folder: Path, data: str, arm: str, seed: int = 1) -> dict[str, Any]:
     model = load_model(run.folder / "model", "cpu")
     result: dict[str, Any] = {"never seen": int(unseen.sum())}
     for share in SHARES:
-        found = find_undertrained(analysis, share)
+        found = find_undertrained(analysis, share=share)
         asked = verify_undertrained(found, model, block_length(model)).verification
         assert asked is not None
         verdicts = np.array(asked.verdicts())

@@ -20,7 +20,7 @@ from coupled_adam.lab.evaluation.evaluate import Sets, measures
 from coupled_adam.lab.evaluation.loading import load_trained
 from coupled_adam.lab.models import count_parameters, output_embeddings
 from coupled_adam.lab.reporting.plots import fit_proportional
-from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.lab.run import Run
 from coupled_adam.runs import METRICS, MODEL, SECOND_MOMENTS, by_step
 from coupled_adam.text.tokenizers import load_tokenizer
 
@@ -31,7 +31,7 @@ Extra = Callable[[PreTrainedModel, Tensor], dict[str, float]]
 
 
 def evaluate(
-    run: TrainingRun,
+    run: Run,
     corpus: Corpus,
     sets: Sets,
     extra: Extra | None = None,
@@ -113,7 +113,7 @@ def _similarity(matrix: Tensor, sets: Sets, token_ids: Any) -> dict[str, Any]:
     return {name: {"r": score.r, "pairs": score.pairs} for name, score in scores.items()}
 
 
-def second_moment_fits(run: TrainingRun, counts: NDArray[Any]) -> list[dict[str, float]]:
+def second_moment_fits(run: Run, counts: NDArray[Any]) -> list[dict[str, float]]:
     """Fit AdamW's second moments at each evaluation that saved them, in order."""
     saved = by_step(run.folder / SECOND_MOMENTS, ".npy")
     probability, per_step = counts / counts.sum(), run.recipe.tokens_per_step

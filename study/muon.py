@@ -24,7 +24,9 @@ def with_rates(embeddings: float = 1.0, head: float = 1.0) -> Variant:
         training, options = recipe.training, recipe.arm(arm)
         muon = MuonArm(coupled=False, lr_factor=embeddings)
         if isinstance(options, CoupledAdamArm):
-            muon = MuonArm(True, embeddings, options.row_exponent, options.zero_sum)
+            muon = MuonArm(
+                lr_factor=embeddings, row_exponent=options.row_exponent, zero_sum=options.zero_sum
+            )
         rates = {} if recipe.model.tied else {"head_lr": head * training.lr}
         optimizer = muon.optimizer(model, training, **rates)
         (*_, positions) = optimizer.param_groups

@@ -26,7 +26,8 @@ from coupled_adam.files import write_atomically
 from coupled_adam.lab.data.corpus import Corpus, default_cache, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import Sets
 from coupled_adam.lab.recipe import Recipe, load_recipe, override
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.environment import environment
 from coupled_adam.lab.training.run import train
 
@@ -72,7 +73,7 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
     folder = paths.out / question / f"{name}-seed-{seed}"
     machine = {key: value for key, value in environment().items() if key != "command"}
     result = train_and_evaluate(
-        TrainingRun(recipe, arm, seed, folder),
+        Run(recipe, arm, seed, folder),
         prepare_corpus(recipe, default_cache()),
         word_similarity_sets(paths.word_similarity),
         entry.extra,
@@ -85,7 +86,7 @@ def run(question: str, name: str, seed: int, paths: Paths, execution: Execution)
 
 
 def train_and_evaluate(
-    run: TrainingRun,
+    run: Run,
     corpus: Corpus,
     sets: Sets,
     extra: Extra | None = None,

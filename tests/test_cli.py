@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +14,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from coupled_adam import cli
 from coupled_adam.cli import main, recipes
+from coupled_adam.cli.options import DeviceOption
 from coupled_adam.cli.parser import Parser, add_arguments
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.embeddings import analyze
+from coupled_adam.errors import UsageError
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.training import distributed
 from coupled_adam.rendering.tables import Cell, Table
 from processes import Process
 
@@ -132,7 +135,7 @@ def errors(small_recipe, text_file, tmp_path):
         "existing folder": (("--out", taken, *recipe), "continue it with --resume"),
         "existing file": (("--out", text_file, *recipe), "exists"),
         "resume of what is no comparison": (("--out", taken, "--resume"), "holds no comparison"),
-        "resume of nothing": (("--out", new, "--resume"), "holds no comparison to resume"),
+        "resume of nothing": (("--out", new, "--resume"), "to resume: leave out --resume to start"),
         "unknown option": (("--stesp", 3), "did you mean --steps?"),
         "unlike any option": (("--qqq", 3), "see coupled-adam compare --help"),
         "a key without its section": (("--lr", 3), "did you mean --training.lr?"),
@@ -150,13 +153,18 @@ def errors(small_recipe, text_file, tmp_path):
         ),
         "unknown arm": (("--arms", "adam", *recipe), "has no arm 'adam': did you mean adamw?"),
         "missing wandb": (("--logger", "wandb", *recipe), "pip install wandb"),
-        "unknown logger": (("--logger", "paper"), "--logger: invalid choice: 'paper'"),
+        "unknown logger": (("--logger", "paper"), "--logger paper: Input should be 'tensorboard'"),
         "bad steps": (("--steps", 0), "--steps 0: Input should be greater than or equal to 1"),
         "bad seeds": (("--seeds", "one"), "one: Input should be a valid integer"),
         "a seed twice": (("--seeds", 2, 2, *recipe), "seeds=[2, 2] must be different"),
         "endless seeds": (("--seeds", 9999, *recipe), "must be from 1 to 1000"),
         "no seeds": (("--seeds", 0, *recipe), "must be from 1 to 1000"),
-        "bad device": (("--device", "tpu"), "--device: invalid choice: 'tpu' (choose from"),
+        "bad device": (("--device", "tpu", *recipe), "--device tpu is not available here"),
+        "a GPU that is not there": (("--device", "cuda:99", *recipe), "--device cuda:99 is not"),
+        "a model that cannot be trained": (
+            ("model.architecture=llama", "model.config={attention_dropout: 5.0}", *recipe),
+            "model.architecture=llama cannot be trained with these values of model, of which",
+        ),
         "no value": (("--steps",), "--steps: expected one argument"),
         "two lengths": (("--steps", 3, "training.tokens=999", *recipe), "they are 3 and 999"),
         "two texts": (("--text", text_file, "data.hub=x", *recipe), "data.hub exclude each other"),
@@ -214,29 +222,6 @@ def test_a_name_that_no_file_can_have(command, capsys):
     assert main([command, "x" * 300]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "File name too long: " in line
-
-
-def test_interrupted_again_before_it_can_be_ignored(monkeypatch, capsys):
-    """The second Ctrl-C comes when the first has just been caught."""
-    handle, again = signal.signal, iter([True])
-
-    def slow_to_ignore(number, handler):
-        if next(again, False):
-            raise KeyboardInterrupt
-        return handle(number, handler)
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("coupled_adam.cli.recipes.run", interrupted)
-    monkeypatch.setattr(signal, "signal", slow_to_ignore)
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        assert main(["recipes"]) == 130
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    finally:
-        handle(signal.SIGINT, before)
-    assert capsys.readouterr().err == "\ncoupled-adam: interrupted\n"
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
@@ -358,6 +343,22 @@ def test_resume_with_the_same_recipe(begun, small_recipe, tmp_path, monkeypatch)
     assert asked == [begun, begun]
 
 
+def test_one_of_several_gpus(monkeypatch):
+    """By its number for one process; a launcher shares them out among several."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    devices = [DeviceOption(device=name).usable_device() for name in ("auto", "cuda", "cuda:1")]
+    assert devices == ["cuda", "cuda", "cuda:1"]
+    with pytest.raises(UsageError, match="--device cuda:2 is not available here; available: cuda"):
+        DeviceOption(device="cuda:2").usable_device()
+    monkeypatch.setattr(distributed, "launcher", Mock())
+    with (
+        pytest.raises(UsageError, match="--device cuda:1 is for one process"),
+        distributed.process_group("cuda:1"),
+    ):
+        pass
+
+
 def test_a_warmup_without_an_end_is_said(small_recipe, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("coupled_adam.lab.comparison.compare", lambda *_, **__: None)
     common = ["compare", "--recipe", str(small_recipe), "--out", str(tmp_path / "new")]
@@ -366,6 +367,21 @@ def test_a_warmup_without_an_end_is_said(small_recipe, tmp_path, monkeypatch, ca
         shown = capsys.readouterr().out
         assert ("The warmup of 4 steps does not end" in shown) == is_said
         assert "seeds 1, 3" in shown
+
+
+@pytest.mark.parametrize(
+    "command", [["compare"], ["train", "--arm=adamw"]], ids=["compare", "train"]
+)
+def test_nothing_to_resume_is_said(command, small_recipe, tmp_path, monkeypatch, capsys):
+    """A recipe that is named is begun; without one, OUT may be a slip of the pen."""
+    for work in ("compare", "train_and_evaluate"):
+        monkeypatch.setattr(f"coupled_adam.lab.comparison.{work}", lambda *_, **__: None)
+    resume = [*command, "--resume", "--out", str(tmp_path / "new")]
+    assert main([*resume, "--recipe", str(small_recipe)]) == 0
+    said = f"nothing to resume, so this begins anew: {tmp_path / 'new'}"
+    assert said in capsys.readouterr().out
+    assert main(resume) == 2
+    assert "to resume: leave out --resume to start one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", ["small.yaml", "tiny"])
@@ -424,13 +440,6 @@ def test_version():
     assert run("--version").stdout.strip() == f"coupled-adam {__version__}"
 
 
-def test_help():
-    result = run("compare", "--help")
-    assert result.returncode == 0
-    for option in ("--recipe", "--text", "--steps", "--seeds", "--out", "--device", "--resume"):
-        assert option in result.stdout
-
-
 def parser_of(name):
     parser = Parser(name, None)
     add_arguments(parser, cli.load_command(name).Options)
@@ -463,6 +472,31 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
     shown = " ".join(parser_of("compare").format_help().split())
     assert "--training.final_lr VALUE the final learning rate of cosine and wsd" in shown
     assert "as a share of lr (default: 0.1)" in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["m.npy", "--neighbours", "king", "queen", "--exclude", "padding,unseen"],
+        ["--exclude=padding,unseen", "--neighbours", "king", "queen", "m.npy"],
+        ["--exclude", "padding,unseen", "--neighbours", "king", "queen", "m.npy", "--show", "5"],
+        ["--exclude", "padding", "unseen", "--neighbours", "king", "queen", "--", "m.npy"],
+    ],
+)
+def test_lists_and_the_model_in_any_order(words):
+    options = cli.parse("analyze", cli.load_command("analyze"), words)
+    assert options.models == ["m.npy"]
+    assert options.neighbours == ["king", "queen"]
+    assert options.exclude == ["padding", "unseen"]
+
+
+def test_a_warning_is_one_line_without_a_place(tmp_path):
+    tensors = {"embed_tokens.weight": torch.randn(30, 4), "lm_head.weight": torch.ones(9, 4)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    result = run("analyze", tmp_path / "m.safetensors")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"coupled-adam: warning: {tmp_path}/m.safetensors: the 9 rows of")
+    assert result.returncode == 0
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -103,18 +103,3 @@ def test_a_folder_has_one_writer(tmp_path):
     for _ in range(2):
         with files.sole_writer(tmp_path):
             pass
-
-
-def test_waiting_is_announced(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(files, "_SAYS_AFTER", 0.05)
-
-    def second():
-        with files.waiting_for(tmp_path / "lock", "the first"):
-            return capsys.readouterr().err
-
-    with ThreadPoolExecutor(1) as pool:
-        with files.waiting_for(tmp_path / "lock", "nobody"):
-            later = pool.submit(second)
-            with pytest.raises(TimeoutError):
-                later.result(timeout=0.5)
-        assert later.result(timeout=30) == "waiting for the first\n"

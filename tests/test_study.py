@@ -31,8 +31,9 @@ from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.models import build_model, output_embeddings
 from coupled_adam.lab.recipe import override, parse_recipe
+from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import Checkpoints
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.run import train
 
@@ -66,7 +67,7 @@ def base(text_file):
 def test_results_are_those_of_the_laboratory(text_file, tmp_path, arm):
     recipe = small(Entry(arm), text_file)
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = TrainingRun(recipe, arm["optimizer"], 3, tmp_path / "run")
+    run = Run(recipe, arm["optimizer"], 3, tmp_path / "run")
     found = train_and_evaluate(run, corpus, {})
     assert [line["step"] for line in found["curve"]] == [2, 4]
     # Averages of averages, in training and in the laboratory: another order of summation.
@@ -129,7 +130,7 @@ def test_every_run_of_a_question_can_be_made(text_file, tmp_path, question):
     for name in variants.values():
         corpus = prepare_corpus(recipes[name], tmp_path / "cache")
         (arm,) = recipes[name].arms
-        run = TrainingRun(recipes[name], arm, 1, tmp_path / name)
+        run = Run(recipes[name], arm, 1, tmp_path / name)
         found = train_and_evaluate(run, corpus, {}, QUESTIONS[question][name].extra)
         assert "diverged_at" not in found
         json.dumps(found, allow_nan=False)
@@ -198,7 +199,7 @@ def test_help_of_the_toy_example_draws_nothing(monkeypatch):
 def test_divergence_is_a_result(text_file, tmp_path):
     recipe = override(small(Entry(ADAMW), text_file), {"training.lr": 1e30})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run")
+    run = Run(recipe, "adamw", 1, tmp_path / "run")
     assert train_and_evaluate(run, corpus, {}) == {"diverged_at": 3}  # the warmup begins at zero
 
 
@@ -326,7 +327,7 @@ def test_variants_are_resumed(text_file, tmp_path, monkeypatch, variant):
     entry = Entry(ADAMW, variant=variant)
     recipe = override(small(entry, text_file), {"training.evaluate_every": 1})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    runs = [TrainingRun(recipe, "adamw", 1, tmp_path / name) for name in ("whole", "cut")]
+    runs = [Run(recipe, "adamw", 1, tmp_path / name) for name in ("whole", "cut")]
     train(runs[0], corpus, Execution(log=()))
     told = iter([False, True, True, False])  # after steps 1, 2; 3; at the end
     monkeypatch.setattr(Checkpoints, "any_asked_to_stop", lambda _: next(told))
@@ -386,7 +387,7 @@ def test_a_variant_is_told_from_others(text_file, tmp_path):
     """A run is not resumed with another variant, nor evaluated without its own being named."""
     recipe = small(Entry(ADAMW, variant="alternatives:Z_LOSS"), text_file)
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run")
+    run = Run(recipe, "adamw", 1, tmp_path / "run")
     train(run, corpus, Execution(log=()))
     for other in (None, "study.alternatives:SOFT_CAP"):
         changed = dataclasses.replace(run, recipe=override(recipe, {"variant": other}))

@@ -77,8 +77,3 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str, most: int = 1)
     """A hint at the names that are most like an unknown one, at most so many; or another hint."""
     near = difflib.get_close_matches(name, [*names], n=most)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
-
-
-def install(extra: str) -> str:
-    """The command that installs an extra of this package, also where it came from a folder."""
-    return f"pip install 'coupled-adam[{extra}]'"

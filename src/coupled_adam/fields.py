@@ -58,9 +58,10 @@ def sections(cls: type[Any]) -> dict[str, type[Any]]:
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
-    """What the docstring of a dataclass says of each of its own fields, by name."""
+    """What the docstrings of a dataclass and its bases say of each of its fields, by name."""
     # Entries begin with the names of one or several fields; their further lines are indented.
-    text = re.sub(r"``|:(?:class|func):", "", inspect.getdoc(cls) or "")
+    docs = (inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in cls.__mro__[-2::-1])
+    text = re.sub(r"``|:(?:class|func):", "", "\n\n".join(docs))
     entries = re.findall(r"^([\w, ]+): (.*(?:\n {4}.*)*)", text, flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
     fields = [field.name for field in dataclasses.fields(cls)]

@@ -1,11 +1,9 @@
 """Files and folders that are complete or absent, and locks that end with their process."""
 
 import errno
-import hashlib
 import secrets
 import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from coupled_adam.errors import UsageError
 
 LOCK = ".lock"
 """The file by which a folder is locked; it stays when the lock is released."""
-_SAYS_AFTER = 5.0  # seconds of waiting
 
 
 def temporary_path(path: Path) -> Path:
@@ -74,35 +71,6 @@ def new_folder(path: Path, replace: bool = True) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def read_text(path: Path, errors: str = "strict") -> str:
-    """The content of a file in UTF-8, whatever the system's encoding is."""
-    return path.read_text(encoding="utf-8", errors=errors)
-
-
-def file_digest(
-    path: Path,
-    start: int = 0,
-    length: int | None = None,
-    progress: Callable[[int], object] | None = None,
-) -> str:
-    """The SHA-256 digest of a file's content, as hexadecimal digits.
-
-    Args:
-        start: the offset of the first byte.
-        length: the number of bytes; None goes on to the end of the file.
-        progress: called with the number of bytes of each piece that has been read.
-    """
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while piece := file.read(2**22 if length is None else min(2**22, length)):
-            digest.update(piece)
-            length = None if length is None else length - len(piece)
-            if progress is not None:
-                progress(len(piece))
-    return digest.hexdigest()
-
-
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
     """Lock a folder against other writing processes; the system unlocks it when this one ends.
@@ -118,25 +86,6 @@ def sole_writer(folder: Path) -> Iterator[None]:
         raise UsageError(
             f"{folder} is in use by another process: wait for it, or choose another --out"
         ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextmanager
-def waiting_for(path: Path, event: str) -> Iterator[None]:
-    """Hold the lock of a file, and wait until the process that holds it has released it.
-
-    Args:
-        event: what is said on standard error to be waited for, after some seconds.
-    """
-    lock = FileLock(path)
-    with suppress(Timeout):
-        lock.acquire(timeout=_SAYS_AFTER)
-    if not lock.is_locked:
-        print(f"waiting for {event}", file=sys.stderr, flush=True)
-        lock.acquire()
     try:
         yield
     finally:

@@ -15,11 +15,7 @@ A run is a folder, a comparison is a folder of runs, and nothing else carries st
     report/                    made of the runs, at any time
 """
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-
-from coupled_adam.files import read_text
 
 CONFIG = "config.yaml"
 ENVIRONMENT = "environment.json"
@@ -67,15 +63,3 @@ def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
     """The files or folders ``step-N`` with a suffix, by N, in ascending order."""
     steps = {path.name[len("step-") :].removesuffix(suffix): path for path in folder.glob("step-*")}
     return dict(sorted((int(step), path) for step, path in steps.items() if step.isdecimal()))
-
-
-def logged_lines(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Each complete line of a log, with its step and its first metric."""
-    if not path.exists():
-        return
-    for line in read_text(path, "replace").splitlines(keepends=True):
-        # The last line may have been cut off when the process was killed.
-        if not line.endswith("\n"):
-            continue
-        step, metric = list(json.loads(line).items())[:2]
-        yield step[1], metric[0], line

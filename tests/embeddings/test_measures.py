@@ -72,18 +72,6 @@ def test_isotropy_of_large_norms_does_not_overflow():
     assert np.isfinite(measures.isotropy(matrix))
 
 
-def test_norms_and_condition_by_definition():
-    matrix = cloud()
-    norms = [np.sqrt(sum(x * x for x in row)) for row in matrix]
-    mu = sum(matrix) / len(matrix)
-    np.testing.assert_allclose(measures.mean_embedding(matrix), mu)
-    np.testing.assert_allclose(measures.row_norms(matrix), norms)
-    assert measures.mean_norm(matrix) == pytest.approx(np.sqrt(mu @ mu))
-    assert measures.mean_norm_ratio(matrix) == pytest.approx(np.sqrt(mu @ mu) / np.mean(norms))
-    sigma = np.linalg.svd(matrix, compute_uv=False)
-    assert measures.condition(matrix) == pytest.approx(100 * sigma[-1] / sigma[0])
-
-
 def test_condition_of_a_wide_matrix_has_min_of_v_and_h_singular_values():
     wide = cloud(3, 8)
     sigma = np.linalg.svd(wide, compute_uv=False)

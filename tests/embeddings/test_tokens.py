@@ -75,6 +75,21 @@ def test_categories_of_other_tokenizers():
     assert (vocabulary.row("a"), vocabulary.row(" a"), vocabulary.row("#3")) == (4, 5, 3)
 
 
+def test_a_token_in_any_spelling():
+    """Its text with or without the space before it, or as the tokenizer has it."""
+    vocabulary = Vocabulary(
+        [" the", "ing", "the"],
+        np.array(["ok"] * 3),
+        np.zeros(3, bool),
+        spelled={"▁the": 0, "##ing": 1, "the": 2, "none": 7},
+    )
+    rows = {" the": 0, "▁the": 0, "the": 2, "ing": 1, "##ing": 1, "#2": 2}
+    assert {text: vocabulary.row(text) for text in rows} == rows
+    for unknown in ("none", "#3", ""):
+        with pytest.raises(UsageError, match="token"):
+            vocabulary.row(unknown)
+
+
 def test_names_are_harmless_in_a_terminal():
     vocabulary = Vocabulary(["\x1b[31mred\u202e", ""], np.array(["ok", "none"]), np.zeros(2, bool))
     assert vocabulary.name(0) == r"'\x1b[31mred\u202e'"

@@ -416,10 +416,10 @@ CASES = {
     "rows, zero_sum": lambda: sharded(*ROWS, {"zero_sum": True}, ["f64[8]", "f64[8]", "f64[]"]),
     "rows, row_exponent": lambda: sharded(*ROWS, ROW, ["f64[8]", "f64[]"]),
     "columns": lambda: sharded(*COLUMNS, {}, []),
-    "columns, row_exponent": lambda: sharded(*COLUMNS, ROW, ["f64[16]"]),
+    "columns, row_exponent": lambda: sharded(*COLUMNS, ROW, ["f64[16]", "f64[]"]),
     "columns, zero_sum": lambda: sharded(*COLUMNS, {"zero_sum": True}, ["f64[16]"]),
     "both": lambda: sharded(*BOTH, {}, ["f64[4]"]),
-    "both, row_exponent": lambda: sharded(*BOTH, ROW, ["f64[4]", "f64[4]", "f64[]"]),
+    "both, row_exponent": lambda: sharded(*BOTH, ROW, ["f64[4]", "f64[4]", "f64[]", "f64[]"]),
     "both, zero_sum": lambda: sharded(*BOTH, {"zero_sum": True}, ["f64[4]"] * 3 + ["f64[]"]),
 }
 

@@ -1,11 +1,7 @@
 """Each framework's own code builds the optimizer, which updates as one made of ``param_groups``."""
 
 import copy
-import dataclasses
-import importlib
-import sys
 import types
-from typing import Any
 
 import pytest
 import torch
@@ -176,82 +172,36 @@ def test_pytorch_optimizer():
     assert all(optimizer.state[p]["exp_avg_sq"].shape == (H,) for p in coupled)
 
 
-@dataclasses.dataclass
-class Entry:
-    """The fields of Megatron-LM's ``EmergingOptimizerEntry`` at 000a717."""
-
-    optimizer_cls: Any
-    init_state_fn: Any
-    config_to_kwargs: Any
-    default_param_overrides: Any
-
-
-def stand_in(monkeypatch, name, **content):
-    """A module of a framework that is not here, with the parents of its name."""
-    parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
-    vars(sys.modules[name]).update(content)
+def test_nemo_automodel():
+    """From a class path and options, as its recipes build what a YAML file names."""
+    optim = pytest.importorskip("nemo_automodel.components.optim.optimizer")
+    model = Decoder()
+    options = {**OPTIONS, "weight_decay": 0.0, "vocab_size": V, "embeddings": "lean"}
+    (optimizer,) = optim.build_optimizer(model, ("coupled_adam.CoupledAdamW", options))
+    assert_as_param_groups(model, optimizer, 0.0, "lean")
 
 
-def imported(monkeypatch, name):
-    """Our module for a framework, imported anew and forgotten again."""
-    name = f"coupled_adam.integrations.{name}"
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module(name)
-    monkeypatch.delitem(sys.modules, name)
-    return module
+def test_modalities():
+    """As its ``Main`` builds a component from the configuration."""
+    pytest.importorskip("modalities.config.pydantic_if_types")
+    from coupled_adam.integrations.modalities import CoupledAdamWConfig, coupled_adam_w
 
-
-def test_modalities(monkeypatch):
-    """As it builds a component from its configuration; Modalities itself is not here."""
-    module = "modalities.config.pydantic_if_types"
-    stand_in(monkeypatch, module, PydanticPytorchModuleType=Any)
-    modalities = imported(monkeypatch, "modalities")
     model = Decoder()
     options = {**OPTIONS, "weight_decay": 0.3, "embeddings": "lean", "wrapped_model": model}
-    config = modalities.CoupledAdamWConfig(**options)
-    optimizer = modalities.coupled_adam_w(**dict(config))
+    optimizer = coupled_adam_w(**dict(CoupledAdamWConfig(**options)))
     assert_as_param_groups(model, optimizer, 0.3, "lean")
 
 
-def test_megatrons_registry(monkeypatch):
-    """As its ``_create_emerging_optimizer`` uses an entry; Megatron itself is not here."""
-    registry = {}
-    module = "megatron.core.optimizer.emerging_optimizers"
-    stand_in(monkeypatch, module, _EMERGING_OPTIMIZERS=registry, EmergingOptimizerEntry=Entry)
-    imported(monkeypatch, "megatron")
-    entry = registry["coupled_adam"]
-    model = Decoder()
-    for layer in (model.tok_embeddings, model.lm_head):
-        layer.weight.is_embedding_or_output_parameter = True
-    config = types.SimpleNamespace(
-        lr=1e-2, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.0
-    )
-    groups = [{"params": [*model.parameters()], "wd_mult": 1.0}]
-    optimizer = entry.optimizer_cls(groups, **entry.config_to_kwargs(config, [model], None))
-    entry.init_state_fn(optimizer, config)
-    for p in model.parameters():
-        shape = (H,) if hasattr(p, "is_embedding_or_output_parameter") else p.shape
-        assert optimizer.state[p]["exp_avg_sq"].shape == shape
-    assert {group["wd_mult"] for group in optimizer.param_groups} == {1.0}
-
-
-def test_ms_swift(monkeypatch, tmp_path):
-    """As its trainer calls the callback; ms-swift itself is not here."""
+def test_ms_swift(tmp_path):
+    """As its trainer takes the optimizer from the callback that the arguments name."""
+    swift = pytest.importorskip("swift.optimizers")
     from transformers import TrainingArguments
 
-    class OptimizerCallback:
-        def __init__(self, args, trainer):
-            self.args, self.trainer = args, trainer
+    import coupled_adam.integrations.ms_swift  # noqa: F401
 
-    names = {}
-    stand_in(
-        monkeypatch, "swift.optimizers", OptimizerCallback=OptimizerCallback, optimizers_map=names
-    )
-    imported(monkeypatch, "ms_swift")
     model = Decoder()
     options = {"learning_rate": 1e-2, "adam_beta2": 0.95, "weight_decay": 0.3, "use_cpu": True}
-    args = TrainingArguments(str(tmp_path), **options)
-    callback = names["coupled_adamw"](args, types.SimpleNamespace(model=model))
-    assert_as_param_groups(model, callback.create_optimizer(), 0.3)
+    args = TrainingArguments(str(tmp_path), **options, optim_args="embeddings=lean")
+    trainer = types.SimpleNamespace(model=model)
+    callback = swift.optimizers_map["coupled_adamw"](args, trainer)
+    assert_as_param_groups(model, callback.create_optimizer(), 0.3, "lean")

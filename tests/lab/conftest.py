@@ -9,7 +9,8 @@ from transformers import AutoTokenizer
 import token_models
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.run import train
 from laboratory import Laboratory
 
@@ -33,7 +34,7 @@ seeds: [1]
 """)
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
-    train(TrainingRun(recipe, "adamw", 1, folder / "run"), corpus, Execution(log=()))
+    train(Run(recipe, "adamw", 1, folder / "run"), corpus, Execution(log=()))
     return folder / "run", corpus
 
 

@@ -117,6 +117,10 @@ def test_counts_and_token_files(gpt2, tmp_path, capsys):
     assert counted == as_json(capsys, gpt2, "--counts", tmp_path / "counts.npy")
     assert counted["unseen_tokens"] == 48
     assert -1 < counted["norm_frequency_correlation"] < 1
+    tokens.astype(np.int64).tofile(tmp_path / "wide.bin")
+    wide = (gpt2, "--tokens", tmp_path / "wide.bin")
+    assert counted == as_json(capsys, *wide, "--token-dtype", "int64")
+    assert "--token-dtype of analyze" in run(capsys, *wide)[2]
     np.save(tmp_path / "long.npy", np.ones(449))
     np.save(tmp_path / "negative.npy", -np.ones(448))
     np.save(tmp_path / "one.npy", np.array(3))
@@ -177,6 +181,9 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
     assert isotropy.split()[-3:] == ["≥", "0.8", "[1]"]
     assert "[1] 0.83 to 0.97 with Coupled Adam" in shown
     assert "0.75 to 0.81" not in shown  # of a measure that needs counts
+    lines = {line[:20].strip(): line.split()[-2] for line in shown.splitlines() if "[" in line}
+    assert lines["effective rank"] == "higher"
+    assert lines["explained variance o"] == "lower"
     assert "<em>1.0" in page.read_text()  # the relative mean norm
     run(capsys, tmp_path / "healthy.npy", "--html", page, "--overwrite")
     assert "<em>" not in page.read_text()
@@ -189,7 +196,7 @@ def test_healthy_ranges(tmp_path, capsys, monkeypatch):
         (Healthy("", high=0.05), "≤ 0.05", [0.0, 0.05], [0.051]),
         (Healthy("", -0.5, 0.5), "0 ± 0.5", [-0.5, 0.0, 0.5], [-0.6, 0.6]),
         (Healthy("", 1.0, 2.0), "1 to 2", [1.0, 2.0], [0.9, 2.1]),
-        (Healthy(""), "higher", [-1e9, 1e9], []),
+        (Healthy(""), "", [-1e9, 1e9], []),
     ],
 )
 def test_a_healthy_range(healthy, text, inside, outside):
@@ -317,7 +324,7 @@ def test_unusable_input(gpt2, tmp_path, capsys):
         (gpt2, "--top", 17): "--top 17: the embeddings of",
         (gpt2, "--word-similarity", tmp_path): "has no word-similarity set",
         (tmp_path / "zero.npy",): "zero.npy: every row of embeddings is zero",
-        (gpt2, "--exclude", "some"): "'padding', 'unseen'",
+        (gpt2, "--exclude", "some"): "'padding' or 'unseen'",
     }.items():
         code, out, err = run(capsys, *arguments)
         assert (code, out, err.count("\n")) == (2, "", 1), err
@@ -427,6 +434,7 @@ def test_vectors_with_their_words(tmp_path, capsys):
     near = found["neighbours"][0]["raw"][0]
     order = np.argsort(-np.where(np.arange(40) == 3, -2, units @ units[3]))
     assert near["token"] == repr(f"w{order[0]}")
+    assert found["diagnosis"][-1].endswith("without their counts: add --tokens or --counts.")
     shown = run(capsys, tmp_path / "glove.txt", *options)[1]
     assert "by ranks" not in shown
     assert (

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from coupled_adam.errors import UsageError
-from coupled_adam.files import new_folder, waiting_for
-from coupled_adam.lab.data.corpus import default_cache, prepare_corpus
+from coupled_adam.files import new_folder
+from coupled_adam.lab.data import corpus as corpora
+from coupled_adam.lab.data.corpus import default_cache, prepare_corpus, waiting_for
 from coupled_adam.lab.data.tokenization import corpus_tokenizer, held_out_split
 from coupled_adam.lab.recipe import load_recipe, override
 from coupled_adam.text.documents import passages
@@ -121,26 +123,6 @@ def test_splits_do_not_depend_on_the_rest_of_the_text(recipe, text_file, tmp_pat
     two = prepare_corpus(with_text(recipe, folder), tmp_path / "cache")
     assert set(decoded(one, "test")) <= set(decoded(two, "test"))
     assert not set(decoded(two, "test")) & set(decoded(two, "train"))
-
-
-def test_formats_agree(recipe, text_file, tmp_path):
-    """The same documents are the same tokens, from plain text, JSON Lines, and packed."""
-    texts = [part.strip() for part in text_file.read_text().split("\n\n") if part.strip()]
-    plain = override(recipe, {"data.separator": "\n\n"})
-    lines = json_lines(tmp_path / "a.jsonl", texts)
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines.read_bytes()))
-    one, *others = (
-        prepare_corpus(one, tmp_path / "cache")
-        for one in (
-            plain,
-            with_text(recipe, lines),
-            with_text(recipe, tmp_path / "a.jsonl.xz"),
-        )
-    )
-    for other in others:
-        assert other.folder != one.folder
-        for split in SPLITS:
-            np.testing.assert_array_equal(other.tokens(split)[:], one.tokens(split)[:])
 
 
 def test_own_splits_and_limits(recipe, tmp_path, monkeypatch):
@@ -248,6 +230,21 @@ def test_two_processes_at_once(process, recipe, tmp_path):
     assert said.split() == [folder]
     assert [str(path) for path in entries(tmp_path / "cache")] == [folder]
     assert str(prepare_corpus(recipe, tmp_path / "cache").folder) == folder
+
+
+def test_waiting_is_announced(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(corpora, "_SAYS_AFTER", 0.05)
+
+    def second():
+        with waiting_for(tmp_path / "lock", "the first"):
+            return capsys.readouterr().err
+
+    with ThreadPoolExecutor(1) as pool:
+        with waiting_for(tmp_path / "lock", "nobody"):
+            later = pool.submit(second)
+            with pytest.raises(TimeoutError):
+                later.result(timeout=0.5)
+        assert later.result(timeout=30) == "waiting for the first\n"
 
 
 def test_kill_in_the_middle(process, recipe, tmp_path):

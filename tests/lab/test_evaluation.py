@@ -323,11 +323,6 @@ def test_what_is_no_finished_run(run):
     assert not (folder / "evaluation.json").exists()
 
 
-def test_word_similarity_sets_that_cannot_be_used(tmp_path):
-    with pytest.raises(UsageError, match=r"--word-similarity: .* has no word-similarity set"):
-        word_similarity_sets(tmp_path)
-
-
 def word_level(normalizer, pre_tokenizer, vocabulary):
     """A tokenizer of whole words, as WordPiece or SentencePiece mark them."""
     tokens = {token: i for i, token in enumerate(["[UNK]", *vocabulary])}

@@ -108,7 +108,8 @@ def test_the_export_as_vectors_and_metadata(page, tmp_path, capsys):
     assert "must end in .parquet or .tsv" in capsys.readouterr().err
     (tmp_path / "tokens.tsv").unlink()
     assert main(["analyze", *arguments]) == 2
-    assert "tokens-metadata.tsv, which exists: name another file" in capsys.readouterr().err
+    assert "tokens-metadata.tsv exists: choose another name, or add" in capsys.readouterr().err
+    assert main(["analyze", *arguments, "--overwrite"]) == 0
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from coupled_adam.files import sole_writer
 from coupled_adam.lab import comparison
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.recipe import load_recipe
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.run import train
 from laboratory import EXACT, LONG, SHORT, close
 
@@ -56,7 +57,7 @@ seeds: [1]
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
     for seed in (1, 2):
-        run = TrainingRun(recipe, "coupled_adam", seed, folder / str(seed))
+        run = Run(recipe, "coupled_adam", seed, folder / str(seed))
         train(run, corpus, Execution(log=()))
     return folder, recipe, corpus
 
@@ -70,7 +71,7 @@ def unfinished(finished, tmp_path):
 
     def go_on(**options):
         execution = Execution(log=(), **options)
-        train(TrainingRun(recipe, "coupled_adam", 1, run), corpus, execution)
+        train(Run(recipe, "coupled_adam", 1, run), corpus, execution)
         return load_file(run / "model" / "model.safetensors")
 
     return run, go_on
@@ -177,7 +178,7 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
     changed = prepare_corpus(recipe, tmp_path / "cache")
     text.write_text(before)
     with pytest.raises(UsageError, match=ANOTHER_TEXT):
-        train(TrainingRun(recipe, "coupled_adam", 1, run), changed, Execution(log=()))
+        train(Run(recipe, "coupled_adam", 1, run), changed, Execution(log=()))
     assert not (run / "model").exists()
     go_on()
 

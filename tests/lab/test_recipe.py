@@ -1,6 +1,5 @@
 """Recipes: what they say, what they build, and what is refused before any work."""
 
-import dataclasses
 import re
 
 import pytest
@@ -23,6 +22,7 @@ from coupled_adam.lab.recipe import (
 )
 from coupled_adam.lab.safe_yaml import read_yaml
 from coupled_adam.lab.training.loss import sequence_losses
+from coupled_adam.lab.training.run import try_out
 from coupled_adam.lab.training.schedules import lr_scheduler
 
 PAPER = {  # max lr, heads, layers, H, N as named, steps for each D
@@ -125,7 +125,15 @@ def test_config_of_an_architecture():
         ),
         (
             {"architecture": "llama", "config": {"num_hidden_layers": 10**9}},
-            r"model.config.num_hidden_layers is what other keys of model give: leave it out",
+            r"model.config.num_hidden_layers is what other keys give: leave it out",
+        ),
+        (
+            {"architecture": "opt", "intermediate_size": 99},
+            "model.intermediate_size=99: opt has another name .* give it in model.config",
+        ),
+        (
+            {"architecture": "llama", "config": {"dtype": "float16"}},
+            "dtype is what other keys give",
         ),
         ({"architecture": "gptj", "config": {"n_layer": 3}}, "config.n_layer is what other keys"),
         (
@@ -138,6 +146,25 @@ def test_architectures_that_cannot_be_built(values, said):
     recipe = override(load_recipe("tiny"), {f"model.{key}": v for key, v in values.items()})
     with pytest.raises(UsageError, match=said):
         parameters(recipe)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"attention_dropout": 5.0}, "dropout probability has to be between 0 and 1"),
+        ({"num_key_value_heads": 3}, "must match the size"),
+        ({"return_dict": False}, "has no attribute"),
+        ({"rms_norm_eps": -1.0}, "the loss is nan"),
+        ({"output_attentions": True}, "is not supported"),  # it trains, and cannot be saved
+    ],
+    ids=str,
+)
+def test_a_model_is_tried_out(values, said):
+    """With a tiny batch, forwards and backwards; what transformers finds out only then is said."""
+    llama = override(load_recipe("tiny"), {"model.architecture": "llama"})
+    try_out(llama, "cpu")
+    with pytest.raises(UsageError, match=f"llama cannot be trained with these values.*{said}"):
+        try_out(override(llama, {"model.config": values}), "cpu")
 
 
 def test_gpt2_has_no_config_of_its_own():
@@ -372,22 +399,14 @@ def given(*words):
     ("words", "message"),
     [
         (["training.lr=1e-3,3e-3"], "training.lr=1e-3,3e-3: Input should be a valid number"),
-        (["training.lr=true"], "training.lr=true: Input should be a valid number"),
-        (["training.lr=0"], "training.lr=0: Input should be greater than 0"),
         (["training.betas=[0.9, 1.0]"], "training.betas.1=1.0: Input should be less than 1"),
-        (["training.betas=null"], "training.betas=None: Input should be a valid tuple"),
-        (["training.schedule=linear"], "Input should be 'cosine', 'constant' or 'wsd'"),
-        (["model.n_layer=2.5"], "model.n_layer=2.5: Input should be a valid integer"),
         (["model.n_layer=true"], "model.n_layer=true: Input should be a valid integer"),
-        (["model.tied=perhaps"], "model.tied=perhaps: Input should be a valid boolean"),
         (["model={n_layer: 3}"], "model.architecture: Field required"),
-        (["model=/etc/hostname"], "model=/etc/hostname: Input should be a dictionary"),
         (["model.n_layr=24"], "model.n_layr is no key: did you mean n_layer?"),
         (["training.n_layer=1"], "did you mean model.n_layer?"),
         (["n_layer=2"], "n_layer is no key: did you mean model.n_layer?"),
         (["modl.n_layer=24"], "modl is no key: did you mean model?"),
         (["name.x=3"], "name has no keys of its own"),
-        (["seeds=[4294967296]"], "seeds.0=4294967296: Input should be less than 4294967296"),
         (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
         (["name=../evil"], "name='../evil' must be letters"),
         (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
@@ -395,8 +414,6 @@ def given(*words):
         (["training.tokens=3"], "give one of training.steps and training.tokens"),
         (["training.tokens=2047", "training.steps=null"], "is less than one batch of 32 x 64"),
         (["training.warmup=1.5"], "training.warmup=1.5 must be a whole number of steps"),
-        (["data.held_out=0.5"], "data.held_out=0.5: Input should be less than 0.5"),
-        (["data.max_tokens=0"], "data.max_tokens=0: Input should be greater than or equal to 1"),
         (["data.text=a", "data.hub=b"], "data.text and data.hub exclude each other"),
         (["data.separator=''"], "data.separator='' separates nothing"),
         (["arms={}"], "arms must name at least one arm"),
@@ -415,7 +432,6 @@ def given(*words):
         (["variant=.x:V"], "variant='.x:V' must be module:name"),
         (["data.text=2001-02-30"], "is not YAML: day is out of range"),
         (["data.text=" + 1000 * "["], "is not YAML: it is nested too deeply"),
-        (["model.n_layer=[1"], "is not YAML"),
         (["model={n_layer: 3, n_layer: 4}"], "the key n_layer is given twice"),
     ],
 )
@@ -429,17 +445,6 @@ def test_errors(words, message):
 def test_stablelm_needs_even_heads():
     with pytest.raises(UsageError, match="heads of odd width"):
         override(load_recipe("tiny-stablelm"), {"model.n_embd": 66})
-
-
-def test_overrides():
-    changed = override(
-        load_recipe("tiny"),
-        given("model.n_layer=24", "training.lr=1e-3", "training.betas=[0.8, 0.9]", "data.text=a=b"),
-    )
-    assert changed.model.n_layer == 24
-    assert changed.training.lr == 1e-3
-    assert changed.training.betas == (0.8, 0.9)
-    assert changed.data.text == "a=b"
 
 
 def test_lists_of_values_make_arms():
@@ -546,13 +551,6 @@ def test_messages_hold_no_control_characters():
     assert str(error.value).isprintable()
 
 
-@pytest.mark.parametrize("seeds", [[1], [2, 3]], ids=str)
-def test_recipes_from_plain_values(seeds):
-    recipe = load_recipe("tiny")
-    expected = dataclasses.replace(recipe, seeds=seeds)
-    assert recipe_from({**recipe.to_dict(), "seeds": seeds}, "here") == expected
-
-
 def test_numbers_that_are_text_in_plain_values():
     values = load_recipe("tiny").to_dict()
     text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
@@ -563,9 +561,6 @@ def test_numbers_that_are_text_in_plain_values():
     ("wrong", "message"),
     [
         ({"seeds": [-1]}, r"here.*seeds.0=-1"),
-        ({"seeds": [1, 1]}, "here.*seeds"),
-        ({"seeds": ["one"]}, "here.*seeds"),
-        ({"seeds": 1.5}, "here.*seeds"),
         ({"name": 1}, "here.*name=1: Input should be a valid string"),
         ({1: 2}, "here must consist of keys and values"),
     ],
@@ -574,11 +569,6 @@ def test_numbers_that_are_text_in_plain_values():
 def test_plain_values_that_are_wrong(wrong, message):
     with pytest.raises(UsageError, match=message):
         recipe_from({**load_recipe("tiny").to_dict(), **wrong}, "here")
-
-
-def test_plain_values_in_a_list():
-    with pytest.raises(UsageError, match="here must consist of keys and values"):
-        recipe_from([load_recipe("tiny").to_dict()], "here")
 
 
 @pytest.mark.parametrize("name", ["tiny", "124M-20B-sgd"])

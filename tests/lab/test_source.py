@@ -143,17 +143,6 @@ def found(data, vocab_size=300):
     return {split: Tokens(parts) for split, parts in files.items()}
 
 
-def test_nano_gpt(tmp_path):
-    """Bare files; the second half of the validation tokens is the test split."""
-    train, valid = ids(5000), ids(1001, seed=1)
-    train.tofile(tmp_path / "train.bin")
-    valid.tofile(tmp_path / "val.bin")
-    splits = found(Data(tokens=str(tmp_path)))
-    np.testing.assert_array_equal(splits["train"][:], train)
-    np.testing.assert_array_equal(splits["valid"][:], valid[:500])
-    np.testing.assert_array_equal(splits["test"][:], valid[500:])
-
-
 def test_llm_c(tmp_path):
     """Several files for a split, in the order of their names; test files of their own."""
     parts = [ids(100 + i, seed=i) for i in range(3)]

@@ -28,8 +28,9 @@ from coupled_adam.lab.evaluation.evaluate import held_out_loss
 from coupled_adam.lab.evaluation.loading import load_model
 from coupled_adam.lab.models import output_embeddings
 from coupled_adam.lab.recipe import load_recipe, override
+from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import run as training
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.loggers import MetricsFile, cut_log
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
@@ -367,7 +368,7 @@ def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
 def test_a_batch_that_cannot_be_shared(recipe, monkeypatch, tmp_path):
     monkeypatch.setattr(training, "world_size", lambda: 3)
     with pytest.raises(UsageError, match=r"batch_size=4 cannot be shared by 3 processes"):
-        training.train(TrainingRun(recipe, "adamw", 1, tmp_path / "run"), None, Execution())
+        training.train(Run(recipe, "adamw", 1, tmp_path / "run"), None, Execution())
     assert not (tmp_path / "run").exists()
 
 
@@ -389,7 +390,7 @@ def test_a_variant_intervenes_when_it_should(recipe, text_file, tmp_path, monkey
     changes = {"training.steps": 5, "variant": "interventions:NOTED"}
     recipe = override(recipe, {"data.text": str(text_file), **changes})
     corpus = prepare_corpus(recipe, tmp_path / "cache")
-    run = TrainingRun(recipe, "adamw", 1, tmp_path / "run")
+    run = Run(recipe, "adamw", 1, tmp_path / "run")
     training.train(run, corpus, Execution(log=()))
     assert calls == ["step", "step", "AdamW", "step", "step", "step", "end"]
     weights = load_file(run.folder / "model" / "model.safetensors")
@@ -470,7 +471,7 @@ def test_what_is_no_variant(name, said, lab):
 def test_one_bar_for_all_runs(recipe, tmp_path, monkeypatch, capsys):
     """Steps of all runs, of which finished ones count as done; whole at 60 columns."""
     monkeypatch.setenv("COLUMNS", "60")
-    runs = [TrainingRun(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
+    runs = [Run(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
     steps = recipe.steps
     with Progress(runs) as progress:
         bar = progress._bar

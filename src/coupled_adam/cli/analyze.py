@@ -9,17 +9,19 @@ example: coupled-adam analyze gpt2 --undertrained --html page.html
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from coupled_adam.cli.options import (
     ModelOptions,
     OverwriteOption,
     TokenizerOption,
+    Words,
     WordSimilarityOption,
+    check_output,
     write_file,
 )
 from coupled_adam.cli.parser import Positional
@@ -29,7 +31,10 @@ from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
     from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
+    from coupled_adam.embeddings.geometry import Progress
     from coupled_adam.embeddings.undertrained import UndertrainedReport
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,7 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     counts: a .npy file with a unigram count for each token.
     text: count the tokens of this file, or of this folder's files.
     tokens: count these token files.
+    token_dtype: the type of the ids in them (default: found out).
     exclude: leave out padding (rows that belong to no token of the tokenizer), or unseen tokens
         (with a count of zero).
     top: how many top principal directions to remove (default: H / 100, rounded up).
@@ -65,7 +71,8 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     counts: Path | None = None
     text: Path | None = None
     tokens: list[Path] | None = None
-    exclude: list[Literal["padding", "unseen"]] | None = None
+    token_dtype: Literal["uint16", "uint32", "int64"] | None = None
+    exclude: Words[Literal["padding", "unseen"]] | None = None
     top: WholeNumber | None = None
     all: bool = False
     undertrained: bool = False
@@ -99,6 +106,7 @@ def run(options: Options) -> None:
         counts=options.counts,
         text=options.text,
         tokens=options.tokens or [],
+        token_dtype=options.token_dtype,
     )
     # A model that cannot be asked is refused before the matrices are measured.
     folders = _verifiable(options.models, inputs) if options.verify else {}
@@ -116,28 +124,35 @@ def run(options: Options) -> None:
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
-    undertrained: list[UndertrainedReport] = []
-    neighbours, duplicates, comparisons = [], [], []
+
+    def each(question: str, answer: Callable[[Analysis, Progress], T], is_asked: bool) -> list[T]:
+        """The answers for all matrices, if the question is asked."""
+        answers = []
+        for entry in analyses if is_asked else ():
+            with progress_bar(f"{question}, {entry.label}") as progress:
+                answers.append(answer(entry, progress))
+        return answers
+
     # The map colors tokens by how well they were trained, so it needs these answers, too.
-    if options.undertrained or options.explore or options.export:
-        for entry in analyses:
-            with progress_bar(f"under-trained tokens, {entry.label}") as progress:
-                undertrained.append(find_undertrained(entry, progress=progress))
+    is_mapped = options.explore is not None or options.export is not None
+    undertrained = each(
+        "under-trained tokens", find_undertrained, options.undertrained or is_mapped
+    )
     if options.verify:
         undertrained = _verified(undertrained, folders, target)
-    if options.neighbours is not None:
-        for entry in analyses:
-            with progress_bar(f"neighbours, {entry.label}") as progress:
-                neighbours.append(find_neighbours(entry, options.neighbours, progress))
-    if options.duplicates:
-        for entry in analyses:
-            with progress_bar(f"duplicates, {entry.label}") as progress:
-                duplicates.append(find_duplicates(entry, progress))
+    tokens = options.neighbours
+    neighbours = each(
+        "neighbours",
+        lambda a, progress: find_neighbours(a, tokens or (), progress),
+        tokens is not None,
+    )
+    duplicates = each("duplicates", find_duplicates, options.duplicates)
+    comparisons = []
     if options.compare:
         with progress_bar("what changed") as progress:
             comparisons = changes.compare_analyses(by_model[0], by_model[1], progress)
-    # Pages are made before anything is printed, so that an error leaves no half of a result.
     listed = undertrained if options.undertrained else []
+    # Pages are made before anything is printed, so that an error leaves no half of a result.
     files: list[tuple[str, Path, str | bytes]] = []
     if options.csv is not None:
         files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
@@ -145,18 +160,16 @@ def run(options: Options) -> None:
         from coupled_adam.embeddings.analysis_page import analyses_page
 
         files.append(("--html", options.html, analyses_page(analyses, listed)))
-    if options.export is not None:
-        from coupled_adam.embeddings.explorer import export
-
-        with progress_bar("neighbours for the export") as progress:
-            exported = export(undertrained, comparisons, str(options.export), progress)
-        files += [("--export", Path(name), content) for name, content in exported.items()]
-    if options.explore is not None:
-        from coupled_adam.embeddings.explorer import explorer_page
+    if is_mapped:
+        from coupled_adam.embeddings.explorer import explorer_page, export
 
         with progress_bar("neighbours for the map") as progress:
-            page = explorer_page(undertrained, comparisons, progress)
-        files.append(("--explore", options.explore, page))
+            if options.export is not None:
+                exported = export(undertrained, comparisons, str(options.export), progress)
+                files += [("--export", Path(name), content) for name, content in exported.items()]
+            if options.explore is not None:
+                page = explorer_page(undertrained, comparisons, progress)
+                files.append(("--explore", options.explore, page))
     try:
         for file in files:
             write_file(*file)
@@ -171,11 +184,12 @@ def run(options: Options) -> None:
                 sentences = f"{analyzed.label}: {' '.join(diagnosis.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
-            tables = [named.table(options.show) for named in listed]
-            tables += [table for entry in neighbours for table in entry.tables()]
-            tables += [entry.table(options.show) for entry in duplicates]
-            tables += [table for entry in comparisons for table in entry.tables(options.show)]
-            for table in tables:
+            for table in (
+                *(named.table(options.show) for named in listed),
+                *(table for entry in neighbours for table in entry.tables()),
+                *(entry.table(options.show) for entry in duplicates),
+                *(table for entry in comparisons for table in entry.tables(options.show)),
+            ):
                 print_table(table)
 
 
@@ -229,7 +243,10 @@ def _check(options: Options) -> None:
         csv=options.csv, html=options.html, explore=options.explore, export=options.export
     )
     if options.explore or options.export:
-        from coupled_adam.embeddings.explorer import check_installed
+        from coupled_adam.embeddings.explorer import check_installed, metadata_file
 
         export_to = None if options.export is None else str(options.export)
         check_installed(options.explore is not None, export_to)
+        if export_to is not None and export_to.endswith(".tsv"):
+            beside = Path(metadata_file(export_to))
+            check_output("--export", beside, overwrite=options.overwrite)

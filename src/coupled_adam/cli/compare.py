@@ -13,9 +13,14 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, Selection, check_output
+from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
+    RunOptions,
+    Selection,
+    check_output,
+    nothing_to_resume,
+)
 from coupled_adam.cli.terminal import console, print_path, print_table
-from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
     from coupled_adam.lab.reporting.report import Report
@@ -40,8 +45,8 @@ def run(options: Options) -> None:
     out = options.out or Path("runs") / str(plain.get("name"))
     check_output("--out", out)
     stored = comparison.stored_recipe(out) if options.resume else None
-    if options.resume and options.out and not options.recipe and not stored:
-        raise UsageError(f"--out {out} holds no comparison to resume: choose another folder")
+    if options.resume and not stored:
+        nothing_to_resume(out, "comparison", named=options.recipe or not options.out)
     if stored and not options.recipe:
         plain = stored.to_dict()
     recipe = options.recipe_of(plain)

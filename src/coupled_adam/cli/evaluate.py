@@ -21,6 +21,7 @@ from coupled_adam.cli.options import (
     CacheOption,
     ModelOptions,
     OverwriteOption,
+    Words,
     WordSimilarityOption,
     write_file,
 )
@@ -70,7 +71,7 @@ class Options(WordSimilarityOption, SampleOptions, ModelOptions, OverwriteOption
 
     models: Annotated[list[str], Positional("MODEL")]
     batches: Count | None = None
-    lm_eval: list[str] | None = None
+    lm_eval: Words[str] | None = None
     lm_eval_path: Path | None = None
     limit: Count | None = None
     text: Path | None = None

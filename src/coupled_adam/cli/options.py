@@ -8,11 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator
 
-from coupled_adam.cli.terminal import quiet_libraries
+from coupled_adam.cli.terminal import print_path, quiet_libraries
 from coupled_adam.errors import TrainingError, UsageError, did_you_mean
 from coupled_adam.fields import Count, Seed, require
 from coupled_adam.files import write_atomically
@@ -25,42 +25,41 @@ if TYPE_CHECKING:
 DEFAULT_RECIPE = "demo"
 
 
+T = TypeVar("T")
+
+
 def _split(words: list[str]) -> list[str]:
     return [word for several in words for word in several.split(",")]
 
 
 # Commas may separate the words, too.
-Words = Annotated[list[str], BeforeValidator(_split)]
-Seeds = Annotated[list[Seed], BeforeValidator(_split)]
+Words = Annotated[list[T], BeforeValidator(_split)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
     """Where it is computed.
 
-    device: auto takes cuda, mps or cpu, the first that is available.
+    device: cuda, cuda:1, mps or cpu; auto takes the first of cuda, mps and cpu that is available.
     """
 
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: str = "auto"
 
     def usable_device(self) -> str:
-        """The device, or with ``"auto"`` the fastest one; UsageError if it is not available."""
-        return usable_device(self.device)
+        """The device, or for ``"auto"`` the fastest one; UsageError if it is not available."""
+        import torch
 
-
-def usable_device(device: str) -> str:
-    """The device, or for ``"auto"`` the fastest one; UsageError if it is not available."""
-    import torch
-
-    usable = ["cuda"] if torch.cuda.is_available() else []
-    usable += ["mps"] if torch.backends.mps.is_available() else []
-    usable += ["cpu"]
-    if device == "auto":
-        return usable[0]
-    if device not in usable:
-        available = f"available: {', '.join(usable)}"
-        raise UsageError(f"--device {device} is not available here; {available}")
-    return device
+        usable = ["cuda"] if torch.cuda.is_available() else []
+        usable += ["mps"] if torch.backends.mps.is_available() else []
+        usable += ["cpu"]
+        if self.device == "auto":
+            return usable[0]
+        usable += [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+        require(
+            self.device in usable,
+            f"--device {self.device} is not available here; available: {', '.join(usable)}",
+        )
+        return self.device
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +105,13 @@ def check_output(option: str, path: Path, *, overwrite: bool = True) -> None:
     except (OSError, UnicodeEncodeError) as error:
         reason = getattr(error, "strerror", None) or "its name is not UTF-8"
         raise UsageError(f"{option} {path} cannot be written ({reason})") from None
+
+
+def nothing_to_resume(out: Path, kind: str, named: object) -> None:
+    """Say that ``--resume`` has nothing to continue; UsageError if only OUT says what to train."""
+    if not named:
+        raise UsageError(f"--out {out} holds no {kind} to resume: leave out --resume to start one")
+    print_path("nothing to resume, so this begins anew:", out)
 
 
 def write_file(option: str, path: Path, content: str | bytes) -> None:
@@ -195,7 +201,7 @@ class RunOptions(CacheOption, DeviceOption):
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: Count | None = None
     compile: bool = False
-    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
+    logger: Words[Literal["tensorboard", "wandb"]] = dataclasses.field(
         default_factory=lambda: ["tensorboard"]
     )
     # The keys of the recipe that are given, with their values as YAML.
@@ -234,6 +240,8 @@ class RunOptions(CacheOption, DeviceOption):
         """How the runs of a recipe are executed; UsageError if they cannot be executed here."""
         from coupled_adam.lab.models import parameters
         from coupled_adam.lab.training.config import Execution
+        from coupled_adam.lab.training.run import try_out
+        from coupled_adam.lab.training.variant import load_variant
 
         quiet_libraries()  # after their imports, which set the levels they like
         # A logger that is missing would show only after the corpus has been prepared.
@@ -242,8 +250,12 @@ class RunOptions(CacheOption, DeviceOption):
                 raise UsageError(f"--logger {name} needs a package: pip install {name}")
         device = self.usable_device()
         number = parameters(recipe)  # an error, if transformers cannot build the architecture
-        if self.strategy != "fsdp2":  # which shares a model among machines
+        if self.strategy != "fsdp2":  # which shares a model that may be too large for one machine
             _check_memory(recipe, number, device)
+        # A variant has models and losses of its own; one that cannot be imported is refused.
+        load_variant(recipe.variant)
+        if recipe.variant is None and self.strategy != "fsdp2":
+            try_out(recipe, device)
         return Execution(
             device=device,
             strategy=self.strategy,
@@ -258,8 +270,8 @@ def _check_memory(recipe: Recipe, parameters: int, device: str) -> None:
     import torch
 
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if device == "cuda":
-        available = torch.cuda.get_device_properties(0).total_memory
+    if device.startswith("cuda"):
+        available = torch.cuda.get_device_properties(device).total_memory
     # The least that any training takes, so that nothing is refused that could have worked.
     needed = 3 * 4 * parameters  # float32
     if needed > available:
@@ -280,21 +292,17 @@ class Selection:
     seeds: one number N is the seeds 1 to N; several numbers are these seeds.
     """
 
-    arms: Words | None = None
-    seeds: Seeds | None = None
+    arms: Words[str] | None = None
+    seeds: Words[Seed] | None = None
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
-        if self.seeds is not None:
-            seeds = sorted(self.seeds)
-            if len(seeds) == 1:  # how many there are
-                require(1 <= seeds[0] <= 1000, f"--seeds {seeds[0]} must be from 1 to 1000")
-                seeds = list(range(1, seeds[0] + 1))
-            recipe = dataclasses.replace(recipe, seeds=seeds)
-        if self.arms is not None:
-            arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms}
-            recipe = dataclasses.replace(recipe, arms=arms)
-        return recipe
+        seeds = recipe.seeds if self.seeds is None else sorted(self.seeds)
+        if self.seeds is not None and len(seeds) == 1:  # how many there are
+            require(1 <= seeds[0] <= 1000, f"--seeds {seeds[0]} must be from 1 to 1000")
+            seeds = list(range(1, seeds[0] + 1))
+        arms = {arm: recipe.arms[arm_name(arm, recipe)] for arm in self.arms or recipe.arms}
+        return dataclasses.replace(recipe, arms=arms, seeds=seeds)
 
 
 def arm_name(name: str, recipe: Recipe) -> str:

@@ -5,6 +5,7 @@ A field's type says what is typed, and the docstring of its class what it means:
 """
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -57,13 +58,36 @@ def parsed(options: type[T], parser: Parser, words: Sequence[str]) -> T:
     key = re.compile(r"((model|data|training|arms)\..*|variant)=")
     words = [f"--{word}" if key.match(word) else word for word in words]
     add_arguments(parser, options, words)
-    values = vars(parser.parse_args(words))
+    values = vars(_namespace(parser, words))
     for name, value in values.items():
         require(value != "", f"--{name.replace('_', '-')} is empty: give a value, or leave it out")
     keys = {key: values.pop(key) for key in [*values] if "." in key}
     if keys:
         values["keys"] = keys
-    return checked(options, values, lambda key, value: f"--{key.replace('_', '-')} {value}")
+
+    def shown(key: str, value: str) -> str:
+        return f"--{key.partition('.')[0].replace('_', '-')} {value}"  # also of one in a list
+
+    return checked(options, values, shown)
+
+
+def _namespace(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """The values in a command line, in which the argument without a name may follow a list.
+
+    argparse gives all words after an option of several values to that option.
+    """
+    try:
+        return parser.parse_args(words)
+    except UsageError as error:
+        if "required" in str(error):
+            # The last of the words that can be taken out is the one that was meant.
+            for place in range(len(words) - 1, -1, -1):
+                if not words[place].startswith("-"):
+                    with contextlib.suppress(UsageError):
+                        return parser.parse_args(
+                            [words[place], *words[:place], *words[place + 1 :]]
+                        )
+        raise
 
 
 def add_arguments(parser: Parser, options: type[Any], words: Sequence[str] = ()) -> None:
@@ -101,7 +125,7 @@ def _add_argument(
     if get_origin(kind) is list:
         settings["nargs"] = "*" if position is None else "+"
         (kind,) = get_args(kind)
-    if get_origin(kind) is Literal:
+    if get_origin(kind) is Literal and "nargs" not in settings:
         settings["choices"] = get_args(kind)
     if position is not None:
         if field.default is None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.errors import printable
+from coupled_adam.errors import one_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -60,11 +61,12 @@ def other_rank() -> str | None:
 
 
 def quiet_libraries() -> None:
-    """Hide the messages and progress bars of libraries, except for warnings and errors.
+    """Hide the messages and progress bars of libraries, and print each warning as one line.
 
     Libraries that are imported later read the environment variables; those that are already
     imported are configured directly.
     """
+    warnings.formatwarning = _warning  # type: ignore[assignment]  # its arguments are given by place
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -75,3 +77,8 @@ def quiet_libraries() -> None:
 
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _warning(message: Warning | str, *_: object) -> str:
+    """A warning as users see it, without the place in the source that it comes from."""
+    return f"coupled-adam: warning: {one_line(message, longest=None)}\n"

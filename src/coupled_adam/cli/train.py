@@ -11,7 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from coupled_adam.cli.options import DEFAULT_RECIPE, RunOptions, arm_name, check_output
+from coupled_adam.cli.options import (
+    DEFAULT_RECIPE,
+    RunOptions,
+    arm_name,
+    check_output,
+    nothing_to_resume,
+)
 from coupled_adam.cli.terminal import print_path
 from coupled_adam.fields import Seed
 
@@ -34,7 +40,7 @@ def run(options: Options) -> None:
     """Train and evaluate the run."""
     from coupled_adam.lab import comparison
     from coupled_adam.lab.recipe import load_values
-    from coupled_adam.lab.training.config import TrainingRun
+    from coupled_adam.lab.run import Run
     from coupled_adam.runs import CONFIG, run_name
 
     # A run that is resumed has its recipe in its own folder.
@@ -46,8 +52,10 @@ def run(options: Options) -> None:
     arm, seed = arm_name(options.arm, recipe), options.seed
     folder = options.out or Path("runs") / recipe.name / run_name(arm, seed)
     check_output("--out", folder)
+    if options.resume and not (folder / CONFIG).is_file():
+        nothing_to_resume(folder, "run", named=options.recipe or not options.out)
     comparison.train_and_evaluate(
-        TrainingRun(recipe, arm, seed, folder),
+        Run(recipe, arm, seed, folder),
         execution=options.execution(recipe),
         cache=options.cache_folder(),
         resume=options.resume,

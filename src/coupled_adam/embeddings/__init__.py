@@ -40,10 +40,9 @@ try:
         word_similarity,
     )
 except ModuleNotFoundError as error:
-    from coupled_adam.errors import install
-
     raise ModuleNotFoundError(
-        f"{error}: coupled_adam.embeddings needs an extra, {install('embeddings')}", name=error.name
+        f"{error}: coupled_adam.embeddings needs an extra, pip install 'coupled-adam[embeddings]'",
+        name=error.name,
     ) from None
 
 __all__ = [

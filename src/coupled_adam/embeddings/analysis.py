@@ -43,6 +43,7 @@ class AnalysisInputs:
     counts: Path | None = None  # a .npy file with unigram counts [V]
     text: Path | None = None  # a file or folder of text, whose tokens are counted
     tokens: Sequence[Path] = ()  # token files of nanoGPT and llm.c, whose tokens are counted
+    token_dtype: str | None = None  # of the ids in these files, as token_file takes it
 
     def options(self, *names: str) -> str:
         """Some of the options as a user types them, each after a space."""
@@ -100,7 +101,10 @@ class Analysis:
         if is_there and alive > 1 and not why_not(model, config, role, recenter=True):
             recenter = f"coupled-adam repair {name}{asked} --recenter --out {out}"
         asked = self.inputs.options("tensor", "revision", "tokenizer")
-        return Advice(f"coupled-adam analyze {name}{asked} --undertrained", repair, recenter)
+        undertrained = f"coupled-adam analyze {name}{asked} --undertrained"
+        # Without a tokenizer a text has no tokens.
+        counts = "--tokens or --counts" if self.tokenizer is None else Advice.counts
+        return Advice(undertrained, repair, recenter, counts)
 
     @property
     def matrix(self) -> dict[str, str]:
@@ -344,7 +348,8 @@ def _counted(
         given, pieces = f"--text {inputs.text}", token_pieces(inputs.text, tokenizer)
     else:
         with refused("--tokens ", UsageError):
-            tokens = Tokens([token_file(path, rows) for path in inputs.tokens])
+            files = [token_file(path, rows, inputs.token_dtype) for path in inputs.tokens]
+        tokens = Tokens(files)
         starts = range(0, len(tokens), 2**24)
         bar = tqdm(starts, "counting tokens", disable=None, leave=False)
         pieces = (tokens[start : start + 2**24] for start in bar)

@@ -63,7 +63,7 @@ def measure_rows(
         if not shown or not any(value is not None if as_is else value for value in values):
             continue
         healthy = measure.healthy if as_is else None
-        tag = "" if healthy is None else str(healthy)
+        tag = "" if healthy is None else measure.wanted
         if healthy is not None and all_measures:
             tag += f" [{_SOURCES.index(healthy.source) + 1}]"
         outside = [as_is and not measure.is_healthy(value) for value in values]

@@ -15,11 +15,15 @@ _CORRELATIONS = ("norm_frequency_correlation", "mean_frequency_correlation")
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """The commands that a diagnosis may recommend; empty where the input would be refused."""
+    """The commands that a diagnosis may recommend; empty where the input would be refused.
+
+    ``counts`` are the options that may give the counts of the tokens.
+    """
 
     undertrained: str = "coupled-adam analyze MODEL --undertrained"
     repair: str = ""
     recenter: str = ""
+    counts: str = "--text, --tokens or --counts"
 
 
 def diagnose(
@@ -80,7 +84,7 @@ def diagnose(
         (
             measures.norm_frequency_correlation is None,
             "Whether rare tokens differ from frequent ones is not known without their counts: add "
-            "--text, --tokens or --counts.",
+            f"{advice.counts}.",
         ),
         (
             "norm_frequency_correlation" in wrong,

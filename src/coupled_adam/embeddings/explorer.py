@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,9 +37,6 @@ def check_installed(explore: bool, export: str | None) -> None:
     """Raise UsageError unless the export has a known suffix, and the packages are there."""
     if export is not None and not export.endswith(EXPORTS):
         raise UsageError(f"--export {export} must end in {' or '.join(EXPORTS)}")
-    beside = "" if export is None else _metadata(export)
-    if export is not None and export.endswith(".tsv") and Path(beside).exists():
-        raise UsageError(f"--export {export} also writes {beside}, which exists: name another file")
     is_parquet = export is not None and export.endswith(".parquet")
     for is_needed, option, package in (
         (is_parquet, f"--export {export}", "pyarrow"),
@@ -125,7 +121,7 @@ def export(
     # A token may be a tab or the end of a line.
     frame["token"] = [json.dumps(token, ensure_ascii=False)[1:-1] for token in frame["token"]]
     metadata = frame.drop(columns="neighbors").to_csv(sep="\t", index=False, quoting=3)
-    return {name: vectors.getvalue().encode(), _metadata(name): metadata.encode()}
+    return {name: vectors.getvalue().encode(), metadata_file(name): metadata.encode()}
 
 
 def explorer_page(
@@ -171,7 +167,7 @@ def explorer_page(
     )
 
 
-def _metadata(name: str) -> str:
+def metadata_file(name: str) -> str:
     """The file beside a TSV of vectors that says what each of them is."""
     return f"{name.removesuffix('.tsv')}-metadata.tsv"
 

@@ -23,7 +23,6 @@ from coupled_adam.embeddings.weights import (
     open_hub_file,
 )
 from coupled_adam.errors import printable
-from coupled_adam.files import read_text
 from coupled_adam.runs import CHECKPOINTS, MODEL, by_step, inner_runs, is_run
 from coupled_adam.text.hub import hub_error, is_hub_id, reach_hub
 
@@ -355,7 +354,7 @@ def _open_hub(name: str, revision: str | None) -> Weights:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):

@@ -27,7 +27,7 @@ Flag = Literal["first", "column", "logged", "of_the_mean"]
 class Healthy:
     """The range of a measure for healthy embeddings, its ends included.
 
-    Without any end more is better, without a limit that would hold for matrices of any size.
+    Without any end there is no limit that would hold for matrices of any size.
     """
 
     source: str  # what the range is based on, a fragment of a sentence
@@ -40,7 +40,7 @@ class Healthy:
     def __str__(self) -> str:
         low, high = self.low, self.high
         if low is None:
-            return "higher" if high is None else f"≤ {high:g}"
+            return "" if high is None else f"≤ {high:g}"
         if high is None:
             return f"≥ {low:g}"
         return f"0 ± {high:g}" if low == -high else f"{low:g} to {high:g}"
@@ -98,6 +98,11 @@ class Measure:
     def is_healthy(self, value: float | None) -> bool:
         """Whether a value is in the healthy range, or cannot be judged."""
         return value is None or self.healthy is None or value in self.healthy
+
+    @property
+    def wanted(self) -> str:
+        """The healthy range or, without limits, which values are better; else empty."""
+        return "" if self.healthy is None else str(self.healthy) or self.better or ""
 
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""

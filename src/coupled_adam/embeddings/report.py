@@ -89,10 +89,8 @@ class EmbeddingReport(Measures):
             value, *changed = (measure.of(variant) for variant in self._variants)
             if value is not None:
                 cell = Cell(measure.text(value), outside=not measure.is_healthy(value))
-                healthy = str(measure.healthy or "")
-                rows.append(
-                    [measure.label, measure.symbol, cell, *map(measure.text, changed), healthy]
-                )
+                texts = map(measure.text, changed)
+                rows.append([measure.label, measure.symbol, cell, *texts, measure.wanted])
         for label, number in (
             ("tokens never seen, left out of correlations", self.unseen_tokens),
             ("rows left out of all measures", self.excluded_rows or None),

@@ -275,7 +275,7 @@ class UndertrainedReport:
 
 
 def find_undertrained(
-    analysis: Analysis, share: float = 0.02, progress: Progress | None = None
+    analysis: Analysis, progress: Progress | None = None, *, share: float = 0.02
 ) -> UndertrainedReport:
     """Find the under-trained tokens of an analysis; UsageError if no row is finite and not zero."""
     on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +50,8 @@ class Vocabulary:
     # token, bytes that UTF-8 never contains, and tokens that are called unused or reserved.
     unused: Mask
     surplus: int = 0  # the number of the tokenizer's tokens for which there is no row
+    # The row of each token in the tokenizer's own spelling, such as "▁the", "Ġthe" or "##ing".
+    spelled: Mapping[str, int] = dataclasses.field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -71,6 +73,9 @@ class Vocabulary:
         for text in (token, f" {token}"):
             if text and text in self.rows:
                 return self.rows[text]
+        row = self.spelled.get(token, len(self))
+        if row < len(self):
+            return row
         raise UsageError(
             f"{shown!r} is not a single token of this model: write a token's text, or its id, such "
             "as '#42'"
@@ -103,7 +108,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
     """
     if tokenizer is None:
         return Vocabulary.of_ids(rows)
-    pieces = {row: piece for piece, row in tokenizer.get_vocab().items()}
+    spelled = tokenizer.get_vocab()
+    pieces = {row: piece for piece, row in spelled.items()}
     ids = sorted(row for row in pieces if row < rows)
     decoded = _decode(tokenizer, ids)
     reachable = _reachable(tokenizer, ids, decoded)
@@ -126,7 +132,8 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> Voc
         categories[row] = category
         texts[row] = text if category in ("ok", "unreachable") and text else piece
         unused[row] = piece in _NEVER_USED.get(category, ()) or bool(_RESERVED.fullmatch(piece))
-    return Vocabulary(texts, categories, unused, surplus=sum(row >= rows for row in pieces))
+    surplus = sum(row >= rows for row in pieces)
+    return Vocabulary(texts, categories, unused, surplus, spelled)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

@@ -9,8 +9,8 @@ created, as checking and listing recipes does not need it.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from coupled_adam.fields import Beta, Finite, NotNegative, Positive, Share, require
 from coupled_adam.lab.sections import Training
@@ -44,121 +44,114 @@ def expanded(arms: Mapping[str, Any]) -> dict[str, Any]:
     return single
 
 
-class Arm(Protocol):
-    """An arm of a comparison."""
-
-    @property
-    def label(self) -> str:
-        """The arm's name in tables and figures."""
-
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create the arm's optimizer for the trainable parameters of a model."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tuned:
-    """An arm that may have a learning rate of its own: each optimizer has one that suits it."""
-
-    lr: Positive | None = dataclasses.field(default=None, kw_only=True)
-
-    def tuned(self, training: Training) -> Training:
-        """The training with the arm's learning rate."""
-        return training if self.lr is None else dataclasses.replace(training, lr=self.lr)
-
-    def named(self, *parts: str) -> str:
-        """The arm's label: its name, and the options that differ from their defaults."""
-        return ", ".join([*parts, *([] if self.lr is None else [f"lr {self.lr:g}"])])
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "second_moment_scale": lambda scale: f"n = {-math.log2(scale):g}",
+    "row_exponent": lambda exponent: f"a = {exponent:g}",
+    "zero_sum": lambda _: "zero-sum",
+    "couple": lambda side: f"{side} only",
+    "lr_factor": lambda factor: f"f = {factor:g}",
+    "embedding_weight_decay": lambda decay: f"decay {decay:g}",
+    "beta1": lambda beta: f"beta1 {beta:g}",
+    "beta2": lambda beta: f"beta2 {beta:g}",
+    "lr": lambda lr: f"lr {lr:g}",
+}
+"""How the options are shown in an arm's label, in this order; others are not."""
 
 
-@dataclasses.dataclass(frozen=True)
-class AdamWArm(_Tuned):
-    """AdamW for all parameters.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+    """An arm of a comparison.
 
     lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
-    embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
-        have the recipe's (``training.decay_positions``).
-    beta1, beta2: the betas of the token embeddings; null means the training's.
     lr: the learning rate of all parameters; null means the training's.
     """
 
+    name: ClassVar[str]
+    always_shown: ClassVar[tuple[str, ...]] = ()  # in the label, also with their defaults
     lr_factor: Positive = 1.0
-    embedding_weight_decay: NotNegative = 0.0
-    beta1: Beta | None = None
-    beta2: Beta | None = None
+    lr: Positive | None = None
 
     @property
     def label(self) -> str:
-        """AdamW, followed by the options that differ from their defaults."""
-        return self.named("AdamW", *_embedding_options(self))
+        """The arm's name in tables and figures, and the options that differ from their defaults."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        shown = (
+            text(values[option])
+            for option, text in _SHOWN.items()
+            if values.get(option) != defaults.get(option) or option in self.always_shown
+        )
+        return ", ".join([self.name, *shown])
+
+    def tuned(self, training: Training) -> Training:
+        """The training with the arm's learning rate: each optimizer has one that suits it."""
+        return training if self.lr is None else dataclasses.replace(training, lr=self.lr)
+
+    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create the arm's optimizer for the trainable parameters of a model."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamWArm(Arm):
+    """AdamW for all parameters.
+
+    embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
+        have the recipe's (``training.decay_positions``).
+    beta1, beta2: the betas of the token embeddings; null means the training's.
+    """
+
+    name = "AdamW"
+    embedding_weight_decay: NotNegative = 0.0
+    beta1: Beta | None = None
+    beta2: Beta | None = None
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
         from torch.optim import AdamW
 
         training = self.tuned(training)
-        groups = _param_groups(
-            model,
-            training,
-            _for_embeddings(self, training),
-            embedding_weight_decay=self.embedding_weight_decay,
-        )
+        groups = self.groups(model, training)
         for group in groups:
             del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
 
+    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
+        """The groups of the model's parameters, with the arm's options for its embeddings."""
+        own = self.beta1, self.beta2
+        betas = tuple(usual if b is None else b for b, usual in zip(own, training.betas))
+        return _param_groups(
+            model,
+            training,
+            {"lr": self.lr_factor * training.lr, "betas": betas},
+            embedding_weight_decay=self.embedding_weight_decay,
+            **options,
+        )
 
-@dataclasses.dataclass(frozen=True)
-class CoupledAdamArm(_Tuned):
-    """Coupled Adam for the token embeddings.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CoupledAdamArm(AdamWArm):
+    """Coupled Adam for the token embeddings, which are those that the other options are about.
 
     second_moment_scale: the factor 2^-n of Sec. 6.1.
     row_exponent: 0 to 1: how far each token has a step size of its own; beyond the paper.
     zero_sum: whether the updates leave the mean of the embeddings where it is; beyond the paper.
     couple: which of the two embedding matrices of an untied model are coupled.
-    lr_factor: the learning rate of coupled matrices, relative to that of all other parameters.
-    embedding_weight_decay: the weight decay of all embeddings, but not of learned positions that
-        have the recipe's (``training.decay_positions``).
-    beta1, beta2: the betas of coupled matrices; null means the training's.
-    lr: the learning rate of all parameters; null means the training's.
     """
 
+    name = "Coupled Adam"
     second_moment_scale: Positive = 1.0
     row_exponent: Share = 0.0
     zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
-    lr_factor: Positive = 1.0
-    embedding_weight_decay: NotNegative = 0.0
-    beta1: Beta | None = None
-    beta2: Beta | None = None
-
-    @property
-    def label(self) -> str:
-        """Coupled Adam, followed by the options that differ from their defaults."""
-        parts = ["Coupled Adam"]
-        if self.second_moment_scale != 1:
-            parts.append(f"n = {-math.log2(self.second_moment_scale):g}")
-        if self.row_exponent:
-            parts.append(f"a = {self.row_exponent:g}")
-        if self.zero_sum:
-            parts.append("zero-sum")
-        if self.couple != "both":
-            parts.append(f"{self.couple} only")
-        return self.named(*parts, *_embedding_options(self))
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
         from coupled_adam import CoupledAdamW
 
         training = self.tuned(training)
-        groups = _param_groups(
-            model,
-            training,
-            _for_embeddings(self, training),
-            embedding_weight_decay=self.embedding_weight_decay,
-            couple=self.couple,
-        )
         return CoupledAdamW(
-            groups,
+            self.groups(model, training, couple=self.couple),
             training.lr,
             training.betas,
             training.eps,
@@ -168,20 +161,13 @@ class CoupledAdamArm(_Tuned):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class LeanArm(_Tuned):
-    """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LeanArm(Arm):
+    """The variant that keeps no matrix of state for the token embeddings, ``coupled_adam.LEAN``."""
 
-    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
-    lr: the learning rate of all parameters; null means the training's.
-    """
-
+    name = "LEAN"
+    always_shown = ("lr_factor",)  # which is not 1
     lr_factor: Positive = 2.0
-
-    @property
-    def label(self) -> str:
-        """LEAN, followed by its ``lr_factor`` f."""
-        return self.named(f"LEAN, f = {self.lr_factor:g}")
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create CoupledAdamW with the options of LEAN for the token embeddings."""
@@ -224,39 +210,15 @@ def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
     return {"params": [*parameters.values()], "param_names": [*parameters]}
 
 
-def _for_embeddings(arm: AdamWArm | CoupledAdamArm, training: Training) -> dict[str, Any]:
-    """What token embeddings have instead of the training's options."""
-    beta1, beta2 = training.betas
-    return {
-        "lr": arm.lr_factor * training.lr,
-        "betas": (
-            beta1 if arm.beta1 is None else arm.beta1,
-            beta2 if arm.beta2 is None else arm.beta2,
-        ),
-    }
-
-
-def _embedding_options(arm: AdamWArm | CoupledAdamArm) -> Iterator[str]:
-    if arm.lr_factor != 1:
-        yield f"f = {arm.lr_factor:g}"
-    if arm.embedding_weight_decay:
-        yield f"decay {arm.embedding_weight_decay:g}"
-    if arm.beta1 is not None:
-        yield f"beta1 {arm.beta1:g}"
-    if arm.beta2 is not None:
-        yield f"beta2 {arm.beta2:g}"
-
-
-@dataclasses.dataclass(frozen=True)
-class SGDArm(_Tuned):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SGDArm(Arm):
     """SGD with momentum for the token embeddings (Algorithm 2).
 
-    lr_factor: the learning rate of the token embeddings, relative to that of other parameters.
     momentum, dampening, nesterov: as in :class:`torch.optim.SGD`.
-    lr: the learning rate of all parameters; null means the training's.
     """
 
-    lr_factor: Positive
+    name = "SGD"
+    lr_factor: Positive = dataclasses.field()  # there is no usual one
     momentum: Beta = 0.9
     dampening: Finite = 0.0
     nesterov: bool = False
@@ -265,11 +227,6 @@ class SGDArm(_Tuned):
         """Raise ValueError for options that do not fit together."""
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("nesterov=true needs momentum above 0 and dampening=0")
-
-    @property
-    def label(self) -> str:
-        """SGD, followed by its ``lr_factor`` f."""
-        return self.named(f"SGD, f = {self.lr_factor:g}")
 
     def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
@@ -287,22 +244,18 @@ class SGDArm(_Tuned):
         return EmbeddingSGD(groups, training.lr, training.betas, training.eps)
 
 
-@dataclasses.dataclass(frozen=True)
-class MuonArm(_Tuned):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MuonArm(Arm):
     """Muon for the hidden matrices, and Coupled Adam or AdamW for everything else.
 
     Muon's updates are as large as AdamW's, so that one learning rate suits both. Learned positions
     are never Muon's.
 
     coupled: whether the token embeddings have Coupled Adam; if not, they have AdamW.
-    lr_factor: the learning rate of the token embeddings, relative to that of all other parameters.
-    row_exponent: as for coupled_adam.
-    zero_sum: as for coupled_adam.
-    lr: the learning rate of all parameters; null means the training's.
+    row_exponent, zero_sum: as for coupled_adam.
     """
 
     coupled: bool = True
-    lr_factor: Positive = 1.0
     row_exponent: Share = 0.0
     zero_sum: bool = False
 
@@ -312,16 +265,9 @@ class MuonArm(_Tuned):
             raise ValueError("row_exponent and zero_sum need coupled=true")
 
     @property
-    def label(self) -> str:
-        """Muon with what it leaves to the other optimizer, and the options that are not default."""
-        parts = ["Muon with Coupled Adam" if self.coupled else "Muon with AdamW"]
-        if self.lr_factor != 1:
-            parts.append(f"f = {self.lr_factor:g}")
-        if self.row_exponent:
-            parts.append(f"a = {self.row_exponent:g}")
-        if self.zero_sum:
-            parts.append("zero-sum")
-        return self.named(*parts)
+    def name(self) -> str:  # type: ignore[override]
+        """Muon with what has the other matrices."""
+        return "Muon with Coupled Adam" if self.coupled else "Muon with AdamW"
 
     def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
         """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""

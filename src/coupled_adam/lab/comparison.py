@@ -18,7 +18,8 @@ from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
 from coupled_adam.lab.reporting.report import Report, report
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.distributed import (
     on_every_rank,
     on_rank_zero,
@@ -28,14 +29,13 @@ from coupled_adam.lab.training.distributed import (
 )
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
-from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.runs import COMPARISON, MODEL, REPORT, run_name
 
 
 def stored_recipe(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None if it is not one."""
     try:
-        text = files.read_text(out / COMPARISON, "replace")
+        text = (out / COMPARISON).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     return parse_recipe(text, str(out / COMPARISON))
@@ -96,7 +96,7 @@ def compare(
             content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
             corpus = prepare_and_claim(out / COMPARISON, content, recipe, cache, locks)
             runs = [
-                TrainingRun(recipe, arm, seed, out / run_name(arm, seed))
+                Run(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
                 for arm in recipe.arms
             ]
@@ -132,7 +132,7 @@ def compare(
 
 
 def train_and_evaluate(
-    run: TrainingRun, *, execution: Execution, cache: Path, resume: bool = False
+    run: Run, *, execution: Execution, cache: Path, resume: bool = False
 ) -> None:
     """Train and evaluate a single run, as one job on a cluster; otherwise as :func:`compare`."""
     with process_group(execution.device):
@@ -145,7 +145,7 @@ def train_and_evaluate(
         evaluate_trained(run, corpus, execution)
 
 
-def evaluate_trained(run: TrainingRun, corpus: Corpus, execution: Execution) -> dict[str, Any]:
+def evaluate_trained(run: Run, corpus: Corpus, execution: Execution) -> dict[str, Any]:
     """Complete the evaluation of a run that has been trained here, and return it."""
     return evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
 
@@ -164,8 +164,6 @@ def prepare_and_claim(
     Raises:
         UsageError: if the text cannot be used, or the folder is in use or not writable.
     """
-    # Code that cannot be imported is refused before the text is read, which may take hours.
-    on_every_rank(lambda: load_variant(recipe.variant))
     corpus, out = on_every_rank(lambda: prepare_corpus(recipe, cache)), file.parent
 
     def claim() -> None:

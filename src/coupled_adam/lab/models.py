@@ -88,12 +88,17 @@ def model_config(recipe: Recipe) -> PreTrainedConfig:
             f"model.config.{unknown[0]} is no value of {name} in transformers: it has "
             f"{', '.join(sorted(usual))}"
         )
+    if options.intermediate_size and not {"intermediate_size", "n_inner"} & {*usual, *values}:
+        raise UsageError(
+            f"model.intermediate_size={options.intermediate_size}: {name} has another name for the "
+            f"width of its feed-forward layers: give it in model.config"
+        )
     # A second way to what the recipe checks, and goes by, would be one around its checks.
-    given = {*own, "intermediate_size"}
+    given = {*own, "intermediate_size", "dtype"}
     given |= {default.attribute_map.get(key, key) for key in given}  # its own names of these
     twice = [key for key in options.config if key in given]
     if twice:
-        raise UsageError(f"model.config.{twice[0]} is what other keys of model give: leave it out")
+        raise UsageError(f"model.config.{twice[0]} is what other keys give: leave it out")
     config: PreTrainedConfig = AutoConfig.for_model(name, **values | options.config)
     return config
 

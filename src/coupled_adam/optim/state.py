@@ -213,6 +213,7 @@ def fit_state(group: Group, index: int, state: dict[str, Tensor]) -> None:
         if not unfit:
             return
     else:
+        _refuse_capture(group, index)
         _warn_of_rows_without_gradient(group, index)
         state.setdefault("step", _zero_step(group, p))
     for name in MOMENTS - dims.keys():
@@ -263,6 +264,18 @@ def _check_entry(group: Group, index: int, name: str, value: Tensor, dim: int | 
         )
 
 
+def _refuse_capture(group: Group, index: int) -> None:
+    """Raise RuntimeError if a CUDA graph is captured: each replay would make the state anew."""
+    # Fake tensors may be on a GPU where there is none, and nothing to ask.
+    is_cuda = group["params"][index].is_cuda and torch.cuda.is_available()
+    if is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the first step of {describe(group, index)} is captured in a CUDA graph, in which its "
+            "state cannot be made and its kernels cannot be compiled: take a step before the "
+            "capture"
+        )
+
+
 def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     """Warn if most rows have no gradient, and the shared second moment averages over them.
 
@@ -272,8 +285,6 @@ def _warn_of_rows_without_gradient(group: Group, index: int) -> None:
     grad = p.grad
     if grad is None or grad.is_meta or type(grad) is not Tensor or p.dim() == 1 or is_lean(group):
         return
-    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # a captured step must not wait for the device
     rows = p.shape[group["vocab_dim"]]
     active = grad.count_nonzero(1 - group["vocab_dim"]).count_nonzero()
     if isinstance(active, FakeTensor) or active == 0 or active > rows / 10:

@@ -126,5 +126,6 @@ def _check_width(path: Path, start: bytes, dtype: str) -> None:
     if len(numbers) >= 8 and numbers[:, 0].any() and not numbers[:, 1].any():
         raise UsageError(
             f"{path}: every second number is 0 if its tokens are read as {dtype}, so they seem to "
-            f"be wider: write them as {dtype}, or say what they are (token_dtype in a recipe)"
+            f"be wider: write them as {dtype}, or say what they are (data.token_dtype in a recipe, "
+            "--token-dtype of analyze)"
         )

@@ -4,19 +4,22 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import platformdirs
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from coupled_adam.embeddings import unigram_counts
 from coupled_adam.errors import UsageError
-from coupled_adam.files import new_folder, waiting_for
+from coupled_adam.files import new_folder
 from coupled_adam.lab.data.source import Documents, TokenFiles, content_hash, open_source
 from coupled_adam.lab.data.tokenization import (
     SPLITS,
@@ -34,6 +37,7 @@ from coupled_adam.text.token_files import TokenFile, Tokens
 
 BY_CONTENT = ("text", "hub", "hub_revision", "tokens", "tokenizer")
 """The settings of a recipe's data that count by what is found there, not by their values."""
+_SAYS_AFTER = 5.0  # seconds of waiting
 _LAYOUT = 2  # version of a corpus folder's layout, part of its key; raise it with each change
 
 
@@ -129,6 +133,25 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     corpus = Corpus(folder, {**facts, "source": source.name})
     _check_length(corpus, recipe)
     return corpus
+
+
+@contextmanager
+def waiting_for(path: Path, event: str) -> Iterator[None]:
+    """Hold the lock of a file, and wait until the process that holds it has released it.
+
+    Args:
+        event: what is said on standard error to be waited for, after some seconds.
+    """
+    lock = FileLock(path)
+    with suppress(Timeout):
+        lock.acquire(timeout=_SAYS_AFTER)
+    if not lock.is_locked:
+        print(f"waiting for {event}", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _described(files: Mapping[str, list[TokenFile]]) -> dict[str, list[dict[str, Any]]]:

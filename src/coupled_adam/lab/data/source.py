@@ -14,7 +14,6 @@ import numpy as np
 from tqdm import tqdm
 
 from coupled_adam.errors import UsageError, one_line, refused
-from coupled_adam.files import file_digest
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import (
     documents,
@@ -101,6 +100,30 @@ def content_digest(files: Iterable[Path]) -> str:
             raise UsageError(f"{path}: {error.strerror}") from None
         contents.update(path.name.encode(errors="replace") + b"\0" + digest)
     return contents.hexdigest()
+
+
+def file_digest(
+    path: Path,
+    start: int = 0,
+    length: int | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> str:
+    """The SHA-256 digest of a file's content, as hexadecimal digits.
+
+    Args:
+        start: the offset of the first byte.
+        length: the number of bytes; None goes on to the end of the file.
+        progress: called with the number of bytes of each piece that has been read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while piece := file.read(2**22 if length is None else min(2**22, length)):
+            digest.update(piece)
+            length = None if length is None else length - len(piece)
+            if progress is not None:
+                progress(len(piece))
+    return digest.hexdigest()
 
 
 def content_hash(content: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from coupled_adam.errors import UsageError, did_you_mean, install, one_line
+from coupled_adam.errors import UsageError, did_you_mean, one_line
 
 PAPER_TASKS = (
     "arc_easy",
@@ -47,7 +47,9 @@ class Downstream:
         try:
             from lm_eval.tasks import TaskManager
         except ModuleNotFoundError as error:
-            raise UsageError(f"--lm-eval needs a package ({error}): {install('lm-eval')}") from None
+            raise UsageError(
+                f"--lm-eval needs a package ({error}): pip install 'coupled-adam[lm-eval]'"
+            ) from None
         if folder is not None and not folder.is_dir():
             raise UsageError(f"--lm-eval-path {folder} is not a folder")
         path = None if folder is None else str(folder)

@@ -1,31 +1,14 @@
-"""What a run trains, and how it is executed."""
+"""How a run is executed."""
 
 import dataclasses
 from typing import Literal
-
-from coupled_adam.lab.run import Run
-from coupled_adam.lab.training.variant import Variant, load_variant
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingRun(Run):
-    """A run that is trained here.
-
-    variant: that of the recipe, whose code is executed.
-    """
-
-    variant: Variant = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        """Load the recipe's variant."""
-        object.__setattr__(self, "variant", load_variant(self.recipe.variant))
 
 
 @dataclasses.dataclass(frozen=True)
 class Execution:
     """How a run is executed here. It affects results by rounding only, and may change on resume.
 
-    device: ``"cpu"``, ``"cuda"`` or ``"mps"``.
+    device: ``"cpu"``, ``"cuda"``, one of several GPUs as ``"cuda:1"``, or ``"mps"``.
     strategy: how several processes share the work: ``"ddp"``, or ``"fsdp2"``, which shards model
         and optimizer.
     micro_batch_size: sequences per forward pass in each process; gradients are accumulated over

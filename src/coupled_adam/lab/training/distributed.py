@@ -52,6 +52,7 @@ def process_group(device: str) -> Iterator[None]:
     """Join the processes in one group, with NCCL for ``device="cuda"`` and gloo otherwise.
 
     Raises:
+        UsageError: if the device is one of several GPUs, which the launcher shares out.
         TrainingError: if a process does not come, has ended, or has not answered, each within
             torch's time limit.
     """
@@ -59,6 +60,10 @@ def process_group(device: str) -> Iterator[None]:
     if environment is None:
         yield
         return
+    if ":" in device:
+        raise on_all_ranks(
+            UsageError(f"--device {device} is for one process: each of several has its own GPU")
+        )
     # Which torchrun has set, and srun has not.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from coupled_adam import files
 from coupled_adam.errors import TrainingError, UsageError, one_line
 from coupled_adam.lab.data.corpus import Corpus
-from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.distributed import world_size
 from coupled_adam.lab.training.environment import changes, environment
 from coupled_adam.runs import CONFIG, COUNTS, ENVIRONMENT, MODEL
 from coupled_adam.text.tokenizers import load_tokenizer
 
 
-def claim(run: TrainingRun, corpus: Corpus, locks: contextlib.ExitStack) -> None:
+def claim(run: Run, corpus: Corpus, locks: contextlib.ExitStack) -> None:
     """Create the run's folder, or check that it belongs to this run, and lock it.
 
     Args:

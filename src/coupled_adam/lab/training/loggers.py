@@ -9,7 +9,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 
 from coupled_adam.files import write_atomically
 from coupled_adam.lab.training.config import Execution
-from coupled_adam.runs import METRICS, logged_lines
+from coupled_adam.runs import METRICS
 
 LOG_EVERY = 10
 """The number of steps between two lines about the training."""
@@ -51,11 +51,10 @@ def cut_log(path: Path, last_step: int | None) -> None:
     """Drop the lines of a log after the checkpoint of a step, or all where a run begins.
 
     They are of steps that will be made, and logged, again.
-
-    Raises:
-        UsageError: a line is not JSON, or not of a log; the file is not changed.
     """
     if path.exists():
         end = -1 if last_step is None else last_step
-        lines = [line for step, _, line in logged_lines(path) if step <= end]
-        write_atomically(path, "".join(lines))
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # The last line may have been cut off when the process was killed.
+        whole = (line for line in lines if line.endswith("\n"))
+        write_atomically(path, "".join(line for line in whole if json.loads(line)["step"] <= end))

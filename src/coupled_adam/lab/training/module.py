@@ -11,8 +11,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from coupled_adam.errors import DivergedError, on_all_ranks
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.run import Run
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.schedules import lr_scheduler
+from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.optim.sharded import full_tensor
 
 
@@ -27,10 +29,11 @@ class LanguageModel(pl.LightningModule):
         grad_norm: the norm of all gradients in the last step, before clipping, a scalar tensor.
     """
 
-    def __init__(self, model: PreTrainedModel, run: TrainingRun, execution: Execution) -> None:
+    def __init__(self, model: PreTrainedModel, run: Run, execution: Execution) -> None:
         super().__init__()
         self.model = model
         self.run = run
+        self.variant = load_variant(run.recipe.variant)
         self.execution = execution
         self.train_loss = torch.zeros(())
         self.grad_norm = torch.zeros(())
@@ -46,7 +49,7 @@ class LanguageModel(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """The arm's optimizer, with the recipe's schedule stepped at every step."""
         recipe = self.run.recipe
-        optimizer = self.run.variant.build_optimizer(self.model, recipe, self.run.arm)
+        optimizer = self.variant.build_optimizer(self.model, recipe, self.run.arm)
         scheduler = {"scheduler": lr_scheduler(optimizer, recipe), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
@@ -70,7 +73,7 @@ class LanguageModel(pl.LightningModule):
 
     def loss(self, blocks: Tensor) -> Tensor:
         """The mean loss of blocks, [batch, length + 1]."""
-        return self.run.variant.sequence_losses(self.model, blocks).mean()
+        return self.variant.sequence_losses(self.model, blocks).mean()
 
     def optimizer_zero_grad(self, *_: Any) -> None:
         """Do nothing: Lightning would discard the gradients of the first micro-batches."""
@@ -108,7 +111,7 @@ class LanguageModel(pl.LightningModule):
         Raises:
             DivergedError: the rate is beyond what the parameters' type can represent.
         """
-        variant, step = self.run.variant, self.global_step + 1  # counted when this returns
+        variant, step = self.variant, self.global_step + 1  # counted when this returns
         try:
             super().optimizer_step(*arguments, **options)
         except RuntimeError as error:
@@ -128,7 +131,7 @@ class LanguageModel(pl.LightningModule):
     def validation_step(self, batch: list[Tensor]) -> None:
         """Add the losses of this process's share of a held-out batch."""
         blocks, counted = batch
-        losses = self.run.variant.sequence_losses(self.model, blocks)
+        losses = self.variant.sequence_losses(self.model, blocks)
         self._valid += torch.stack([losses[counted].sum(), counted.sum()])
 
     def mean_valid_loss(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.distributed import rank
 
 _NARROW = 100  # columns, below which only the time left and the loss fit beside the bar
@@ -20,7 +20,7 @@ class Progress:
     half minute. The time left is that of all runs, and includes their evaluations.
     """
 
-    def __init__(self, runs: Sequence[TrainingRun]) -> None:
+    def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
         self._bar = tqdm(
             total=sum(run.recipe.steps for run in runs),
@@ -38,7 +38,7 @@ class Progress:
     def __exit__(self, *_: Any) -> None:
         self._bar.close()
 
-    def start(self, run: TrainingRun, step: int) -> None:
+    def start(self, run: Run, step: int) -> None:
         """A run starts after ``step`` steps made earlier; all of them if it is finished."""
         self._bar.set_description(run.folder.name, refresh=False)
         if self._bar.disable:  # on other ranks, where it has no counts
@@ -50,7 +50,7 @@ class Progress:
         self._bar.last_print_n += skipped
         self._bar.refresh()
 
-    def step(self, run: TrainingRun, step: int, metrics: Mapping[str, float]) -> None:
+    def step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """A run has finished ``step`` steps, with the last ``metrics`` that were logged."""
         names = {"train_loss": "loss {:.3f}"}
         if shutil.get_terminal_size().columns >= _NARROW:
@@ -63,5 +63,5 @@ class Progress:
         """Show beside the bar what is done between runs."""
         self._bar.set_postfix_str(activity)
 
-    def _place(self, run: TrainingRun, step: int) -> int:
+    def _place(self, run: Run, step: int) -> int:
         return step + sum(earlier.recipe.steps for earlier in self._runs[: self._runs.index(run)])

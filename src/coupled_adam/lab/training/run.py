@@ -3,30 +3,62 @@
 import contextlib
 import ctypes
 import platform
+import tempfile
 import warnings
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks
+from coupled_adam.errors import PreemptedError, UsageError, on_all_ranks, one_line
 from coupled_adam.lab.data.batches import Batches, held_out_loader
 from coupled_adam.lab.data.corpus import Corpus
+from coupled_adam.lab.models import build_model
+from coupled_adam.lab.recipe import Recipe
+from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import CheckpointIO, Checkpoints
-from coupled_adam.lab.training.config import Execution, TrainingRun
+from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.distributed import launcher, nodes, on_rank_zero, rank, world_size
 from coupled_adam.lab.training.folder import claim, record_resumption, save_model
 from coupled_adam.lab.training.loggers import cut_log, run_loggers
+from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run_log import RunLog
+from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.runs import METRICS, MODEL, step_of
 
 
-def train(
-    run: TrainingRun, corpus: Corpus, execution: Execution, progress: Progress | None = None
-) -> None:
+def try_out(recipe: Recipe, device: str) -> None:
+    """Pass a tiny batch through the recipe's model and back, and save its configuration.
+
+    ``model.config`` may hold what transformers finds out only then. GPT-2 and StableLM have none,
+    and are not tried.
+
+    Raises:
+        UsageError: the model cannot be built, trained or saved.
+    """
+    if recipe.model.architecture in ("gpt2", "stablelm"):
+        return
+    model = build_model(recipe).to(device)  # type: ignore[arg-type]
+    blocks = torch.zeros(2, 3, dtype=torch.long, device=device)
+    try:
+        loss = sequence_losses(model, blocks).mean()
+        loss.backward()
+        if not loss.isfinite():
+            raise ValueError(f"the loss is {loss.item()}")
+        with tempfile.TemporaryDirectory() as folder:
+            model.config.save_pretrained(folder)
+    except Exception as error:  # each architecture has checks of its own
+        raise UsageError(
+            f"model.architecture={recipe.model.architecture} cannot be trained with these values "
+            f"of model, of which config is {recipe.model.config}: {one_line(error)}"
+        ) from None
+
+
+def train(run: Run, corpus: Corpus, execution: Execution, progress: Progress | None = None) -> None:
     """Train one model into the run's folder, or resume from the last checkpoint in it.
 
     On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
@@ -68,13 +100,13 @@ def train(
 
 
 def _train(
-    run: TrainingRun,
+    run: Run,
     corpus: Corpus,
     execution: Execution,
     checkpoints: Checkpoints,
     progress: Progress,
 ) -> None:
-    recipe, variant = run.recipe, run.variant
+    recipe, variant = run.recipe, load_variant(run.recipe.variant)
     last = on_rank_zero(checkpoints.last)
     step = None if last is None else step_of(last)
     on_rank_zero(lambda: cut_log(run.folder / METRICS, step))
@@ -120,15 +152,16 @@ def _train(
         raise PreemptedError("stopped by SIGTERM at the end of a run")
 
 
-def _trainer(run: TrainingRun, execution: Execution, **options: Any) -> pl.Trainer:
+def _trainer(run: Run, execution: Execution, **options: Any) -> pl.Trainer:
     recipe, training = run.recipe, run.recipe.training
     strategy: Any = "ddp" if world_size() > 1 else "auto"
     if execution.strategy == "fsdp2":
         strategy = ModelParallelStrategy(data_parallel_size=world_size(), tensor_parallel_size=1)
+    kind, _, number = execution.device.partition(":")
     return pl.Trainer(
-        accelerator="gpu" if execution.device == "cuda" else execution.device,
+        accelerator="gpu" if kind == "cuda" else kind,
         strategy=strategy,
-        devices=world_size() // nodes(),
+        devices=[int(number)] if number else world_size() // nodes(),
         num_nodes=nodes(),
         # Token ids need no conversion, and Lightning shards no model in float64.
         precision="32-true" if training.precision == "64-true" else training.precision,

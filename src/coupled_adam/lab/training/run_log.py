@@ -12,7 +12,7 @@ import torch
 from coupled_adam.embeddings import analyze
 from coupled_adam.embeddings.measures import logged
 from coupled_adam.lab.models import output_embeddings
-from coupled_adam.lab.training.config import TrainingRun
+from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.distributed import rank
 from coupled_adam.lab.training.folder import save_array
 from coupled_adam.lab.training.loggers import LOG_EVERY
@@ -28,7 +28,7 @@ class RunLog(pl.Callback):
     It also moves the bar, which shows the last value of each metric.
     """
 
-    def __init__(self, run: TrainingRun, progress: Progress) -> None:
+    def __init__(self, run: Run, progress: Progress) -> None:
         self.run = run
         self.progress = progress
         self._last: dict[str, float] = {}  # the last logged value of each metric, by name

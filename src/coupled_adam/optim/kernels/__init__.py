@@ -69,8 +69,9 @@ def _supported_by_triton(matrix: CoupledMatrix) -> bool:
     if not (param.is_cuda or param.is_xpu):
         return False
     tensors = [*matrix.matrices, *matrix.vectors]
-    # LEAN needs whole rows in one program.
-    if matrix.is_lean and param.shape[1] > _WIDEST:
+    # LEAN needs whole rows in one program, with an address for each element that has no neighbour.
+    is_strided = any(x.stride(1) != 1 for x in matrix.matrices)
+    if matrix.is_lean and param.shape[1] > (_WIDEST // 2 if is_strided else _WIDEST):
         return False
     return (
         param.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -84,11 +85,18 @@ _works: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def _triton_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton is installed and compiles for this device; warns once if not."""
+    """Whether Triton is installed and compiles for this device; warns once if not.
+
+    Raises:
+        RuntimeError: if a CUDA graph is captured, in which this cannot be tried.
+    """
     if (device, dtype) in _works:
         return _works[device, dtype]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False  # nothing can be compiled during a capture; try again at the next step
+        raise RuntimeError(
+            f"a step is captured in a CUDA graph before Triton's kernels were compiled for "
+            f"{dtype} on {device}: take a step before the capture"
+        )
     try:
         from coupled_adam.optim.kernels import triton
 

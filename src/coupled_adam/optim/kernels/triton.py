@@ -8,11 +8,13 @@ what its programs have summed. All sums have a fixed order, so that results are 
 every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
+import contextlib
 import functools
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
@@ -76,7 +78,7 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     sums = None if matrix.is_lean else _empty(grad, parts, columns)
     row_sums = _empty(grad, across, rows) if matrix.is_lean else None
     if columns:
-        with _device_of(grad):
+        with _launching_on(grad):
             _sums[across, parts](
                 grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS
             )
@@ -91,7 +93,7 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     assert not isinstance(matrix.beta1, Tensor)
     assert not isinstance(matrix.beta2, Tensor)
     total = None
-    with _device_of(matrix.param):
+    with _launching_on(matrix.param):
         if matrix.is_lean:
             total = _apply_lean(matrix, None if sums is None else sums.weights, scalars)
         else:
@@ -155,6 +157,8 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
     sums = _empty(grad, parts, 2 * columns + 1)
     # The blocks that are read ahead must fit into the shared memory of small GPUs, too.
     bytes_ahead = tall * wide * grad.itemsize * (2 if exp_avg is None else 3)
+    # Elements that are not neighbours have addresses of their own, in registers.
+    is_strided = any(x.stride(1) != 1 for x in matrix.matrices)
     # Each thread has at least one widest load of 16 bytes; an AMD warp has twice the threads.
     lanes, elements = (64, 16 // grad.itemsize) if torch.version.hip else (32, 8)
     _lean[(parts,)](
@@ -176,8 +180,8 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
         exponent=matrix.group["row_exponent"] / 2,
         **_of_step_size(matrix, scalars),
         **_of_parameter(matrix, scalars),
-        # With more, ptxas spills registers.
-        STAGES=1 if wide > 4096 else min(2, 1 + _AHEAD_BYTES // bytes_ahead),
+        # With more, registers are spilled.
+        STAGES=1 if wide > 4096 or is_strided else min(2, 1 + _AHEAD_BYTES // bytes_ahead),
         ROWS=tall,
         COLUMNS=wide,
         **{**_OPTIONS, "num_warps": max(1, min(16, tall * wide // (elements * lanes)))},
@@ -283,9 +287,40 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _device_of(x: Tensor) -> Any:
-    """Makes a tensor's device the current one, on which Triton launches."""
-    return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
+@contextlib.contextmanager
+def _launching_on(x: Tensor) -> Iterator[None]:
+    """Make a tensor's device the current one, on which Triton launches.
+
+    While a CUDA graph is captured, a kernel that would have to be compiled raises an error instead.
+    """
+    with torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x):
+        if not _is_capturing(x):
+            yield
+            return
+        # What Triton calls before it compiles; in Triton 3.3 it has another place.
+        is_old = not hasattr(triton, "knobs")
+        hooks, name = (
+            (triton.JITFunction, "cache_hook")
+            if is_old
+            else (triton.knobs.runtime, "jit_cache_hook")
+        )
+        before = getattr(hooks, name)
+        setattr(hooks, name, _refuse_to_compile)
+        try:
+            yield
+        finally:
+            setattr(hooks, name, before)
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_to_compile(**_: Any) -> NoReturn:
+    raise RuntimeError(
+        "a step is captured in a CUDA graph, but none with the same options was taken before, so "
+        "that its kernels are not compiled: take a step before the capture"
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

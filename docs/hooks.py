@@ -12,20 +12,28 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!\w+:|#)([^)\s]+)\)")
+FROM_THE_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/tour.ipynb": "tour.md",
+}
+"""What becomes a page although it is not in docs/."""
+CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
+CODE = re.compile(r"<code>([^<]*)</code>")
 ROLE = re.compile(r":(?:attr|class|func|meth|mod):(?=<(?:code|autoref|a)\b)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The README is the first page, and the notebook is one."""
-    readme = Path(config.docs_dir).with_name("README.md").read_text(encoding="utf-8")
-    readme = readme.replace('<img src="docs/', '<img src="')
-    readme = readme.replace("](examples/tour.ipynb)", "](docs/tour.md)")
-    files.append(File.generated(config, "index.md", content=readme))
-    notebook = Path(config.docs_dir).with_name("examples") / "tour.ipynb"
-    text, pictures = as_markdown(json.loads(notebook.read_text(encoding="utf-8")))
-    files.append(File.generated(config, "tour.md", content=text))
-    for name, png in pictures.items():
-        files.append(File.generated(config, name, content=png))
+    """Add the pages from outside of docs/: the README, which is the first, and the notebook."""
+    for source, page in FROM_THE_ROOT.items():
+        text = (Path(config.docs_dir).parent / source).read_text(encoding="utf-8")
+        if source.endswith(".ipynb"):
+            text, pictures = as_markdown(json.loads(text))
+            for name, png in pictures.items():
+                files.append(File.generated(config, name, content=png))
+        text = text.replace('<img src="docs/', '<img src="')
+        files.append(File.generated(config, page, content=text))
     return files
 
 
@@ -53,14 +61,18 @@ def as_markdown(notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Links to files that are not pages lead to the repository, where that is known."""
-    first = page.file.src_uri == "index.md"
-    folder = "" if first else posixpath.dirname(f"docs/{page.file.src_uri}")
+    here = page.file.src_uri
+    # The notebook links to pages as those in docs/ do.
+    at_the_root = here != "tour.md" and here in FROM_THE_ROOT.values()
+    folder = "" if at_the_root else posixpath.dirname(f"docs/{here}")
 
     def follow(link: re.Match[str]) -> str:
         text, target = link.groups()
         where = posixpath.normpath(posixpath.join(folder, target))
+        if where in FROM_THE_ROOT:
+            return f"[{text}]({posixpath.relpath(FROM_THE_ROOT[where], posixpath.dirname(here))})"
         if where.startswith("docs/"):
-            return f"[{text}]({where.removeprefix('docs/') if first else target})"
+            return f"[{text}]({where.removeprefix('docs/') if at_the_root else target})"
         if not config.repo_url:
             return text
         return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{where})"
@@ -73,4 +85,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Docstrings mark names with Sphinx's roles, which Markdown does not know."""
-    return ROLE.sub("", html)
+    return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), ROLE.sub("", html))
+
+
+def _breakable(code: re.Match[str]) -> str:
+    """Code that ends a line behind an underscore or a dot, and not within an option."""
+    text = re.sub(r"(?<!-)--[\w-]+", r'<span class="option">\g<0></span>', code[1])
+    text = re.sub(r"(?<=[a-z])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", text)
+    return f"<code>{text}</code>"

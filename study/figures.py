@@ -61,7 +61,7 @@ def scale() -> Figure:
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for (tokens, size), (question, name) in SCALE.items():
-        adamw, coupled = (np.array(values(arm, "test_loss")) for arm in pair("", question, name))
+        adamw, coupled = (np.array(values(arm, "test_loss")) for arm in pair(question, name))
         for ax, x, shown in ((left, tokens, size == "0.4M"), (right, size, tokens == "1.2M")):
             if shown:
                 ax.scatter([x] * len(adamw), adamw - coupled, color="0.6", s=12)
@@ -147,7 +147,7 @@ def second_moment() -> Figure:
     panels = figure.subplots(1, 3)
     for number, (tokens, size) in enumerate((("4.9M", "0.4M"), ("1.2M", "1.1M"), ("1.2M", "2.6M"))):
         question, name = SCALE[tokens, size]
-        (adamw, _) = pair("", question, name)
+        (adamw, _) = pair(question, name)
         for seed, run in enumerate(runs(adamw).values()):
             for ax, key in zip(panels, ("A", "r_squared", "exponent")):
                 ax.plot(
@@ -264,25 +264,32 @@ def momentum() -> Figure:
 
 def lean() -> Figure:
     """Plot what we recommend beside AdamW after 20M tokens: each seed, and the state's size."""
-    figure = Figure(figsize=(10, 2.3), layout="constrained")
+    figure = Figure(figsize=(10, 2.9), layout="constrained")
     panels = figure.subplots(1, 3, sharey=True)
     vocab_size, hidden_size = 50304, 768
     elements = vocab_size * hidden_size
-    sizes = (2 * elements, 2 * elements, vocab_size + hidden_size)  # torch keeps both moments
-    for y, (line, size, color) in enumerate(zip(RECOMMENDED, sizes, (ORANGE, "#cc79a7", GREEN))):
-        for ax, measure in zip(panels, ("test_documents", "mean_norm_ratio")):
-            seeds = values(line, measure)
+    sizes = {
+        "2 V x H": 2 * elements,  # torch keeps both moments, also without momentum
+        "V x H + H": elements + hidden_size,
+        "V + 2H": vocab_size + 2 * hidden_size,
+        "V + H": vocab_size + hidden_size,
+    }
+    colors = (ORANGE, "#cc79a7", BLUE, GREEN, "0.4")
+    for y, (row, color) in enumerate(zip(RECOMMENDED, colors)):
+        size = sizes[row.state]
+        for ax, measure in zip(panels, ("test_loss", "mean_norm_ratio")):
+            seeds = values(row.line, measure)
             ax.scatter(seeds, [y] * len(seeds), color=color, s=14, alpha=0.5)
             ax.scatter([np.mean(seeds)], [y], color=color, s=70, marker="|", linewidth=2)
         megabytes = 4 * size / 1e6
         panels[2].barh(y, megabytes, color=color, height=0.6)
         panels[2].text(megabytes + 5, y, f"{megabytes:.3g} MB", va="center")
-    panels[0].set_yticks(range(3), [line.label.partition(":")[0] for line in RECOMMENDED])
+    panels[0].set_yticks(range(len(RECOMMENDED)), [row.line.label for row in RECOMMENDED])
     panels[0].invert_yaxis()
     for ax, title in zip(
         panels,
         (
-            "loss on test documents",
+            "test loss",
             "distance of the mean from the origin",
             f"state of an embedding {vocab_size:,} x {hidden_size}",
         ),

@@ -92,8 +92,6 @@ MEASURES = {
 }
 NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
 """Measures that the first runs of the study did not record."""
-ALL = (*(key for key in COLUMNS if COLUMNS[key].column and key != "accuracy"), *NEWER)
-MORE = ("valid_loss", *ALL, "men")
 FEW = ("valid_loss", "test_loss", "mean_norm_ratio", "isotropy_unit", "men")
 
 
@@ -143,7 +141,6 @@ def table(
     groups: Sequence[Group],
     measures: Sequence[str],
     first: str = "",
-    bold: Literal["first", "all"] = "first",
 ) -> Table:
     """Create one table of all groups, one below the other, and its footnote.
 
@@ -151,8 +148,6 @@ def table(
         groups: the rows.
         measures: the columns.
         first: the header of the first column.
-        bold: ``"first"``: better than the first row of the group; ``"all"``: better than each other
-            row of the group, as in the paper's Table 7.
     """
     lines = [line for group in groups for line in group]
     shown = [
@@ -163,15 +158,40 @@ def table(
     rows = []
     for group in groups:
         for line in group:
-            rivals = [other for other in group if other is not line]
-            if bold == "first" and line is not group[0]:
-                rivals = [group[0]]
-            elif bold == "first" and len(group) != 2:
-                rivals = []
+            rivals = [group[0]] if line is not group[0] else [*group[1:]] * (len(group) == 2)
             cells = [cell(line, rivals, name) for name in shown]
             rows.append([line.label, *cells, *_p(line, group[0], tested), _seeds(line)])
     marked = not all(is_committed(run) for line in lines for run in runs(line).values())
     return Table(header, rows, notes=[UNCOMMITTED] if marked else [])
+
+
+def side_by_side(settings: Mapping[str, Group], measures: Sequence[str], first: str = "") -> Table:
+    """Create a table with a row for each setting, and for each measure a column for each optimizer.
+
+    A setting without an optimizer's row has an empty cell. Numbers are marked as in :func:`table`,
+    in comparison with the first optimizer of the same setting. The last column has the number of
+    runs of each, and a dagger if some were made by code that was not committed.
+    """
+    labels = [*dict.fromkeys(line.label for group in settings.values() for line in group)]
+    header = [first, *(f"{label}: {MEASURES[m].header}" for m in measures for label in labels)]
+    rows: list[list[str | Cell]] = []
+    for setting, group in settings.items():
+        lines = {line.label: line for line in group}
+        cells: list[str | Cell] = [setting]
+        for name in measures:
+            for label in labels:
+                line = lines.get(label)
+                rivals = [group[0]] if line is not group[0] else [*group[1:]] * (len(group) == 2)
+                cells.append("" if line is None else cell(line, rivals, name))
+        numbers = [*dict.fromkeys(str(len(runs(line))) for line in group)]
+        rows.append([*cells, ", ".join(numbers) + dagger(*group)])
+    return Table([*header, "seeds"], rows)
+
+
+def dagger(*lines: Line) -> str:
+    """A mark of rows of which some runs were made by code that was not committed."""
+    committed = [is_committed(run) for line in lines for run in runs(line).values()]
+    return "" if all(committed) else " †"
 
 
 def _p(line: Line, baseline: Line, measure: str) -> list[str]:

@@ -4,46 +4,52 @@
 
 Each mean is followed by the sample standard deviation in its last digit. A value is bold if it is
 significantly better than that of the first row of its group, and italic if it is significantly
-worse. The value of the first row is bold if
-it is significantly better than that of the only other row. The test is a one-sided Student t-test
-at 95 %. The column p is for the loss being lower than that of the first row, followed by the p of
-the t-test of the differences between runs with the same seed. A dagger marks the seeds of
-runs whose code was not committed. Columns that none of a table's runs have are left out.
+worse. The value of the first row is bold if it is significantly better than that of the only other
+row. The test is a one-sided Student t-test at 95 %. The column p is for the loss being lower than
+that of the first row, followed by the p of the t-test of the differences between runs with the same
+seed. A dagger marks runs whose code was not committed. Columns that none of a table's runs have are
+left out.
 """
 
 import argparse
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from coupled_adam.files import write_atomically
-from coupled_adam.rendering.tables import Table
+from coupled_adam.rendering.tables import Cell, Table
 
 from . import referee
 from .questions import QUESTIONS, RATES
 from .rows import (
-    ALL,
     BEST,
     FEW,
     LABELS,
-    MORE,
+    MEASURES,
     Arm,
     Group,
     Line,
     between,
     cell,
+    dagger,
     results,
     runs,
+    side_by_side,
     table,
     values,
 )
 from .run import HERE
 
 DOCS = HERE.parent / "docs" / "study"
+BENCH = HERE.parent / "benchmarks" / "results" / "bench"
+TIMED = {"rows": 50304, "columns": 768, "dtype": "float32", "others": 0, "clip": False}
+"""The case of ``benchmarks/speed.py`` that the README shows."""
 PAGES = (HERE.parent / "README.md", *sorted(DOCS.glob("*.md")))
 
 BASE = (
@@ -52,9 +58,9 @@ BASE = (
 )
 
 
-def pair(label: str, question: str, name: str) -> Group:
+def pair(question: str, name: str) -> Group:
     """The rows of AdamW and Coupled Adam in the same setting."""
-    return [Line(f"{label} {text}", question, f"{name} {arm}") for arm, text in LABELS.items()]
+    return [Line(label, question, f"{name} {arm}") for arm, label in LABELS.items()]
 
 
 SCALE = {
@@ -85,48 +91,54 @@ def exponents(question: str, arm: Arm) -> dict[float, Line]:
 
 
 def _scale() -> Table:
-    groups = [
-        pair(f"{tokens}, {size}:", question, name)
-        for (tokens, size), (question, name) in SCALE.items()
-    ]
-    return table(groups, MORE, "D, N: Adam")
+    settings = {f"{tokens}, {size}": pair(*of) for (tokens, size), of in SCALE.items()}
+    measures = ("test_loss", "isotropy", "mean_norm_ratio", "men")
+    return side_by_side(settings, measures, "D, N")
 
 
 def _second_moment() -> Table:
-    groups = [
-        [Line(f"{tokens}, {size}", question, f"{name} adamw")]
-        for (tokens, size), (question, name) in SCALE.items()
-    ]
-    return table(groups, ("A", "r_squared", "exponent"), "D, N")
+    measures = ("A", "r_squared", "exponent")
+    rows = []
+    for (tokens, size), (question, name) in SCALE.items():
+        line = Line(f"{tokens}, {size}", question, f"{name} adamw")
+        rows.append([line.label + dagger(line), *(cell(line, [], key) for key in measures)])
+    return Table(["D, N", *(MEASURES[key].header for key in measures)], rows)
 
 
 def _learning_rate() -> Table:
-    groups = [
-        pair(f"{lr}:", "learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
-    ]
-    return table(groups, ("valid_loss", "isotropy", "mean_norm_ratio"))
+    settings = {lr: pair("learning_rate", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")}
+    return side_by_side(settings, ("valid_loss", "isotropy", "mean_norm_ratio"), "rate")
 
 
-def _scaled(question: str) -> Table:
-    """Each arm's runs, compared with n = 0, followed by each arm's best run by validation loss."""
-    groups, best = [], []
-    for arm in LABELS:
-        lines = exponents(question, arm)
-        groups.append([lines.pop(0), *lines.values()])
-        line = min(groups[-1], key=lambda line: np.mean(values(line, "valid_loss")))
-        best.append(dataclasses.replace(line, label=f"best: {line.label}"))
-    return table([*groups, best], MORE)
+def _by_n() -> Table:
+    """The test loss for each n, of AdamW, Coupled Adam and a = 0.5 after three amounts of data."""
+    questions = {
+        "1.2M": ("between", "scaled"),
+        "4.9M": ("between_longer", "scaled_longer"),
+        "20M": ("paper_ratio",),
+    }
+    columns: dict[str, dict[float, Line]] = {}
+    for tokens, sources in questions.items():
+        for arm, label in THREE.items():
+            column = columns.setdefault(f"{tokens}: {label}", {})
+            for question in sources:
+                if question.startswith("scaled"):
+                    column |= exponents(question, arm) if arm in LABELS else {}
+                    continue
+                for name in QUESTIONS[question]:
+                    if match := re.fullmatch(rf"{arm} n=(-?\d+)", name):
+                        column[int(match[1])] = Line(label, question, name)
 
+    def shown(line: Line | None) -> str:
+        return "" if line is None else f"{cell(line, [], 'test_loss')}{dagger(line)}"
 
-def _rate() -> Table:
-    scaled = of_exponent("scaled", "coupled", 5, "ν times 2⁻⁵")
-    faster = Line("learning rate times 2^2.5", "scaled", "coupled lr_factor=2^2.5")
-    return table([[scaled, faster]], MORE)
-
-
-def _sgd() -> Table:
-    lines = [Line(f"SGD, {name.replace('=', ' = ')}", "sgd", name) for name in QUESTIONS["sgd"]]
-    return table([[*BASE, *lines]], ("valid_loss", *ALL), bold="all")
+    factors = sorted({n for column in columns.values() for n in column})
+    rows = [[f"{n}", *(shown(column.get(n)) for column in columns.values())] for n in factors]
+    as_a_rate = Line(
+        "", "scaled", "coupled lr_factor=2^2.5"
+    )  # as n = 5, without scaling the moment
+    rows.append(["5, as a rate", "", shown(as_a_rate), *[""] * (len(columns) - 2)])
+    return Table(["n", *columns], rows)
 
 
 def _tying() -> Table:
@@ -136,35 +148,23 @@ def _tying() -> Table:
     }
     lines = [Line(label, "tying", f"untied {name}") for name, label in untied.items()]
     tied = [dataclasses.replace(line, label=f"tied: {line.label}") for line in BASE]
-    return table(
-        [tied, lines], ("initial_mean_norm", *ALL, "input_isotropy", "input_mean_norm_ratio")
-    )
+    of_input = ("input_isotropy", "input_mean_norm_ratio")
+    return table([tied, lines], ("test_loss", "isotropy", "mean_norm_ratio", *of_input))
 
 
 def _schedules() -> Table:
-    cosine = [dataclasses.replace(line, label=f"cosine: {line.label}") for line in BASE]
-    constant, wsd = (pair(f"{name}:", "schedules", name) for name in ("constant", "wsd"))
-    return table([cosine, constant, wsd], ALL)
+    settings = {"cosine": BASE} | {name: pair("schedules", name) for name in ("constant", "wsd")}
+    return side_by_side(settings, ("test_loss", "isotropy", "mean_norm_ratio"))
 
 
-def _masked_lm() -> Table:
-    lines = [Line("AdamW", "masked_lm", "adamw"), Line("Coupled Adam", "masked_lm", "coupled")]
-    return table([lines], ALL)
-
-
-def _experts() -> Table:
-    lines = [
-        Line("AdamW", "experts", "adamw"),
-        Line("Coupled Adam", "experts", "coupled"),
-        Line("Coupled Adam, router too", "experts", "coupled and router"),
-    ]
-    return table([lines], (*ALL[:4], "load_entropy", "router_mean_norm_ratio"))
-
-
-def _muon() -> Table:
-    rates = ("0.0025", "0.005", "0.01", "0.02")
-    groups = [pair(f"rate {lr}: Muon +", "muon", f"lr={lr}") for lr in rates]
-    return table([BASE, *groups], ("valid_loss", *ALL))
+def _masked_lm_and_experts() -> Table:
+    routed = Line("Coupled Adam", "experts", "coupled and router")
+    settings = {
+        name: [Line(label, question, arm) for arm, label in LABELS.items()]
+        for name, question in {"BERT": "masked_lm", "mixture of experts": "experts"}.items()
+    }
+    settings["the same, router coupled"] = [settings["mixture of experts"][0], routed]
+    return side_by_side(settings, ("test_loss", "isotropy", "mean_norm_ratio"))
 
 
 ALTERNATIVES = {
@@ -193,93 +193,132 @@ def alternative(lr: float, name: str) -> Line | None:
     return line if line.name in QUESTIONS[line.question] else None
 
 
-def _alternatives(lr: float) -> Table:
-    lines = [line for name in ALTERNATIVES if (line := alternative(lr, name))]
-    return table([lines], MORE)
+def _alternatives() -> Table:
+    """Each alternative at two rates, in comparison with AdamW at the same rate."""
+    measures = ("test_loss", "isotropy", "mean_norm_ratio")
+    rows: list[list[str | Cell]] = []
+    for name, label in ALTERNATIVES.items():
+        lines = {lr: line for lr in RATES if (line := alternative(lr, name))}
+        cells: list[str | Cell] = [label + dagger(*lines.values())]
+        for lr in RATES:
+            usual = alternative(lr, "adamw")
+            rivals = [usual] if usual is not None and name != "adamw" else []
+            cells += [cell(lines[lr], rivals, key) if lr in lines else "" for key in measures]
+        rows.append(cells)
+    header = [f"{lr:g}: {MEASURES[key].header}" for lr in RATES for key in measures]
+    return Table(["AdamW and", *header], rows)
 
 
-def _between(question: str, best: str, borrowed: Sequence[Line] = ()) -> Table:
-    """AdamW at its best n, followed by everything else that has runs, in the order of a."""
-    names = sorted(QUESTIONS[question], key=lambda name: ("full" in name, "a=" in name))
-    lines = [*borrowed, *(between(question, name) for name in names)]
-    first = next(line for line in lines if line.name == best)
-    return table([[first, *(line for line in lines if line != first and runs(line))]], MORE)
+THREE = {"adamw": "AdamW", "coupled": "Coupled Adam", "a=0.5": "a = 0.5"}
+"""AdamW, Coupled Adam, and the step size for each token that has been run wherever they have."""
 
 
 def _settings(question: str) -> Table:
-    """For each setting of a question AdamW at its best n, followed by everything else with runs."""
-    groups: dict[str, list[Line]] = {}
-    for full in QUESTIONS[question]:
-        setting, _, name = full.partition(" ")
-        line = between(question, name, setting)
-        if runs(line) and setting != "muon":
-            groups.setdefault(setting, []).append(line)
+    """For each setting of a question, the three optimizers, each at its best n on validation."""
+    settings: dict[str, list[Line]] = {}
+    for setting in dict.fromkeys(name.partition(" ")[0] for name in QUESTIONS[question]):
+        if setting == "muon":
+            continue
+        best = {}
+        for arm, label in THREE.items():
+            tried = [
+                Line(label, question, name)
+                for name in QUESTIONS[question]
+                if name.startswith(f"{setting} {arm} ")
+            ]
+            tried = [line for line in tried if runs(line)]
+            best[label] = min(tried, key=lambda line: np.mean(values(line, "valid_loss")))
+        factors = ", ".join(line.name.rpartition("n=")[2] for line in best.values())
+        shown = setting.replace("lr=", "rate ").replace("=", " ")
+        label = shown if question == "warmup" else f"{shown}; n = {factors}"
+        settings[label] = [*best.values()]
+    return side_by_side(settings, ("test_loss", "mean_norm_ratio"))
 
-    def rank(line: Line) -> tuple[bool, float]:
-        return " adamw " not in line.name, float(np.mean(values(line, "valid_loss")))
 
-    for lines in groups.values():
-        lines.insert(0, lines.pop(lines.index(min(lines, key=rank))))
-    return table([*groups.values()], FEW)
-
-
-def _between_muon() -> Table:
-    """Beside Muon, with rates relative to the core's; both other arms are of another question."""
-    groups = []
+def _beside_muon() -> Table:
+    """One rate for Muon and the embeddings, then rates relative to Muon's, 1e-2."""
+    settings = {
+        f"one rate, {lr}": pair("muon", f"lr={lr}") for lr in ("0.0025", "0.005", "0.01", "0.02")
+    }
     for name in QUESTIONS["between_models"]:
         if match := re.fullmatch(r"muon (.*) a=0\.5", name):
             rates = match[1]
-            label = f"{'tied' if rates.startswith('f') else 'untied'}, {rates.replace('=', ' = ')}:"
+            label = f"{'tied' if rates.startswith('f') else 'untied'}, {rates.replace('=', ' = ')}"
             adams = ("muon", "lr=0.01") if rates == "f=1" else ("muon_rates", rates)
-            half = Line(f"{label} a = 0.5", "between_models", name)
-            groups.append([*pair(label, *adams), half])
-    return table(groups, FEW, "Muon +")
+            half = Line(THREE["a=0.5"], "between_models", name)
+            settings[label.replace(" head", ", head")] = [*pair(*adams), half]
+    return side_by_side(settings, ("test_loss", "mean_norm_ratio"), "Muon +")
 
 
 def _summary() -> Table:
-    """The best rows of ``between``, with what each optimizer keeps of a matrix."""
-    kept = ("AdamW, 2VH", "Coupled Adam, VH + H", "a = 0.5, zero-sum, VH + V + H")
+    """The best rows of each optimizer after each amount of data."""
     groups = [
-        [dataclasses.replace(line, label=f"{tokens}: {label}") for label, line in zip(kept, rows)]
+        [dataclasses.replace(line, label=f"{tokens}: {line.label}") for line in rows]
         for tokens, rows in BEST.items()
     ]
-    return table(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer, state")
+    return table(groups, ("test_loss", "mean_norm_ratio", "men"), "tokens: optimizer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommended:
+    """A row of the README's table.
+
+    line: the runs.
+    state: what is kept of a matrix [V, H].
+    timed_as: the name in ``benchmarks/speed.py``; None for the fused AdamW, its baseline.
+    """
+
+    line: Line
+    state: str
+    timed_as: str | None
 
 
 RECOMMENDED = (
-    Line("AdamW, betas 0.9, 0.95: 2 V x H", "betas_longer", "adamw 0.9 0.95 n=0"),
-    Line("AdamW, betas 0, 0.999: 2 V x H", "betas_longer", "adamw 0 0.999 n=1"),
-    Line("LEAN: V + H", "betas_longer", "a=0.75 0 0.99 n=2"),
+    Recommended(
+        Line("AdamW, betas 0.9, 0.95", "betas_longer", "adamw 0.9 0.95 n=0"), "2 V x H", None
+    ),
+    Recommended(
+        Line("AdamW, betas 0, 0.999", "betas_longer", "adamw 0 0.999 n=1"), "2 V x H", None
+    ),
+    Recommended(
+        Line("Coupled Adam", "paper_ratio", "coupled n=0"), "V x H + H", "CoupledAdamW fused"
+    ),
+    Recommended(
+        Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "CoupledAdamW LEAN"
+    ),
+    Recommended(Line("Ember", "one_pass_longer", "ember free n=1"), "V + H", "Ember"),
 )
-"""What we recommend, after 20M tokens, with AdamW as usual and at its best betas; and its state."""
+"""What we recommend and its rivals, after 20M tokens."""
 
 
 def _readme() -> Table:
-    """The same in words that need no other page, without p."""
-    shown = ("test_documents", "mean_norm_ratio", "effective_rank", "men")
-    usual = RECOMMENDED[0]
+    """The rows of :data:`RECOMMENDED` in words that need no other page, without p."""
+    usual = RECOMMENDED[0].line
     rows = [
         [
-            *line.label.split(": "),
-            *(cell(line, [] if line is usual else [usual], name) for name in shown),
+            row.line.label,
+            row.state,
+            "1" if row.timed_as is None else f"{step_time(row.timed_as):.2f}",
+            *(
+                cell(row.line, [] if row.line is usual else [usual], name)
+                for name in ("test_loss", "mean_norm_ratio")
+            ),
+            str(len(runs(row.line))),
         ]
-        for line in RECOMMENDED
+        for row in RECOMMENDED
     ]
-    header = ["embeddings", "optimizer state", "test loss ↓", "offset of the mean ↓"]
-    header += ["effective rank ↑", "word similarity ↑"]
-    return Table(header, rows, left=(0, 1))
+    header = ["embeddings", "optimizer state", "time of a step", "test loss ↓"]
+    return Table([*header, "offset of the mean ↓", "runs"], rows, left=(0, 1))
 
 
-def _muon_rates() -> Table:
-    """Pairs with the same rates, relative to the core; those with f = 1 are of ``muon``."""
-    names = list(dict.fromkeys(name.rpartition(" ")[0] for name in QUESTIONS["muon_rates"]))
-    rows = [pair("tied, f = 1:", "muon", "lr=0.01")]
-    for name in names:
-        label = (
-            name.replace("=", " = ").replace("f =", "tied, f =").replace("input", "untied, input")
-        )
-        rows.append(pair(f"{label}:", "muon_rates", name))
-    return table([row for row in rows if runs(row[0])], ("valid_loss", *ALL))
+def step_time(optimizer: str) -> float:
+    """A step's time on 50,304 x 768 in float32, relative to torch's fused AdamW: the median."""
+    ratios: list[float] = []
+    for path in BENCH.glob("*.json"):
+        for result in json.loads(path.read_text())["results"]:
+            if (result["case"], result["optimizer"]) == (TIMED, optimizer):
+                ratios += [seconds / baseline for seconds, baseline, *_ in result["samples"]]
+    return statistics.median(ratios)
 
 
 def _switching() -> Table:
@@ -288,7 +327,8 @@ def _switching() -> Table:
         Line("AdamW, recentered, then Coupled Adam", "switching", "recentered_and_switched"),
         Line("AdamW, recentered, on with AdamW", "switching", "recentered"),
     ]
-    return table([[BASE[0], *lines, BASE[1]]], ALL)
+    measures = ("test_loss", "isotropy", "mean_norm", "mean_norm_ratio")
+    return table([[BASE[0], *lines, BASE[1]]], measures)
 
 
 def _betas(question: str) -> Table:
@@ -319,17 +359,72 @@ TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
 """The runs whose gradients ``movement`` gives to all rules."""
 
 
-def _versions(question: str) -> Table:
-    """The validation losses of LEAN's versions with seed 1, by the factor 2^(n/2)."""
+def _by_factor(first: str, rules: Mapping[str, tuple[str, str]]) -> Table:
+    """The validation losses of rules by the factor 2^(n/2) of their rate.
+
+    Args:
+        first: the header of the first column.
+        rules: by label, the question and the name of the runs without their n.
+    """
     losses: dict[str, dict[int, str]] = {}
-    for name, entry in results(question).items():
-        rule, _, n = name.rpartition(" n=")
-        if (run := entry["seeds"].get("1")) is not None:
-            losses.setdefault(rule, {})[int(n)] = f"{run['valid_loss']:.3f}"
+    for label, (question, rule) in rules.items():
+        for name in results(question):
+            start, _, n = name.rpartition(" n=")
+            if start == rule:
+                loss = cell(Line(label, question, name), [], "valid_loss")
+                losses.setdefault(label, {})[int(n)] = str(loss)
     factors = sorted({n for of_rule in losses.values() for n in of_rule})
     return Table(
-        ["columns, sums", *(f"n = {n}" for n in factors)],
-        [[rule, *(of_rule.get(n, "") for n in factors)] for rule, of_rule in losses.items()],
+        [first, *(f"n = {n}" for n in factors)],
+        [[label, *(of_rule.get(n, "") for n in factors)] for label, of_rule in losses.items()],
+    )
+
+
+ONE_PASS = {
+    "one_pass": ("betas", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass_longer": ("betas_longer", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass_16k": ("batch_16k", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass_64k": ("batch_64k", "adamw 0 0.999", "a=0.75 0 0.99"),
+}
+"""By question, where AdamW at its best betas and the exact LEAN with plain columns have runs."""
+
+
+def _versions(question: str) -> Table:
+    """LEAN's versions beside AdamW at its best betas, and Ember."""
+    before, adamw, exact = ONE_PASS[question]
+    rules = {"AdamW, 0, 0.999": (before, adamw), "plain, exact": (before, exact)}
+    for columns in ("plain", "half", "weighted"):
+        rules[f"{columns}, delayed"] = (question, f"{columns} delayed")
+    ember = "zero_sum" if question == "one_pass" else question
+    return _by_factor("columns, sums", {**rules, "Ember": (ember, "ember free")})
+
+
+def _zero_sum() -> Table:
+    """Optimizers with and without zero-sum updates, in the tied model."""
+    return _by_factor(
+        "embeddings",
+        {
+            "AdamW, 0, 0.999": ("betas", "adamw 0 0.999"),
+            "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
+            "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
+            "LEAN": ("one_pass", "plain delayed"),
+            "Ember": ("zero_sum", "ember free"),
+            "Ember, zero-sum": ("zero_sum", "ember zero sum"),
+        },
+    )
+
+
+def _zero_sum_untied() -> Table:
+    """The same in the untied model."""
+    return _by_factor(
+        "embeddings",
+        {
+            "AdamW, 0, 0.999": ("betas_untied", "adamw 0 0.999"),
+            "LEAN without zero-sum": ("zero_sum_untied", "plain delayed free"),
+            "LEAN": ("zero_sum_untied", "plain delayed"),
+            "Ember": ("zero_sum_untied", "ember free"),
+            "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
+        },
     )
 
 
@@ -342,45 +437,39 @@ def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
     }
 
 
-def _movement(measure: str, training: str) -> Table:
-    """The measure of each rule, for the frequent tokens on the left and the rare on the right."""
-    by_rule = movement(measure, training)
-    bands = len(next(iter(by_rule.values())))
-    header = ["update of the embeddings", *(f"to {16 * 2**band}" for band in range(bands))]
-    rows = [[rule, *(f"{value:.2f}" for value in of_bands)] for rule, of_bands in by_rule.items()]
+def _movement() -> Table:
+    """Of each rule, the share of movement in the batch, and cosines in both runs.
+
+    The share is the rarer half's; cosines are the mean over the bands, and the rarer half's.
+    """
+    in_batch = movement("in_batch", "lean")
+    cosines = [movement("cosine", training) for training in TRAINED_BY]
+    rows = []
+    for rule, of_bands in in_batch.items():
+        numbers = [of_bands[-1]]
+        for by_rule in cosines:
+            numbers += [by_rule[rule].mean(), by_rule[rule][-1]]
+        rows.append([rule, *(f"{number:.2f}" for number in numbers)])
+    header = ["update of the embeddings", "with the token"]
+    header += [
+        f"{run}: cosine, {of}" for run in ("AdamW's run", "LEAN's") for of in ("all", "rarer half")
+    ]
     return Table(header, rows)
 
 
 TABLES: dict[str, Callable[[], Table]] = {
-    "learning_rate": _learning_rate,
-    "scale": _scale,
-    "second_moment": _second_moment,
-    **{question: partial(_scaled, question) for question in ("scaled", "scaled_longer")},
-    "rate": _rate,
-    "sgd": _sgd,
-    "tying": _tying,
-    "schedules": _schedules,
-    "masked_lm": _masked_lm,
-    "experts": _experts,
-    "muon": _muon,
-    **{f"alternatives_{lr:g}": partial(_alternatives, lr) for lr in RATES},
+    "summary": _summary,
+    "by_n": _by_n,
+    **{name: partial(_settings, name) for name in ("between_rates", "between_models", "warmup")},
+    "beside_muon": _beside_muon,
     "switching": _switching,
-    "between": partial(_between, "between", "adamw n=9"),
-    # In scaled_longer, n scales Coupled Adam's second moment, with the effect of the same n here.
-    "between_longer": partial(
-        _between,
-        "between_longer",
-        "adamw n=5",
-        [between("scaled_longer", n) for n in ("adamw n=5", "coupled n=5", "coupled n=3")],
-    ),
-    "paper_ratio": partial(_between, "paper_ratio", "adamw n=0"),
-    "paper_ratio_longer": partial(_between, "paper_ratio_longer", "adamw n=0"),
-    **{
-        question: partial(_settings, question)
-        for question in ("between_rates", "between_models", "paper_ratio_rates", "warmup")
-    },
-    "between_muon": _between_muon,
-    "muon_rates": _muon_rates,
+    "alternatives": _alternatives,
+    "masked_lm_and_experts": _masked_lm_and_experts,
+    "schedules": _schedules,
+    "tying": _tying,
+    "second_moment": _second_moment,
+    "scale": _scale,
+    "learning_rate": _learning_rate,
     **{
         question: partial(_betas, question)
         for question in (
@@ -398,12 +487,10 @@ TABLES: dict[str, Callable[[], Table]] = {
         )
     },
     "betas_eps": _eps,
-    **{question: partial(_versions, question) for question in ("one_pass", "one_pass_64k")},
-    **{
-        f"movement_{measure}_{training}": partial(_movement, measure, training)
-        for measure, training in (("in_batch", "lean"), ("cosine", "adamw"), ("cosine", "lean"))
-    },
-    "summary": _summary,
+    **{question: partial(_versions, question) for question in ONE_PASS},
+    "zero_sum": _zero_sum,
+    "zero_sum_untied": _zero_sum_untied,
+    "movement": _movement,
     "readme": _readme,
 }
 

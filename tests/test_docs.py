@@ -113,6 +113,21 @@ def test_the_keys_of_a_recipe_are_those_that_are_printed():
     assert block.text.strip() == explained(load_recipe("demo")).strip()
 
 
+def test_promises_name_their_tests():
+    """Each row of the page has one, and it is in the file that is named before it."""
+    page = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    promises = [line for line in rows if not line.endswith("| test |")]
+    assert len(promises) > 20
+    for line in promises:
+        files = re.findall(r"\]\(\.\./(tests/[\w/]+\.py)\)((?:,? ?`test_\w+`)*)", line)
+        assert files, line
+        for file, names in files:
+            source = (ROOT / file).read_text(encoding="utf-8")
+            for name in re.findall(r"test_\w+", names):
+                assert f"def {name}(" in source, f"{file} has no {name}"
+
+
 WORDS = " ".join(["a king and a queen eat bread", "the list of their tokens, and the rows"] * 9)
 SIMILAR = [("king", "queen", 8.6), ("king", "bread", 1.2), ("queen", "bread", 0.9)]
 
@@ -221,16 +236,11 @@ def for_frameworks():
     return {"model": gpt2(), "get_loss": loss}
 
 
-def for_study():
-    return {"model": gpt2(), "lr": 1e-3}
-
-
 SETUP = {
     "docs/analyze.md": for_analyze,
     "docs/evaluation.md": for_evaluation,
     "docs/frameworks.md": for_frameworks,
     "docs/optimizer.md": for_optimizer,
-    "docs/study/usual-betas.md": for_study,
     "docs/switching.md": for_switching,
 }
 

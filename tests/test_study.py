@@ -636,22 +636,6 @@ def test_losses_by_document_are_compared_with_the_same_seeds(monkeypatch):
     assert referee.difference(referee.A_BEST).tolist() == [0.5, -1.0]
 
 
-def test_bold_as_in_table_7(monkeypatch):
-    """Better than each other row, not only than the first."""
-    seeds = {"one": [2.0, 2.1, 2.2], "two": [1.0, 1.2, 1.1], "three": [1.05, 1.15, 1.1]}
-    runs = {name: [{"test_loss": loss} for loss in losses] for name, losses in seeds.items()}
-    groups = [[*runs]]
-
-    def bold(rule):
-        lines = table_of(monkeypatch, runs, groups, ["test_loss"], bold=rule)[2:]
-        return [line.split(" | ")[1].startswith("**") for line in lines]
-
-    assert bold("first") == [False, True, True]
-    assert bold("all") == [False, False, False]
-    runs["three"] = [{"test_loss": loss - 0.5} for loss in seeds["three"]]
-    assert bold("all") == [False, False, True]
-
-
 def test_columns_that_only_newer_runs_have(monkeypatch):
     """They stay away from tables of older runs, which show a dash beside newer ones."""
     old = [{"test_loss": 2.0}]

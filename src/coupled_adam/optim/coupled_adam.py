@@ -23,7 +23,7 @@ from coupled_adam.optim.param_groups import (
     warn_of_lost_options,
 )
 from coupled_adam.optim.state import check_group, check_parameter, fit_state
-from coupled_adam.optim.update import Pending, update
+from coupled_adam.optim.update import Begun, Pending, update
 
 Tensors = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]]
 """The tensors of a param group, in the order of torch's ``adam``."""
@@ -161,7 +161,7 @@ class CoupledAdam(torch.optim.Adam):
             if isinstance(params, torch.nn.Module):
                 groups = param_groups(params, embeddings or "coupled", vocab_size=vocab_size)
                 vocab_size = None
-        self._pending, self._warned = Pending(), set[str]()
+        self._pending, self._begun, self._warned = Pending(), Begun(), set[str]()
         if isinstance(groups, ParamGroups):
             self._frozen = groups.frozen
         self._coupling_defaults = {
@@ -319,7 +319,7 @@ class CoupledAdam(torch.optim.Adam):
                 found_inf=found_inf,
                 **{name: group[name] for name in _ADAM_OPTIONS},
             )
-        update(coupled, unscale, found_inf, self._pending)
+        update(coupled, unscale, found_inf, self._pending, self._begun)
         if unscale is not None:  # as torch's fused kernels do
             for p in dict.fromkeys(matrix.parameter for matrix in coupled):
                 assert p.grad is not None
@@ -362,7 +362,7 @@ class CoupledAdam(torch.optim.Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._pending, self._warned = Pending(), set[str]()
+        self._pending, self._begun, self._warned = Pending(), Begun(), set[str]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state and the groups, as in torch.

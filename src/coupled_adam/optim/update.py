@@ -23,14 +23,10 @@ Stepping = list[tuple[CoupledMatrix, Scalars]]
 
 
 class Pending:
-    """Sums of LEAN's last step that ranks are adding up, which the next step needs.
-
-    Also which matrices have made a step, where the count of steps is on an accelerator.
-    """
+    """Sums of LEAN's last step that ranks are adding up, which the next step needs."""
 
     def __init__(self) -> None:
         self._sums: list[tuple[list[CoupledMatrix], Reduction]] = []
-        self._started = WeakTensorKeyDictionary()
 
     def add(self, matrices: list[CoupledMatrix], reduction: Reduction) -> None:
         """Remember sums that are on their way."""
@@ -43,16 +39,25 @@ class Pending:
             for matrix, total in zip(matrices, reduction.result()):
                 reference.finish(matrix, total)
 
+
+class Begun:
+    """Which matrices are known to have made a step, where an accelerator has the count of steps.
+
+    A step that GradScaler's flag skips does not count, and the host does not see it.
+    """
+
+    def __init__(self) -> None:
+        self._steps = WeakTensorKeyDictionary()
+
     def is_first(self, matrix: CoupledMatrix, t: float | Tensor) -> bool:
         """Whether step ``t`` of the matrix, unless it is skipped, is its first."""
         if not isinstance(t, Tensor):
             return t == 1
         if isinstance(t, FakeTensor) or _is_capturing(t):
             return matrix.is_new
-        step = matrix.step
-        if step not in self._started and t.item() > 1:  # the host waits in the first steps only
-            self._started[step] = True
-        return step not in self._started
+        if matrix.step not in self._steps and t.item() > 1:  # the host waits in two steps only
+            self._steps[matrix.step] = True
+        return matrix.step not in self._steps
 
 
 def _is_capturing(t: Tensor) -> bool:
@@ -64,6 +69,7 @@ def update(
     factor: Tensor | None,
     found_inf: Tensor | None,
     pending: Pending,
+    begun: Begun,
 ) -> None:
     """Update the states and parameters of coupled matrices.
 
@@ -72,11 +78,12 @@ def update(
         factor: the gradients are multiplied with it; None for 1.
         found_inf: GradScaler's flag; nothing is changed unless it is 0.
         pending: takes the sums that the next step needs.
+        begun: the matrices that have made a step.
     """
     # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
     matrices = [with_penalty(m, factor) if m.has_penalty else m for m in matrices]
     update_coupled([m for m in matrices if not m.is_lean], factor, found_inf)
-    update_lean([m for m in matrices if m.is_lean], factor, found_inf, pending)
+    update_lean([m for m in matrices if m.is_lean], factor, found_inf, pending, begun)
 
 
 def update_coupled(
@@ -103,6 +110,7 @@ def update_lean(
     factor: Tensor | None,
     found_inf: Tensor | None,
     pending: Pending,
+    begun: Begun,
 ) -> None:
     """LEAN: update with the sums of the step before, and sum for the next one."""
     stepping = [(m, scalars) for m in matrices if (scalars := _advance(m, factor, found_inf))]
@@ -113,7 +121,7 @@ def update_lean(
         t = scalars.t
         if torch.compiler.is_compiling() and isinstance(t, Tensor):
             new.append((m, first._replace(skip=t != 1)))  # compiled once for all steps
-        elif pending.is_first(m, t):
+        elif begun.is_first(m, t):
             new.append((m, first))
     _lean_pass(new, pending)
     pending.finish()

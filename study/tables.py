@@ -337,11 +337,10 @@ def _betas(question: str) -> Table:
     lines = sorted(
         (line for line in lines if runs(line)), key=lambda line: np.mean(values(line, "valid_loss"))
     )
-    losses = ("test_documents", "valid_documents", "valid_loss")
-    geometry = ("mean_norm_ratio", "isotropy_unit_centered", "effective_rank")
     first = min(lines, key=lambda line: not line.name.startswith("adamw"))
     rows = [first, *(line for line in lines if line is not first)]
-    return table([rows], (*losses, *geometry, "men", "men_centered"))
+    measures = ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank", "men")
+    return table([rows], measures)
 
 
 def _eps() -> Table:

@@ -164,6 +164,17 @@ class HeadByColumns(Bert):
         return self.unembed
 
 
+class Projection(nn.Module):
+    """As encoders of images and sounds have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Linear(12, H)
+
+    def get_input_embeddings(self):
+        return self.patches
+
+
 GPT2, GPT2_HEAD = "transformer.wte.weight", "lm_head.weight"
 LLAMA = "model.embed_tokens.weight lm_head.weight"
 AS_WIDE = {"num_key_value_heads": 2, "head_dim": V // 2}  # keys with V rows
@@ -206,7 +217,7 @@ FOUND = {  # without a word
         lambda: nn.Sequential(LearnedPositions(V, H), nn.Linear(H, 3)),
         "",
     ),
-    "a projection that gives V": (lambda: nn.ModuleDict({"tok": Table(), "pos": Table(12)}), ""),
+    "nothing says V": (lambda: nn.ModuleDict({"tok": Table(), "pos": Table(12)}), ""),
     # getters
     "a head without a getter": (
         lambda: HeadOfItsOwn(llama().config),
@@ -214,6 +225,7 @@ FOUND = {  # without a word
     ),
     "getters with arguments": (GettersWithArguments, "tok.weight mlm.0.weight"),
     "a head by columns": (HeadByColumns, "tok.weight unembed.weight"),
+    "a projection of images": (Projection, ""),
 }
 
 
@@ -448,6 +460,13 @@ def test_couple_of_an_untied_model(couple, names):
         for name in group["param_names"]
     }
     assert decay["model.embed_tokens.weight"] == decay["lm_head.weight"] == 0.0
+
+
+def test_couple_of_a_table_that_a_getter_returns_as_output():
+    """FSMT has a head beside it."""
+    model = which_tables.build(transformers.FSMTForConditionalGeneration, lambda _, size: size)
+    names = {*embedding_parameters(model, couple="input")}
+    assert names == {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
 
 
 @pytest.mark.parametrize("couple", ["input", "output"])

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -222,20 +221,10 @@ def test_groups_that_are_assigned():
     assert_same_parameters(model, before)
 
 
-SCHEDULES = {
-    "polynomial": lambda o: transformers.get_scheduler("polynomial", o, 0, 8),
-    "cosine_with_min_lr": lambda o: transformers.get_scheduler(
-        "cosine_with_min_lr", o, 0, 8, scheduler_specific_kwargs={"min_lr": 1e-4}
-    ),
-    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=8),
-}
-
-
-@pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedules_that_read_the_defaults(make):
+def test_a_schedule_that_reads_the_defaults():
     model = decoder()
     optimizer = MuonWithCoupledAdam(model, lr=1e-3)
-    schedule = make(optimizer)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
     train(model, optimizer, range(1))
     first = [group["lr"] for group in optimizer.param_groups]
     for _ in range(4):
@@ -265,9 +254,6 @@ def test_closure_returns_the_loss():
         ({"adjust_lr_fn": "rms", "adam_lr": 1.0}, "rms is not supported"),
         ({"adamw": "embed.wieght"}, r"adamw='embed.wieght' matches no parameter.*'embed.weight'"),
         ({"adamw": "*"}, "no trainable hidden matrix"),
-        ({"head_lr": 1.0}, "the head is tied"),
-        ({"vocab_size": 5}, "vocab_size=5: no embedding"),
-        ({"embedding_weight_decay": -1.0}, "Invalid embedding_weight_decay"),
         ({"embeddings": "leen"}, "Invalid embeddings value: 'leen'"),
     ],
 )
@@ -276,9 +262,7 @@ def test_errors(options, message):
         MuonWithCoupledAdam(decoder(tied=True), lr=0.02, **options)
 
 
-def test_errors_of_type_and_version(monkeypatch):
-    with pytest.raises(TypeError, match=r"model must be an nn.Module, not generator"):
-        MuonWithCoupledAdam(decoder().parameters())
+def test_torch_without_muon(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(RuntimeError, match=r"needs torch.optim.Muon.*2.9 or later"):
         MuonWithCoupledAdam(decoder())

@@ -247,6 +247,18 @@ def test_weight_decay_is_the_optimizers_unless_given(given, expected):
     assert {decays[n] for n in decays if "bias" in n or "ln" in n or "wt" in n} == {(0.0,)}
 
 
+def test_only_a_bias_by_name_does_not_decay():
+    """A matrix [H, H] that is called bias is one, as in some adapters; a de_bias is a weight."""
+    model = gpt2()
+    model.mixer = nn.Module()
+    for name in ("bias", "de_bias"):
+        model.mixer.register_parameter(name, nn.Parameter(torch.ones(H, H)))
+    groups = param_groups(model, weight_decay=0.1)
+    decays = options_of(CoupledAdamW(groups), "weight_decay")
+    assert decays["mixer.bias"] == (0.0,)
+    assert decays["mixer.de_bias"] == (0.1,)
+
+
 def layout(optimizer):
     """The shapes in each group, with what decides how it is updated."""
     return [

@@ -63,16 +63,6 @@ class DeviceOption:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ResultOptions(DeviceOption):
-    """How results are shown.
-
-    json: print all results as JSON, and nothing else.
-    """
-
-    json: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OverwriteOption:
     """What becomes of files that exist.
 
@@ -124,13 +114,15 @@ def write_file(option: str, path: Path, content: str | bytes) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(ResultOptions):
-    """Which models.
+class ModelOptions(DeviceOption):
+    """Which models, and how results are shown.
 
     revision: the branch, tag or commit, for models on the hub.
+    json: print all results as JSON, and nothing else.
     """
 
     revision: str | None = None
+    json: bool = False
 
     def check_revision(self, models: Iterable[str]) -> None:
         """Raise UsageError if ``--revision`` is given for a model that is not on the hub."""

@@ -102,8 +102,7 @@ def explained_variance(embeddings: Embeddings) -> float:
     Raises:
         ValueError: also if all rows are equal.
     """
-    mean, _ = mean_and_norms(embeddings)
-    values = singular_values_of(torch.linalg.eigvalsh(gram(embeddings, mean)), len(embeddings))
+    values = _centered_singular_values(embeddings)
     if values[0] == 0:
         raise ValueError("all rows of embeddings are equal: they have no variance to explain")
     return explained_variance_of(values)
@@ -118,8 +117,7 @@ def iso_score(embeddings: Embeddings) -> float:
     Raises:
         ValueError: also if all rows are equal, or H is 1.
     """
-    mean, _ = mean_and_norms(embeddings)
-    values = singular_values_of(torch.linalg.eigvalsh(gram(embeddings, mean)), len(embeddings))
+    values = _centered_singular_values(embeddings)
     if embeddings.shape[1] == 1 or values[0] == 0:
         raise ValueError("IsoScore is not defined for equal rows, or for a single column")
     return iso_score_of(participation_ratio_of(values), embeddings.shape[1])
@@ -401,3 +399,9 @@ def _checked_singular_values(embeddings: Embeddings) -> Array:
     values = singular_values(embeddings)
     check_not_zero(values[0])
     return values
+
+
+def _centered_singular_values(embeddings: Embeddings) -> Array:
+    """Those of the rows with their mean removed."""
+    squares = gram(embeddings, mean_and_norms(embeddings)[0])
+    return singular_values_of(torch.linalg.eigvalsh(squares), len(embeddings))

@@ -206,7 +206,7 @@ def param_groups(
             continue
         m = embedding_of.get(p)
         # weight_norm's magnitudes [V, 1] are vectors.
-        is_vector = p.dim() < 2 or p in norms or name.endswith("bias") or 1 in p.shape
+        is_vector = p.dim() < 2 or p in norms or name.split(".")[-1] == "bias" or 1 in p.shape
         is_hidden = m is None and not is_vector
         group: Group = {"params": [], "param_names": [], "coupled": m in coupled}
         decay = weight_decay if is_hidden else 0.0 if m is None else embedding_weight_decay

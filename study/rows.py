@@ -92,7 +92,6 @@ MEASURES = {
 }
 NEWER = ("isotropy_unit", "isotropy_unit_centered", "effective_rank")
 """Measures that the first runs of the study did not record."""
-FEW = ("valid_loss", "test_loss", "mean_norm_ratio", "isotropy_unit", "men")
 
 
 @dataclasses.dataclass(frozen=True)

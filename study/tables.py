@@ -29,7 +29,6 @@ from . import referee
 from .questions import QUESTIONS, RATES
 from .rows import (
     BEST,
-    FEW,
     LABELS,
     MEASURES,
     Arm,
@@ -343,17 +342,6 @@ def _betas(question: str) -> Table:
     return table([rows], measures)
 
 
-def _eps() -> Table:
-    """For each of two optimizers the usual eps, followed by others."""
-    groups: dict[str, list[Line]] = {}
-    for full in QUESTIONS["betas_eps"]:
-        setting, _, name = full.partition(" ")
-        usual = between("betas", name)
-        usual = dataclasses.replace(usual, label=f"eps 1e-08: {usual.label}")
-        groups.setdefault(name, [usual]).append(between("betas_eps", name, setting))
-    return table([*groups.values()], ("test_documents", "valid_documents", *FEW))
-
-
 TRAINED_BY = {"adamw": "adamw 0.9 0.95 n=4", "lean": "a=0.75 0 0.99 n=4"}
 """The runs whose gradients ``movement`` gives to all rules."""
 
@@ -485,7 +473,6 @@ TABLES: dict[str, Callable[[], Table]] = {
             "peers",
         )
     },
-    "betas_eps": _eps,
     **{question: partial(_versions, question) for question in ONE_PASS},
     "zero_sum": _zero_sum,
     "zero_sum_untied": _zero_sum_untied,

@@ -82,8 +82,10 @@ def update(
     """
     # The L2 penalty of Adam is part of the gradient, and comes after unscaling.
     matrices = [with_penalty(m, factor) if m.has_penalty else m for m in matrices]
-    update_coupled([m for m in matrices if not m.is_lean], factor, found_inf)
-    update_lean([m for m in matrices if m.is_lean], factor, found_inf, pending, begun)
+    if coupled := [m for m in matrices if not m.is_lean]:
+        update_coupled(coupled, factor, found_inf)
+    if lean := [m for m in matrices if m.is_lean]:
+        update_lean(lean, factor, found_inf, pending, begun)
 
 
 def update_coupled(
@@ -123,8 +125,9 @@ def update_lean(
             new.append((m, first._replace(skip=t != 1)))  # compiled once for all steps
         elif begun.is_first(m, t):
             new.append((m, first))
-    _lean_pass(new, pending)
-    pending.finish()
+    if new:
+        _lean_pass(new, pending)
+        pending.finish()
     _lean_pass(stepping, pending)
     # What records a step must see all of it, and DeepSpeed's wrapper may read the state itself.
     if any(matrix.no_host_reads or matrix.shard is not None for matrix in matrices):

@@ -170,6 +170,66 @@ def test_by_factor(table):
                 check(cell, [run["valid_loss"] for run in runs(question, name).values()])
 
 
+def valid(question, name):
+    """The validation losses by seed."""
+    return {seed: run["valid_loss"] for seed, run in runs(question, name).items()}
+
+
+def test_what_the_page_says_of_one_pass():
+    def said(pattern):
+        return [float(x) for x in re.search(pattern, " ".join(PAGE.split())).groups()]
+
+    def first(question, name):
+        return valid(question, name)[1]
+
+    gains = [
+        first("one_pass", f"plain delayed n={n}") - first("one_pass", f"weighted delayed n={n}")
+        for n in (3, 4, 5)
+    ]
+    assert said(r"gain (\S+) to (\S+) after 4\.9M") == pytest.approx(
+        [min(gains), max(gains)], abs=5.1e-4
+    )
+    plain, half, weighted = (
+        min(first("one_pass_64k", n) for n in results("one_pass_64k") if n.startswith(rule))
+        for rule in ("plain", "half", "weighted")
+    )
+    assert said(r"and lose (\S+) in 75") == pytest.approx([weighted - plain], abs=5.1e-3)
+    assert half > plain
+    adamw, lean = valid("betas", "adamw 0 0.999 n=5"), valid("one_pass", "plain delayed n=4")
+    longer = valid("betas_longer", "adamw 0 0.999 n=1")
+    after = valid("one_pass_longer", "plain delayed n=1")
+    differences = [after[seed] - longer[seed] for seed in after]
+    assert said(r"LEAN is (\S+) higher after 4\.9M .* and (\S+) lower after 20M") == pytest.approx(
+        [np.mean([*lean.values()]) - np.mean([*adamw.values()]), -np.mean(differences)], abs=5.1e-4
+    )
+    (p,) = said(r"three seeds; p = (\S+), paired")
+    assert p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, abs=0.051)
+    few = [
+        first("one_pass_16k", "plain delayed n=7")
+        - np.mean([*valid("batch_16k", "adamw 0 0.999 n=7").values()]),
+        plain - first("batch_64k", "adamw 0 0.999 n=9"),
+    ]
+    assert said(r"few steps it is (\S+) and (\S+) higher") == pytest.approx(few, abs=5.1e-4)
+
+
+def test_what_the_page_says_of_zero_sum():
+    text = PAGE.split("## What zero-sum updates cost")[1].split("## You tuned")[0]
+    adamw, ember, lean = map(
+        float, re.search(r"AdamW (\S+) \(three seeds\), Ember (\S+) and LEAN (\S+) ", text).groups()
+    )
+    rivals = (
+        (adamw, ("peers", "centered adamw 0 0.999 n=5"), ("betas", "adamw 0 0.999 n=5")),
+        (ember, ("zero_sum", "ember zero sum n=5"), ("zero_sum", "ember free n=5")),
+    )
+    for cost, *names in rivals:
+        with_it, without = (np.mean([*valid(*name).values()]) for name in names)
+        assert cost == pytest.approx(with_it - without, abs=1.1e-3)
+    cost = (
+        valid("one_pass", "plain delayed n=4")[1] - valid("zero_sum", "plain delayed free n=4")[1]
+    )
+    assert lean == pytest.approx(cost, abs=1.1e-3)
+
+
 def test_other_rates_after_20_million_tokens():
     text = PAGE.split("Other rates change little")[1].split("n = 1, 2 and 3")[0]
     settings = [("adamw 0 0.999", 1), ("adamw 0 0.999", 2)]

@@ -285,7 +285,7 @@ RECOMMENDED = (
     Recommended(
         Line("LEAN", "one_pass_longer", "plain delayed n=1"), "V + 2H", "CoupledAdamW LEAN"
     ),
-    Recommended(Line("Ember", "one_pass_longer", "ember free n=1"), "V + H", "Ember"),
+    Recommended(Line("Ember", "one_pass_longer", "ember free n=2"), "V + H", "Ember"),
 )
 """What we recommend and its rivals, after 20M tokens."""
 

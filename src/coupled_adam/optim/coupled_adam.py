@@ -461,9 +461,8 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         lr, betas, eps, weight_decay, amsgrad: as in :class:`torch.optim.AdamW`, with the same
             defaults.
         maximize, foreach, capturable, differentiable, fused: likewise.
-        coupling: ``coupled``, ``second_moment_scale``, ``row_exponent``, ``zero_sum``,
-            ``vocab_dim``, ``stochastic_rounding``, ``embeddings`` and ``vocab_size``, as in
-            :class:`CoupledAdam`.
+        coupled, second_moment_scale, row_exponent, zero_sum: as in :class:`CoupledAdam`.
+        vocab_dim, stochastic_rounding, embeddings, vocab_size: likewise.
     """
 
     def __init__(
@@ -480,7 +479,15 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        **coupling: Any,
+        # By name, since frameworks such as litgpt pass on what they find in the signature.
+        coupled: bool = False,
+        second_moment_scale: float = 1.0,
+        row_exponent: float = 0.0,
+        zero_sum: bool = False,
+        vocab_dim: int = 0,
+        stochastic_rounding: bool = False,
+        embeddings: Embeddings | None = None,
+        vocab_size: int | Iterable[int] | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -495,7 +502,14 @@ class CoupledAdamW(CoupledAdam, torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
-            **coupling,
+            coupled=coupled,
+            second_moment_scale=second_moment_scale,
+            row_exponent=row_exponent,
+            zero_sum=zero_sum,
+            vocab_dim=vocab_dim,
+            stochastic_rounding=stochastic_rounding,
+            embeddings=embeddings,
+            vocab_size=vocab_size,
         )
 
 

@@ -144,16 +144,16 @@ ONE_PASS = {
 }
 
 
-@pytest.mark.parametrize("table", [*ONE_PASS, "zero_sum"])
+@pytest.mark.parametrize("table", [*ONE_PASS, "zero_sum", "zero_sum_untied"])
 def test_by_factor(table):
     """Each cell of the tables of LEAN's versions and of zero-sum updates; none is left out."""
-    before = ONE_PASS.get(table, "betas")
+    before = ONE_PASS.get(table, "betas_untied" if table == "zero_sum_untied" else "betas")
     header, _, *lines = rows(table)
     here = {
         "AdamW, 0, 0.999": (before, "adamw 0 0.999"),
         "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
         "plain, exact": (before, "a=0.75 0 0.99"),
-        "LEAN": ("one_pass", "plain delayed"),
+        "LEAN": ("one_pass" if table == "zero_sum" else table, "plain delayed"),
         "LEAN without zero-sum": (table, "plain delayed free"),
         "Ember": ("zero_sum" if table == "one_pass" else table, "ember free"),
         "Ember, zero-sum": (table, "ember zero sum"),

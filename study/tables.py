@@ -368,51 +368,47 @@ def _by_factor(first: str, rules: Mapping[str, tuple[str, str]]) -> Table:
 
 
 ONE_PASS = {
-    "one_pass": ("betas", "adamw 0 0.999", "a=0.75 0 0.99"),
-    "one_pass_longer": ("betas_longer", "adamw 0 0.999", "a=0.75 0 0.99"),
-    "one_pass_16k": ("batch_16k", "adamw 0 0.999", "a=0.75 0 0.99"),
-    "one_pass_64k": ("batch_64k", "adamw 0 0.999", "a=0.75 0 0.99"),
+    "one_pass": "betas",
+    "one_pass_longer": "betas_longer",
+    "one_pass_16k": "batch_16k",
+    "one_pass_64k": "batch_64k",
 }
 """By question, where AdamW at its best betas and the exact LEAN with plain columns have runs."""
 
 
 def _versions(question: str) -> Table:
     """LEAN's versions beside AdamW at its best betas, and Ember."""
-    before, adamw, exact = ONE_PASS[question]
-    rules = {"AdamW, 0, 0.999": (before, adamw), "plain, exact": (before, exact)}
+    before = ONE_PASS[question]
+    rules = {
+        "AdamW, 0, 0.999": (before, "adamw 0 0.999"),
+        "plain, exact": (before, "a=0.75 0 0.99"),
+    }
     for columns in ("plain", "half", "weighted"):
         rules[f"{columns}, delayed"] = (question, f"{columns} delayed")
     ember = "zero_sum" if question == "one_pass" else question
     return _by_factor("columns, sums", {**rules, "Ember": (ember, "ember free")})
 
 
-def _zero_sum() -> Table:
-    """Optimizers with and without zero-sum updates, in the tied model."""
-    return _by_factor(
-        "embeddings",
-        {
-            "AdamW, 0, 0.999": ("betas", "adamw 0 0.999"),
-            "AdamW, 0, 0.999, zero-sum": ("peers", "centered adamw 0 0.999"),
-            "LEAN without zero-sum": ("zero_sum", "plain delayed free"),
-            "LEAN": ("one_pass", "plain delayed"),
-            "Ember": ("zero_sum", "ember free"),
-            "Ember, zero-sum": ("zero_sum", "ember zero sum"),
-        },
-    )
+ZERO_SUM = {
+    "zero_sum": ("betas", "one_pass"),
+    "zero_sum_untied": ("betas_untied", "zero_sum_untied"),
+}
+"""By question, where AdamW, and LEAN with zero-sum updates, have runs in the same model."""
 
 
-def _zero_sum_untied() -> Table:
-    """The same in the untied model."""
-    return _by_factor(
-        "embeddings",
-        {
-            "AdamW, 0, 0.999": ("betas_untied", "adamw 0 0.999"),
-            "LEAN without zero-sum": ("zero_sum_untied", "plain delayed free"),
-            "LEAN": ("zero_sum_untied", "plain delayed"),
-            "Ember": ("zero_sum_untied", "ember free"),
-            "Ember, zero-sum": ("zero_sum_untied", "ember zero sum"),
-        },
-    )
+def _zero_sum(question: str) -> Table:
+    """Optimizers with and without zero-sum updates; AdamW with them has runs in the tied model."""
+    of_adamw, of_lean = ZERO_SUM[question]
+    rules = {"AdamW, 0, 0.999": (of_adamw, "adamw 0 0.999")}
+    if question == "zero_sum":
+        rules["AdamW, 0, 0.999, zero-sum"] = ("peers", "centered adamw 0 0.999")
+    rules |= {
+        "LEAN without zero-sum": (question, "plain delayed free"),
+        "LEAN": (of_lean, "plain delayed"),
+        "Ember": (question, "ember free"),
+        "Ember, zero-sum": (question, "ember zero sum"),
+    }
+    return _by_factor("embeddings", rules)
 
 
 def movement(measure: str, training: str) -> dict[str, NDArray[np.float64]]:
@@ -474,8 +470,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         )
     },
     **{question: partial(_versions, question) for question in ONE_PASS},
-    "zero_sum": _zero_sum,
-    "zero_sum_untied": _zero_sum_untied,
+    **{question: partial(_zero_sum, question) for question in ZERO_SUM},
     "movement": _movement,
     "readme": _readme,
 }

@@ -6,6 +6,7 @@ libraries read from the environment on import, as OMP_NUM_THREADS, is that of th
 """
 
 import atexit
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -111,7 +112,9 @@ class Process:
             time.sleep(0.01)
 
     def send_signal(self, number):
-        os.kill(self.pid, number)
+        """Nothing happens where it has ended, as in subprocess.Popen; the server reaps it first."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def kill(self):
         self._process.kill()

@@ -12,6 +12,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from coupled_adam import LEAN
+
 from .evaluation import Extra
 from .experts import balance
 
@@ -264,9 +266,14 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
 
 
 def _arm(name: str) -> dict[str, Any]:
-    """The options of an arm: adamw, coupled, "a=0.5" (zero-sum updates), "a=0.5 free" (not)."""
+    """The options of an arm: adamw, coupled, lean, "a=0.5" (zero-sum updates), "a=0.5 free" (not).
+
+    An arm by the name of "lean" is the package's, in one pass; "a=0.75" was in two.
+    """
     if name in ARMS:
         return ARMS[name]
+    if name == "lean":
+        return {**COUPLED, "row_exponent": LEAN["row_exponent"], "zero_sum": LEAN["zero_sum"]}
     exponent, *free = name.removeprefix("a=").split()
     return {**COUPLED, "row_exponent": float(exponent), "zero_sum": not free}
 
@@ -388,6 +395,36 @@ def _alternatives() -> dict[str, Entry]:
         },
         **{f"lr={lr:g} weight_decay": Entry(decay, {"training.lr": lr}) for lr in RATES},
         "lr=0.02 lr_factor_0.25": Entry({**ADAMW, "lr_factor": 0.25}, {"training.lr": 2e-2}),
+    }
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "1.2M": (_steps(600), (6, 8)),
+    "untied": ({"model.tied": False, **_steps(1200)}, (4, 6)),
+    "rotary": (
+        {
+            "model.architecture": "stablelm",
+            "model.intermediate_size": 192,
+            **_steps(1200),
+        },
+        (6, 8),
+    ),
+    "H=32": ({**_size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), **_steps(1200)}, (5, 7)),
+    "16k": (_batch(256, 300), (7, 8)),
+    "64k": (_batch(1024, 75), (8, 9)),
+    "H=128": ({**_size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), **_steps(1200)}, (5, 7)),
+    "V=16384": ({"model.vocab_size": 16384, **_steps(1200)}, (5, 7)),
+}
+"""The settings of the test that was written down first: what differs, and the two n of each arm."""
+
+
+def _settings() -> dict[str, Entry]:
+    """AdamW without momentum and LEAN in each setting, whose name stands in front."""
+    arms = (("adamw", (0.0, 0.999)), ("lean", (0.0, 0.99)))
+    return {
+        f"{setting} {name}": entry
+        for setting, (overrides, factors) in SETTINGS.items()
+        for name, entry in _betas(_at_rates(arms, factors), **overrides).items()
     }
 
 
@@ -551,6 +588,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "table_rules": _rules(
         {"adafactor free": (3, 5, 7), "balanced free": (3, 5, 7)}, **_steps(2400)
     ),
+    "settings": _settings(),
     "warmup": _warmup(),
     "switching": {
         name: Entry(ADAMW, variant=_variant("switching", name))
@@ -572,5 +610,6 @@ UNFINISHED = (
     "paper_ratio",
     "paper_ratio_longer",
     "paper_ratio_rates",
+    "settings",
 )
 """Questions that have no result yet, or not with all names and seeds."""

@@ -1,4 +1,4 @@
-"""Adam's state in and out: what checkpoints of torch and of DeepSpeed's ZeRO contain."""
+"""Adam's state in and out: what checkpoints of torch contain."""
 
 import warnings
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coupled_adam.optim import flat, sharded
+from coupled_adam.optim import sharded
 from coupled_adam.optim.matrix import OPTIONS
 from coupled_adam.optim.param_groups import INITIAL
 from coupled_adam.optim.state import (
@@ -20,7 +20,6 @@ from coupled_adam.optim.state import (
     describe,
     entries,
     entry_shape,
-    fit_state,
     has_momentum,
     is_lean,
     layout_of,
@@ -28,9 +27,6 @@ from coupled_adam.optim.state import (
 )
 
 State = dict[str, Tensor]
-
-FLAT_NU = "exp_avg_sq_column"
-"""LEAN's nu in the state dict of pieces, whose ``exp_avg_sq`` is Adam's: for each element."""
 
 _ALWAYS_SAVED = ("lr", "betas", "eps", "weight_decay")
 
@@ -60,18 +56,17 @@ def from_adam(
     state = dict(state_dict["state"])
     moments: dict[Tensor, State] = {}
     for number, (group, saved) in enumerate(zip(param_groups, saved_groups)):
+        saved.pop("flat_shards", None)  # the optimizer's own are put back
         _complete_options(number, group, saved)
         loaded = {**group, **saved, "params": group["params"]}
         check_group(loaded)
         for index, (key, p) in enumerate(zip(saved["params"], group["params"])):
-            # Of an empty piece wrappers save nothing, but its rank takes part in the sums.
-            is_piece = loaded["coupled"] and p in flat.shards_of(loaded)
-            if not state.get(key) and not is_piece:
+            if not state.get(key):
                 continue
             if not loaded["coupled"]:
                 _check_shapes(loaded, index, state[key], {"exp_avg_sq": p.shape})
                 continue
-            state[key], moments[p] = _converted(loaded, index, state.get(key, {}))
+            state[key], moments[p] = _converted(loaded, index, state[key])
     return {**state_dict, "state": state, "param_groups": saved_groups}, moments
 
 
@@ -109,22 +104,20 @@ def _converted(group: Group, index: int, state: State) -> tuple[State, State]:
                 f"cannot load the state of {describe(group, index)}: the parameter is a "
                 f"{layout_of(p)}, but its {name} is a {layout_of(value)}. {HOW_TO_LOAD}"
             )
-    if p in flat.shards_of(group):
-        step = _step_of_ranks(state, flat.shards_of(group)[p], p)
-        averages = _flat_averages(group, index, state, step)
-        if averages and not state:
-            state = {}
-            fit_state(group, index, state)
-            state["step"].fill_(step)  # otherwise this rank would begin LEAN anew
+    is_flat = p.dim() == 1  # pieces, whose state must be that of pieces with the same options
+    required = {"step", *needed} - {"exp_avg"} if is_flat else {"step", "exp_avg_sq"}
+    if missing := required - state.keys():
+        raise ValueError(
+            f"cannot load the state of {describe(group, index)}: it has no "
+            f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
+        )
+    if is_flat:
+        kept = {name: state[name] for name in required - {"step"}}
+        averages = {name: value.to(p.device, moment_dtype(p)) for name, value in kept.items()}
     else:
-        if missing := {"step", "exp_avg_sq"} - state.keys():
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: it has no "
-                f"{', '.join(sorted(missing))}. Was it saved by Adam or Coupled Adam?"
-            )
         averages = _averages(group, p, state)
     # What is not Adam's is the user's, and stays.
-    unneeded = {FLAT_NU, *MOMENTS} - needed.keys()
+    unneeded = MOMENTS - needed.keys()
     state = {name: value for name, value in {**state, **averages}.items() if name not in unneeded}
     shapes = {name: entry_shape(group, p, dim) for name, dim in needed.items()}
     _check_shapes(group, index, state, shapes)
@@ -144,66 +137,41 @@ def _check_shapes(group: Group, index: int, state: State, shapes: dict[str, torc
 
 def _averages(group: Group, p: Tensor, state: State) -> State:
     """The second moments of a loaded state, on the parameter's device, in float32 or wider."""
-    step, needed = state["step"], entries(group)
+    step, vocab_dim, dtype = state["step"], group["vocab_dim"], moment_dtype(p)
     names = {*SECOND_MOMENTS, ROW_MOMENT, MEAN_UPDATE} & state.keys()
-    moments = {name: state[name].to(moment_dtype(p)) for name in names}
-    nu, is_complete = moments["exp_avg_sq"], needed.keys() <= {*state, "exp_avg"}
-    if is_lean(group) and nu.shape == p.shape:
-        moments |= _lean_of_adam(group, nu, step)
-    elif is_lean(group) and not is_complete:
-        moments |= _lean_of_means(group, p, moments, step)
+    moments = {name: state[name].to(dtype) for name in names}
+    nu = moments["exp_avg_sq"]
+    if is_lean(group) and ROW_MOMENT not in moments:
+        if nu.shape == p.shape:  # of Adam
+            rows = sharded.mean_over(nu, 1 - vocab_dim)
+            nu = sharded.mean_over(nu, vocab_dim)
+        else:  # of Coupled Adam: nothing tells the rows apart
+            mean = sharded.full_tensor(nu.mean()).to(p.device)
+            rows = sharded.zero_moment(p, 1 - vocab_dim, dtype) + mean
+        # LEAN's nu is a mean over the rows that have had a gradient.
+        active = max(sharded.full_tensor((rows > 0).sum()).item(), 1)
+        mean_of_active = sharded.full_tensor(rows.sum()).item() / active
+        later = _correction(group, step, 1) / _correction(group, step, 0)
+        nu = nu * (mean_of_active / _mean_of_columns(nu) * later)
+        moments |= {ROW_MOMENT: rows * later, "exp_avg_sq": nu}
     elif not is_lean(group) and ROW_MOMENT in moments:  # of LEAN
         mean = sharded.full_tensor(moments[ROW_MOMENT].mean())
         share = mean / _mean_of_columns(nu) * _correction(group, step, 0)
         moments["exp_avg_sq"] = nu * (share / _correction(group, step, 1))
+    moments.setdefault("max_exp_avg_sq", moments["exp_avg_sq"].clone())
     averages = {}
-    for name, dim in needed.items():
+    for name, dim in entries(group).items():
         if dim is None:
             continue
-        if name not in moments and name == "max_exp_avg_sq":
-            moments[name] = moments["exp_avg_sq"].clone()
-        value = moments.get(name)
-        if value is None:  # no mean update yet
-            averages[name] = sharded.zero_moment(p, dim, moment_dtype(p))
+        if name not in moments:  # no mean update yet
+            averages[name] = sharded.zero_moment(p, dim, dtype)
             continue
-        if value.shape == p.shape:  # of Adam, or of pieces
+        value = moments[name]
+        if value.shape == p.shape:  # of Adam
             value = sharded.mean_over(value, dim)
         if value.shape == entry_shape(group, p, dim):
             averages[name] = sharded.place_moment(value, p, dim).to(p.device)
     return averages
-
-
-def _lean_of_adam(group: Group, v: Tensor, step: Any) -> State:
-    """LEAN's r_i = mean_j v_ij, and nu_j, the mean of v_ij over rows with a gradient, of Adam."""
-    vocab_dim = group["vocab_dim"]
-    means = {
-        ROW_MOMENT: sharded.mean_over(v, 1 - vocab_dim),
-        "exp_avg_sq": sharded.mean_over(v, vocab_dim),
-    }
-    return _lean_of_means(group, v, means, step)
-
-
-def _lean_of_means(group: Group, p: Tensor, moments: State, step: Any) -> State:
-    """The same where only means over rows and columns are known, as if v were their product.
-
-    Without a mean of each row, all rows have the mean of all.
-    """
-    nu, rows, dtype = moments["exp_avg_sq"], moments.get(ROW_MOMENT), moment_dtype(p)
-    if rows is None:
-        mean = sharded.full_tensor(nu.mean()).to(p.device)
-        rows = sharded.zero_moment(p, 1 - group["vocab_dim"], dtype) + mean
-    r = rows / _correction(group, step, 0)
-    return {
-        ROW_MOMENT: r * _correction(group, step, 1),
-        "exp_avg_sq": nu * (_nu_share(r, nu) * _correction(group, step, 1)),
-    }
-
-
-def _nu_share(r: Tensor, nu: Tensor) -> float:
-    """The mean of the r_i that are not 0, relative to the mean of nu."""
-    count = max(sharded.full_tensor((r > 0).sum()).item(), 1)
-    total: float = sharded.full_tensor(r.sum()).item()
-    return total / count / _mean_of_columns(nu)
 
 
 def _mean_of_columns(nu: Tensor) -> float:
@@ -216,54 +184,6 @@ def _correction(group: Group, step: Any, more: int) -> float:
     """1 - beta2^t, in LEAN of one gradient more, since it passes over the first one twice."""
     beta2 = float(group["betas"][1])
     return 1 - beta2 ** (float(step) + more) or 1.0
-
-
-def _step_of_ranks(state: State, shards: list[flat.FlatShard], p: Tensor) -> float:
-    """The step that the ranks have loaded, but for those that have no piece, which have none."""
-    loaded = [float(state["step"]), 1.0] if "step" in state else [0.0, 0.0]
-    wide = torch.float32 if p.device.type == "mps" else torch.float64
-    total = torch.tensor(loaded, dtype=wide, device=p.device)
-    summed = sharded.add_up(total, sharded.ranks_of(shards[0].process_group))
-    return summed[0].item() / (summed[1].item() or 1.0)
-
-
-def _flat_averages(group: Group, index: int, state: State, step: float) -> State:
-    """The second moments of pieces, of which this rank may have none; empty if no rank has any."""
-    p, vocab_dim = group["params"][index], group["vocab_dim"]
-    shards, means = flat.shards_of(group)[p], {}
-    for name, dim in entries(group).items():
-        if dim is None or name == MEAN_UPDATE:
-            continue
-        values = state.get("exp_avg_sq" if name == ROW_MOMENT else name)
-        if values is not None and values.shape != p.shape:
-            raise ValueError(
-                f"cannot load the state of {describe(group, index)}: its {name} has the shape "
-                f"{list(values.shape)}, but a piece of a flattened matrix needs a number for each "
-                f"of its elements, {list(p.shape)}. To load a checkpoint of whole matrices, "
-                "convert it with coupled_adam.to_adam_state_dict before the wrapper cuts it"
-            )
-        values = None if values is None else values.to(p.device)
-        mean = flat.mean_over(values, shards, dim, p)
-        if mean is not None:
-            means[name] = mean.to(moment_dtype(p))
-    if not means or not is_lean(group):
-        return means
-    features = [shard.shape[1 - vocab_dim] for shard in shards]
-    tokens = [shard.shape[vocab_dim] for shard in shards]
-    rows = means[ROW_MOMENT] / _correction(group, step, 0)
-    of_matrices = zip(rows.split(tokens), means["exp_avg_sq"].split(features))
-    nus = [nu * _nu_share(r, nu) for r, nu in of_matrices]
-    correction = _correction(group, step, 1)
-    averages = {ROW_MOMENT: rows * correction, "exp_avg_sq": torch.cat(nus) * correction}
-    if group["zero_sum"]:
-        averages[MEAN_UPDATE] = torch.zeros_like(averages["exp_avg_sq"])
-    # What LEAN itself has saved is exact.
-    for name, key in (("exp_avg_sq", FLAT_NU), (MEAN_UPDATE, MEAN_UPDATE)):
-        values = state.get(key)
-        mean = flat.mean_over(None if values is None else values.to(p.device), shards, vocab_dim, p)
-        if mean is not None and name in averages:
-            averages[name] = mean.to(moment_dtype(p))
-    return averages
 
 
 def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -284,10 +204,18 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         A new state dict. It shares the tensors of uncoupled parameters with the given one.
+
+    Raises:
+        ValueError: if the state is that of pieces of flattened matrices.
     """
     state = dict(state_dict["state"])
     groups = []
     for group in state_dict["param_groups"]:
+        if group.get("flat_shards"):
+            raise ValueError(
+                "the state dict has pieces of flattened matrices, as of DeepSpeed's ZeRO 1 and 2: "
+                "only the state of whole matrices can be converted"
+            )
         for key in group["params"]:
             if group.get("coupled") and state.get(key):
                 state[key] = _spread(state[key], group)
@@ -297,71 +225,23 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
                         "is left out: Adam begins this matrix anew",
                         stacklevel=2,
                     )
-        left_out = (*OPTIONS, "flat_shards", *INITIAL)
+        left_out = (*OPTIONS, *INITIAL)
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _spread(state: State, group: Group) -> State:
     """A state of Coupled Adam as Adam's, with moments [V, H]; empty if V cannot be told from it."""
-    ours = {ROW_MOMENT, MEAN_UPDATE, FLAT_NU}
-    adam = {name: value for name, value in state.items() if name not in ours}
+    adam = {name: value for name, value in state.items() if name not in (ROW_MOMENT, MEAN_UPDATE)}
     vocab_dim, rows, exp_avg = group["vocab_dim"], state.get(ROW_MOMENT), state.get("exp_avg")
     if exp_avg is None and rows is None:
         return {}
-    for name in SECOND_MOMENTS:
-        # State dicts of flattened matrices have Adam's layout already.
-        if name in state and (exp_avg is None or state[name].shape != exp_avg.shape):
-            moment = state[name].unsqueeze(vocab_dim)
-            if rows is not None:
-                moment = _relative(state[name], group, state["step"]).unsqueeze(vocab_dim)
-                moment = moment * rows.unsqueeze(1 - vocab_dim)
-            adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)
+    for name in state.keys() & {*SECOND_MOMENTS}:
+        moment = state[name].unsqueeze(vocab_dim)
+        if rows is not None:  # of LEAN: v_ij = r_i nu_j / mean(nu)
+            earlier = _correction(group, state["step"], 0) / _correction(group, state["step"], 1)
+            moment = moment * (earlier / _mean_of_columns(state[name]))
+            moment = moment * rows.unsqueeze(1 - vocab_dim)
+        adam[name] = moment if exp_avg is None else torch.empty_like(exp_avg).copy_(moment)
     adam.setdefault("exp_avg", torch.zeros_like(adam["exp_avg_sq"]))
     return adam
-
-
-def without_shards(param_groups: list[Group], state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Give the pieces of flattened matrices Adam's layout, and leave out ``flat_shards``.
-
-    Args:
-        param_groups: the optimizer's param groups.
-        state_dict: its state dict; it is not changed.
-    """
-    state = dict(state_dict["state"])
-    groups = []
-    for group, saved in zip(param_groups, state_dict["param_groups"]):
-        shards = flat.shards_of(group)
-        for key, p in zip(saved["params"], group["params"]):
-            if group["coupled"] and p in shards and state.get(key):
-                state[key] = _spread_pieces(state[key], group, p, shards[p])
-        groups.append({name: value for name, value in saved.items() if name != "flat_shards"})
-    return {**state_dict, "state": state, "param_groups": groups}
-
-
-def _spread_pieces(state: State, group: Group, p: Tensor, shards: list[flat.FlatShard]) -> State:
-    """The state of pieces as Adam's, with moments for each of their elements."""
-    ours = {ROW_MOMENT, MEAN_UPDATE}
-    adam = {name: value for name, value in state.items() if name not in ours}
-    adam.setdefault("exp_avg", torch.zeros_like(p))
-    vocab_dim = group["vocab_dim"]
-    if ROW_MOMENT in state:
-        features = [shard.shape[1 - vocab_dim] for shard in shards]
-        relative = torch.cat(
-            [_relative(nu, group, state["step"]) for nu in adam["exp_avg_sq"].split(features)]
-        )
-        rows = flat.spread(state[ROW_MOMENT].to(p.dtype), shards, 1 - vocab_dim, p)
-        adam[FLAT_NU] = flat.spread(adam["exp_avg_sq"], shards, vocab_dim, p)
-        adam["exp_avg_sq"] = flat.spread(relative, shards, vocab_dim, p) * rows
-        if MEAN_UPDATE in state:
-            adam[MEAN_UPDATE] = flat.spread(state[MEAN_UPDATE], shards, vocab_dim, p)
-        return adam
-    for name in adam.keys() & {*SECOND_MOMENTS}:
-        adam[name] = flat.spread(adam[name], shards, vocab_dim, p).to(p.dtype)
-    return adam
-
-
-def _relative(nu: Tensor, group: Group, step: Any) -> Tensor:
-    """LEAN's nu relative to its mean, for Adam's v_ij = r_i nu_j / mean(nu)."""
-    ratio = _correction(group, step, 0) / _correction(group, step, 1)
-    return nu * (ratio / _mean_of_columns(nu))

@@ -10,7 +10,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
-from coupled_adam.optim.conversion import from_adam, without_shards
+from coupled_adam.optim.conversion import from_adam
 from coupled_adam.optim.find_embeddings import given_sizes, warn
 from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
 from coupled_adam.optim.param_groups import (
@@ -56,8 +56,7 @@ class CoupledAdam(torch.optim.Adam):
     Where a wrapper has flattened matrices and left a piece of each on every rank, groups need the
     option ``flat_shards``: a list with a :class:`coupled_adam.FlatShard` for each parameter, with a
     list of them for a tensor that holds pieces of several matrices, or with None for a whole
-    parameter. The state dict then has Adam's layout, in which the second moments have the
-    parameter's shape.
+    parameter. Its state has the second moments of all matrices, one after the other.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` have the same meaning for coupled
     parameters as in torch, and rows are coupled with every one of them. Coupled matrices are always
@@ -366,24 +365,13 @@ class CoupledAdam(torch.optim.Adam):
         self._pending, self._begun, self._warned = Pending(), Begun(), set[str]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state and the groups, as in torch.
-
-        With ``flat_shards`` the second moments have Adam's layout, in which every element has its
-        own, in the dtype of ``exp_avg``. So what saves and loads Adam's state of flattened
-        parameters works, and the result fits any other layout.
-        """
-
-        def adapt(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-            return without_shards(self.param_groups, saved)
-
+        """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
         self._pending.finish()
-        # As the first post-hook, so that the user's hooks see what is returned.
-        hook = self.register_state_dict_post_hook(adapt, prepend=True)
-        try:
-            result: dict[str, Any] = super().state_dict()
-        finally:
-            hook.remove()
-        return result
+        saved: dict[str, Any] = super().state_dict()
+        for group in saved["param_groups"]:
+            if group.get("flat_shards"):  # they have process groups, which cannot be saved
+                group["flat_shards"] = True
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of ``torch.optim.Adam(W)``, or of another Coupled Adam.
@@ -402,7 +390,7 @@ class CoupledAdam(torch.optim.Adam):
         ``exp_avg_sq_row``. A checkpoint of Coupled Adam without ``row_exponent`` has nothing to
         tell the rows apart; all then start with the mean of ``exp_avg_sq``.
 
-        With ``flat_shards``, all ranks that share a matrix must call this together.
+        With ``flat_shards`` nothing is converted: the state must be that of the same pieces.
 
         Args:
             state_dict: as returned by ``state_dict()``; it is not changed.

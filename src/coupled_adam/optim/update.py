@@ -157,18 +157,19 @@ def _lean_pass(stepping: Stepping, pending: Pending) -> None:
 
 def _sum_rows(matrices: Sequence[CoupledMatrix]) -> dict[CoupledMatrix, Sums]:
     """The sums over whole rows of the squared gradient, and the mean of nu, over all ranks."""
-    all_sums = [matrix.kernel.sum_squares(matrix, False) for matrix in matrices]
+    all_sums = {matrix: matrix.kernel.sum_squares(matrix, False) for matrix in matrices}
     vectors = []
-    for matrix, sums in zip(matrices, all_sums):
+    for matrix, sums in all_sums.items():
         assert sums.rows is not None
-        nu = matrix.exp_avg_sq.sum()[None].to(sums.rows.dtype)
-        vectors.append((torch.cat([sums.rows, nu]), matrix.column_ranks))
-    for matrix, sums, total in zip(matrices, all_sums, Reduction(vectors).result()):
-        sums.rows = total[:-1]
-        # Of a flattened matrix each rank has all of nu.
-        nu = total[-1] if matrix.shard is None else matrix.exp_avg_sq.sum()
+        parts = [sums.rows]
+        if matrix.shard is None:  # of a flattened matrix each rank has all of nu
+            parts.append(matrix.exp_avg_sq.sum()[None].to(sums.rows.dtype))
+        vectors.append((torch.cat(parts), matrix.column_ranks))
+    for (matrix, sums), total in zip(all_sums.items(), Reduction(vectors).result()):
+        is_whole = matrix.shard is None
+        sums.rows, nu = (total[:-1], total[-1]) if is_whole else (total, matrix.exp_avg_sq.sum())
         sums.mean_nu = nu / matrix.hidden_size
-    return dict(zip(matrices, all_sums))
+    return all_sums
 
 
 def with_penalty(matrix: CoupledMatrix, factor: Tensor | None) -> CoupledMatrix:

@@ -217,6 +217,10 @@ FOUND = {  # without a word
         lambda: nn.Sequential(LearnedPositions(V, H), nn.Linear(H, 3)),
         "",
     ),
+    "a projection to as many features": (
+        lambda: of({"tok": nn.Embedding(H, H), "up": nn.Linear(V, H)}, config={"vocab_size": H}),
+        "tok.weight",
+    ),
     "nothing says V": (lambda: nn.ModuleDict({"tok": Table(), "pos": Table(12)}), ""),
     # getters
     "a head without a getter": (
@@ -425,26 +429,6 @@ def test_which_dimension(build, options, by_rows, by_columns):
     groups = param_groups(build(), **options)
     dims = {n: g.get("vocab_dim", 0) for g in groups if g["coupled"] for n in g["param_names"]}
     assert dims == {**dict.fromkeys(by_rows, 0), **dict.fromkeys(by_columns, 1)}
-
-
-@pytest.mark.parametrize("entry", [{}, {"tables": "lm_head.weight"}, None], ids=str)
-def test_tensor_parallel_parameters_of_megatron_are_refused(entry):
-    """The average over this rank's rows would be another one; what has all rows is coupled."""
-    model = llama()
-    head = model.lm_head.weight
-    head.tensor_model_parallel, head.partition_dim = True, 0
-
-    def couple():
-        return CoupledAdamW([head], coupled=True) if entry is None else param_groups(model, **entry)
-
-    message = r"cannot couple .* \[40, 16\].*parallelize_module.*=False"
-    with pytest.raises(ValueError, match=message):
-        couple()
-    assert len(param_groups(model, couple="input")[-1]["params"]) == 1
-    head.partition_dim = 1  # all rows are here, of some columns
-    couple()
-    head.tensor_model_parallel, head.partition_dim = False, 0
-    couple()
 
 
 @pytest.mark.parametrize(

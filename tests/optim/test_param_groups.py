@@ -568,16 +568,6 @@ def test_embeddings_that_are_unfrozen_and_not_coupled():
     assert not any(g["coupled"] for g in optimizer.param_groups)
 
 
-def test_embeddings_that_are_added_to_a_plain_list():
-    parameters = named(NAMED)
-    head = parameters.pop()
-    optimizer = CoupledAdamW(parameters, vocab_size=V)
-    with pytest.warns(UserWarning, match=r"\[40, 16\] that was added .*'coupled'") as caught:
-        optimizer.add_param_group({"params": [head]})
-    assert caught[0].filename == __file__
-    optimizer.add_param_group({"params": named({"other": (V, H)}), "coupled": True})
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
 def test_embeddings_that_are_unfrozen_later_beside_muon():
     model = frozen_gpt2()

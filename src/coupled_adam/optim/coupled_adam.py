@@ -11,7 +11,7 @@ from torch.optim.optimizer import ParamsT, _use_grad_for_differentiable
 
 from coupled_adam.optim import flat, kernels, sharded
 from coupled_adam.optim.conversion import from_adam
-from coupled_adam.optim.find_embeddings import given_sizes, warn
+from coupled_adam.optim.find_embeddings import warn
 from coupled_adam.optim.matrix import CoupledMatrix, as_python_number
 from coupled_adam.optim.param_groups import (
     Embeddings,
@@ -108,7 +108,6 @@ class CoupledAdam(torch.optim.Adam):
     _coupling_defaults: Mapping[str, Any] = MappingProxyType({})
     # What param_groups has left out, with the groups that these parameters would be in.
     _frozen: Mapping[Tensor, dict[str, Any]] = MappingProxyType({})
-    _vocab_sizes: frozenset[int] = frozenset()
 
     if not hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check"):
         # The method has another name in older releases of torch.
@@ -188,7 +187,6 @@ class CoupledAdam(torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         if vocab_size is not None:
-            self._vocab_sizes = frozenset(given_sizes(vocab_size))
             self.param_groups = couple_by_size(
                 self.param_groups, vocab_size, embeddings or "coupled"
             )
@@ -216,15 +214,11 @@ class CoupledAdam(torch.optim.Adam):
         Instead of ``lr`` the group may have ``lr_factor``, a multiple of the optimizer's ``lr``.
         Token embeddings that were frozen when :func:`coupled_adam.param_groups` saw them come into
         a coupled group with the options given there, unless this group says ``coupled`` itself.
-
-        Warns:
-            UserWarning: if the group does not say ``coupled`` and has a matrix with as many rows as
-                the ``vocab_size`` that the optimizer was made with.
         """
         self.defaults = {**self._coupling_defaults, **self.defaults}
         before = len(self.param_groups)
         try:
-            for group in arriving(param_group, self.param_groups, self._frozen, self._vocab_sizes):
+            for group in arriving(param_group, self.param_groups, self._frozen):
                 if isinstance(group, dict):  # torch refuses anything else
                     begin(group, self.defaults)
                 super().add_param_group(group)

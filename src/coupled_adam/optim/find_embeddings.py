@@ -165,8 +165,7 @@ def embedding_parameters(
             the size ``vocab_size``; if ``couple`` is not ``"both"`` although a matrix is input and
             output embedding at once; if an entry of ``tables`` matches no parameter, or one that is
             not a matrix; if ``couple`` is not one of the three values, or not ``"both"`` although
-            ``tables`` is given; if a wrapper (FSDP1, ZeRO-3) has flattened the model's matrices; if
-            Megatron's tensor parallelism has split a matrix by its rows.
+            ``tables`` is given; if a wrapper (FSDP1, ZeRO-3) has flattened the model's matrices.
 
     Warns:
         UserWarning: if matrices that are not coupled look like token embeddings.
@@ -192,7 +191,7 @@ def find_embeddings(
             f"couple={couple!r} cannot be combined with tables=, which already names the matrices "
             "to couple: leave one of the two out"
         )
-    given = given_sizes(vocab_size)
+    given = _given_sizes(vocab_size)
     matrices = _matrices_of(model)
     if tables is not None:
         coupled = _named_in_tables(model, matrices, tables, given or _configured_sizes(model))
@@ -208,8 +207,6 @@ def find_embeddings(
                 f"couple={couple!r}, but {tied[0]} is input and output embedding at once: leave "
                 "couple out, or untie the two"
             )
-    for m in coupled:
-        check_not_tensor_parallel(m.parameter, m.vocab_dim, str(m))
     return coupled, [m for m in matrices if m.sides or "table" in m.kinds]
 
 
@@ -270,7 +267,7 @@ def _mark_blocks(matrices: Iterable[ModelMatrix]) -> None:
                     m.in_block = True
 
 
-def given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
+def _given_sizes(vocab_size: int | Iterable[int] | None) -> set[int]:
     """The sizes in ``vocab_size``; none for None.
 
     Raises:
@@ -407,18 +404,19 @@ def _alike(
     A table with other numbers of rows does if it has ``least`` rows, times the largest V.
     """
     known = {side: {m.tokens for m in matrices if side in m.sides} for side in ("input", "output")}
-    open_ones = [m for m in matrices if not m.sides]
+    open_ones = [m for m in matrices if not m.sides and m.parameter.requires_grad]
     tables = [m for m in open_ones if "table" in m.kinds and not m.in_block and sizes]
     others = {m.shape[0] for m in tables if m.shape[0] >= least * max(sizes)}
 
     def looks_alike(m: ModelMatrix) -> bool:
         (rows, columns), is_table = m.shape, "table" in m.kinds
-        if not m.kinds & {"table", "linear"}:
+        if not is_table and "linear" not in m.kinds:
             hand_written = m.kinds == {"hand-written"} and not m.in_block
             return hand_written and not sizes.isdisjoint(m.shape)
         may_be_tokens = is_table or rows not in widths
         if m.in_block:  # as the heads that predict several tokens ahead have it
             return rows in sizes and may_be_tokens and (is_table or rows > columns)
+        # Of these sizes no table, or no head, has been found.
         open_sizes = sizes - known["input" if is_table else "output"]
         if rows in sizes:
             return rows in open_sizes and rows >= columns
@@ -427,7 +425,7 @@ def _alike(
         is_padded = any(20 * abs(rows - n) <= n for n in open_sizes) and rows > columns
         return may_be_tokens and (is_padded or rows in others)
 
-    return [m for m in open_ones if m.parameter.requires_grad and looks_alike(m)]
+    return list(filter(looks_alike, open_ones))
 
 
 def _cannot_tell(matrices: list[ModelMatrix]) -> str:
@@ -554,7 +552,7 @@ def matrices_of_size(
     matrices = [ModelMatrix(name, p) for name, p in parameters if p.dim() == 2]
     _mark_blocks(matrices)
     vocab_dims: dict[Tensor, int] = {}
-    for n in sorted(given_sizes(vocab_size)):
+    for n in sorted(_given_sizes(vocab_size)):
         fitting = [m for m in matrices if n in m.shape]
         found = [m for m in fitting if m.may_embed_tokens and not m.in_block]
         dims = [0 if m.shape[0] == n else 1 for m in found]
@@ -577,15 +575,3 @@ def matrices_of_size(
             )
         vocab_dims |= {m.parameter: dim for m, dim in zip(found, dims)}
     return vocab_dims
-
-
-def check_not_tensor_parallel(p: Tensor, vocab_dim: int, name: str) -> None:
-    """Raise ValueError if Megatron's tensor parallelism has split a parameter by its rows."""
-    is_split = getattr(p, "tensor_model_parallel", False)
-    if is_split and getattr(p, "partition_dim", None) != 1 - vocab_dim:
-        raise ValueError(
-            f"cannot couple {name}: according to its tensor_model_parallel=True, this rank holds "
-            "only a part of the vocabulary, but coupling averages over all of it. Make it a "
-            "DTensor (torch.distributed.tensor.parallel.parallelize_module); or, if this rank does "
-            "hold all of it, set tensor_model_parallel=False on the parameter"
-        )

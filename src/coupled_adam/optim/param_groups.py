@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -316,9 +316,7 @@ def warn_of_lost_options(groups: list[Group], warned: set[str]) -> None:
             )
 
 
-def arriving(
-    group: Group, others: list[Group], frozen: Mapping[Tensor, Group], vocab_sizes: Container[int]
-) -> list[Group]:
+def arriving(group: Group, others: list[Group], frozen: Mapping[Tensor, Group]) -> list[Group]:
     """What to add to an optimizer for a group that arrives later.
 
     It has names if the other groups have, as nobody knows that :func:`param_groups` has given them
@@ -328,7 +326,6 @@ def arriving(
         group: the group, as in torch.
         others: the optimizer's groups.
         frozen: as in :class:`ParamGroups`.
-        vocab_sizes: numbers of rows with which a matrix is named in a warning.
     """
     if not others or not isinstance(group, dict) or isinstance(group["params"], set | dict):
         return [group]  # of which torch refuses all that is no group
@@ -342,26 +339,17 @@ def arriving(
             for i, p in enumerate(params, first)
         ]
     params = params if names is None else [*zip(names, tensors)]
-    group["params"] = params
-    if "coupled" in group:
-        return [group]
-    arrived, rest = [], []
+    arrived = []
+    group["params"] = rest = []
     for param, p in zip(params, tensors):
-        if frozen.get(p, {}).get("coupled"):
-            own = {**frozen[p], **group, "params": [param]}
-            del own["param_names"]
-            if "lr" in group and "lr_factor" in own:
-                own["lr"] = own.pop("lr_factor") * group["lr"]
-            arrived.append(own)
+        if "coupled" in group or not frozen.get(p, {}).get("coupled"):
+            rest.append(param)
             continue
-        rest.append(param)
-        if isinstance(p, Tensor) and p.dim() == 2 and p.shape[0] in vocab_sizes:
-            warn(
-                f"a matrix {list(p.shape)} that was added has as many rows as there are tokens "
-                "and is not coupled: add it in a group with 'coupled': True, or False if it is no "
-                "embedding"
-            )
-    group["params"] = rest
+        own = {**frozen[p], **group, "params": [param]}
+        del own["param_names"]
+        if "lr" in group and "lr_factor" in own:
+            own["lr"] = own.pop("lr_factor") * group["lr"]
+        arrived.append(own)
     return [*arrived, group] if rest or not arrived else arrived
 
 

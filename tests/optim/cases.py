@@ -174,6 +174,7 @@ def check_steps(shape, dtype, layout="rows", *, steps=3, device="cpu", **options
     of_param = "rows" if of_grad != layout else layout
     shape = shape[::-1] if vocab_dim else shape
     p = nn.Parameter(laid_out(matrix(shape, 0, dtype).to(device), of_param))
+    p = p.clone() if options.get("differentiable") else p
     optimizer = optimizer_of([p], vocab_dim=vocab_dim, **options)
     (group,) = optimizer.param_groups
     for step in range(steps):

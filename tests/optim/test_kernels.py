@@ -297,24 +297,6 @@ def test_no_temporary_of_the_matrix(name, kernel, monkeypatch):
         assert largest.elements <= block < rows * columns
 
 
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize(
-    ("name", "shapes"),
-    [
-        ("coupled", {"exp_avg": (60, 8)}),
-        ("coupled, amsgrad", {"exp_avg": (60, 8), "max_exp_avg_sq": (8,)}),
-        ("coupled, no momentum", {}),
-        ("rows", {"exp_avg": (60, 8), "exp_avg_sq_row": (60,)}),
-        ("LEAN", {"exp_avg_sq_row": (60,), "mean_update": (8,)}),
-    ],
-)
-def test_state(name, shapes, fused):
-    """Without momentum there is no V x H state, whatever kernel runs."""
-    optimizer, p = check_steps((60, 8), torch.float32, steps=1, fused=fused, **CASES[name])
-    state = {key: tuple(value.shape) for key, value in optimizer.state[p].items()}
-    assert state == {"step": (), "exp_avg_sq": (8,), **shapes}
-
-
 def test_scaled_gradient_that_is_expanded():
     """One number in many places cannot be unscaled in place; nothing is half-changed."""
     p, q = (nn.Parameter(torch.ones(4, 3)) for _ in range(2))

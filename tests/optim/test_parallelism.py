@@ -241,9 +241,6 @@ CASES = {
         lambda model: fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
     ),
     "tensor": lambda: against_one_process(lambda model: tensor_parallel(model, two())),
-    "tensor, reference": lambda: against_one_process(
-        lambda model: tensor_parallel(model, two()), fused=False
-    ),
     "tensor, tied": lambda: against_one_process(
         lambda model: tensor_parallel(model, two()), tied=True
     ),
@@ -251,10 +248,8 @@ CASES = {
         lambda model: tensor_parallel(model, two(), ColwiseParallel)
     ),
     "both": lambda: both(RowwiseParallel),
-    "both, reference": lambda: both(RowwiseParallel, fused=False),
     "both, hidden by columns": lambda: both(ColwiseParallel),
     "both by columns": lambda: both(ColwiseParallel, columns=True),
-    "both by columns, reference": lambda: both(ColwiseParallel, columns=True, fused=False),
     "fsdp2, LEAN": lambda: data_parallel(fsdp2, embeddings="lean"),
     "fsdp2 by columns, LEAN": lambda: data_parallel(
         lambda model: fsdp2(model, shard_placement_fn=lambda p: Shard(p.dim() - 1)),

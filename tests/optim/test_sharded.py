@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Replicate,
@@ -19,7 +18,7 @@ from torch.distributed.tensor import (
     init_device_mesh,
 )
 
-from coupled_adam import CoupledAdamW, param_groups
+from coupled_adam import CoupledAdamW
 from coupled_adam.optim.state import entries
 from processes import run_cases, run_on_ranks
 
@@ -81,46 +80,6 @@ def step_of_one_matrix(placements, options, shape=None):
             p.grad = distribute_tensor(gradient(step), mesh, placements)
             optimizer.step()
     assert torch.equal(copied.full_tensor(), split.full_tensor())
-
-
-def fsdp2(**options):
-    """A tied model under fully_shard, every rank with its part of the batch."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(V, H)
-            self.block = nn.Linear(H, H)
-            self.head = nn.Linear(H, V, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids):
-            return self.head(torch.tanh(self.block(self.embed(ids))))
-
-    torch.manual_seed(0)
-    whole = Tied().double()
-    split = copy.deepcopy(whole)
-    fully_shard(split.block)
-    fully_shard(split)
-    optimizers = [
-        CoupledAdamW(param_groups(whole), lr=1e-2, **options),
-        CoupledAdamW(param_groups(split), lr=1e-2, **options),
-    ]
-    assert isinstance(split.embed.weight, DTensor)
-    assert split.head.weight is split.embed.weight
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(V, (2, 6 * ranks), generator=generator)
-        own = ids[:, rank * 6 : (rank + 1) * 6]
-        for model, (inputs, targets) in ((whole, ids), (split, own)):
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, expected), actual in zip(whole.named_parameters(), split.parameters()):
-        difference = actual.full_tensor() - expected
-        assert difference.abs().max() < 1e-12, name
 
 
 def entries_of_a_user():
@@ -194,9 +153,6 @@ CASES = {
     "columns, rounded": lambda: stochastic_rounding([Shard(1)]),
     "copies of columns, rounded": lambda: stochastic_rounding([Replicate(), Shard(1)], TWO_BY_REST),
     "entries of a user": entries_of_a_user,
-    "fsdp2": fsdp2,
-    "fsdp2, zero-sum": lambda: fsdp2(**BETWEEN),
-    "fsdp2, LEAN": lambda: fsdp2(**LEAN),
 }
 
 

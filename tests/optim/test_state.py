@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import re
 import warnings
 
@@ -263,60 +264,34 @@ def test_momentum_begins_and_ends_between_steps():
     torch.testing.assert_close(state[p]["exp_avg"], 0.1 * p.grad)  # it has begun at zero
 
 
-@pytest.mark.parametrize(
-    ("options", "change"),
-    [
-        ({}, {"zero_sum": True}),
-        ({}, {"row_exponent": 0.5}),
-        ({}, {"amsgrad": True}),
-        ({"coupled": False}, {"coupled": True}),
-        (CASES["LEAN"], {"row_exponent": 0.0, "zero_sum": False, "betas": (0.9, 0.99)}),
-    ],
-    ids=str,
-)
+PLAIN = {"coupled": True, "betas": (0.9, 0.99), "amsgrad": False, "row_exponent": 0.0}
+PLAIN |= {"zero_sum": False}
+OF_OTHER_OPTIONS = {
+    "coupled": PLAIN,
+    "uncoupled": PLAIN | {"coupled": False},
+    "amsgrad": PLAIN | {"amsgrad": True},
+    "rows": PLAIN | {"row_exponent": 0.5},
+    "LEAN": PLAIN | CASES["LEAN"],
+}
+CHANGES = [(a, b) for a, b in itertools.permutations(OF_OTHER_OPTIONS, 2) if b != "uncoupled"]
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES)
 @pytest.mark.filterwarnings("ignore:.*built without momentum", "ignore:no param group is coupled")
-def test_options_that_need_another_state(options, change):
+def test_options_that_need_another_state(old, new):
     """Refused in the step, before anything changes; a reload converts the state."""
     p = matrix()
-    optimizer = CoupledAdamW([p], **{"coupled": True, **options})
+    optimizer = CoupledAdamW([p], **OF_OTHER_OPTIONS[old])
     take_steps(optimizer, range(2))
-    optimizer.param_groups[0] |= change
+    optimizer.param_groups[0] |= OF_OTHER_OPTIONS[new]
     before = p.detach().clone()
     with pytest.raises(RuntimeError, match=r"changed after the first step.*load_state_dict\(o"):
         take_steps(optimizer, [2])
     assert torch.equal(p, before)
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(through_disk(optimizer.state_dict()))
     take_steps(optimizer, [2])
     assert not torch.equal(p, before)
-
-
-@pytest.mark.parametrize(
-    ("saved", "constructed", "left"),
-    [
-        ({"row_exponent": 0.5, "zero_sum": True}, {}, {"exp_avg", "exp_avg_sq"}),
-        ({"amsgrad": True}, {}, {"exp_avg", "exp_avg_sq"}),
-        (
-            {"amsgrad": True},
-            {"zero_sum": True},
-            {"exp_avg", "exp_avg_sq", "exp_avg_sq_row", "mean_update"},
-        ),
-        ({}, {"betas": (0.0, 0.99)}, {"exp_avg_sq"}),
-    ],
-    ids=["row_exponent", "amsgrad", "amsgrad for zero_sum", "momentum"],
-)
-@pytest.mark.filterwarnings("ignore:betas.0. is 0")
-def test_options_that_are_taken_out_of_a_checkpoint(saved, constructed, left):
-    """The optimizer's own hold, and what they do not need is dropped."""
-    p = matrix()
-    optimizer = CoupledAdamW([p], coupled=True, **saved)
-    take_steps(optimizer, range(2))
-    checkpoint = through_disk(optimizer.state_dict())
-    switched = CoupledAdamW([p], coupled=True, **constructed)
-    for name in {*saved, *constructed}:
-        checkpoint["param_groups"][0][name] = switched.param_groups[0][name]
-    switched.load_state_dict(checkpoint)
-    assert switched.state[p].keys() == {"step", *left}
-    take_steps(switched, [2])
+    assert optimizer.state[p].keys() == {"step", *entries(optimizer.param_groups[0])}
 
 
 @pytest.mark.parametrize("cls", [CoupledAdam, CoupledAdamW])
@@ -327,6 +302,7 @@ def test_export_to_adam(cls, vocab_dim, amsgrad):
     p, bias = matrix(), matrix(1, (H,))
     groups = [{"params": [p], "coupled": True, "vocab_dim": vocab_dim}, {"params": [bias]}]
     optimizer = cls(groups, amsgrad=amsgrad)
+    assert to_adam_state_dict(optimizer.state_dict())["state"] == {}
     take_steps(optimizer, range(4))
     saved = optimizer.state_dict()
     moment = saved["state"][0]["exp_avg_sq"].clone()
@@ -346,11 +322,6 @@ def test_export_to_adam(cls, vocab_dim, amsgrad):
     before = optimizer.state[p]["exp_avg_sq"].clone()
     optimizer.load_state_dict(to_adam_state_dict(optimizer.state_dict()))
     torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], before)
-
-
-def test_export_of_a_fresh_optimizer():
-    exported = to_adam_state_dict(CoupledAdamW([matrix()], coupled=True).state_dict())
-    assert exported["state"] == {}
 
 
 @pytest.mark.parametrize(
@@ -461,23 +432,19 @@ def test_coupled_state_in_an_uncoupled_group_is_refused():
 
 
 BAD_GROUPS = [
-    ({"second_moment_scale": -1.0}, "Invalid second_moment_scale: -1.0"),
     ({"second_moment_scale": 0.0}, "Invalid second_moment_scale: 0.0"),
     ({"second_moment_scale": float("nan")}, "Invalid second_moment_scale: nan"),
     ({"vocab_dim": 2}, "Invalid vocab_dim: 2"),
-    ({"row_exponent": -0.1}, "Invalid row_exponent: -0.1 .*between 0"),
-    ({"row_exponent": 1.5}, "Invalid row_exponent: 1.5"),
+    ({"row_exponent": 1.5}, "Invalid row_exponent: 1.5 .*between 0"),
     ({"row_exponent": float("nan")}, "Invalid row_exponent: nan"),
     ({"row_exponent": 0.5, "amsgrad": True}, "amsgrad=True is not defined with row_exponent"),
     ({"zero_sum": True, "amsgrad": True}, "amsgrad=True is not defined with row_exponent or zero"),
     ({"zero_sum": "yes"}, "Invalid zero_sum: 'yes'"),
     ({"coupled": "yes"}, "Invalid coupled: 'yes'"),
     ({"params": [nn.Parameter(torch.zeros(3))]}, r"\[3\].*flattened"),
-    ({"params": [nn.Parameter(torch.zeros(2, 3, 4))]}, r"\[2, 3, 4\].*\[V, H\]"),
-    ({"params": [nn.Parameter(torch.zeros(()))]}, r"parameter 0 \[\].*\[V, H\]"),
+    ({"params": [nn.Parameter(torch.zeros(2, 3, 4))]}, r"parameter 0 \[2, 3, 4\].*\[V, H\]"),
     ({"params": [nn.Parameter(torch.zeros(0, 4))]}, r"\[0, 4\].*empty"),
     ({"params": [nn.Parameter(torch.zeros(2, 2, dtype=torch.complex64))]}, "complex64"),
-    ({"params": [torch.zeros(2, 2, dtype=torch.int64)]}, "int64"),
     ({"params": [torch.zeros(2, 2, dtype=torch.float8_e4m3fn)]}, "float8_e4m3fn"),
 ]
 

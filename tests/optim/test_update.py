@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,33 +9,24 @@ from hypothesis import strategies as st
 from torch import nn
 
 from coupled_adam import CoupledAdam, CoupledAdamW
-from optim.cases import CASES, LEAN, optimizer_of, oracle_of
+from optim.cases import CASES, LEAN, check_steps, gradient, matrix, optimizer_of
 
 
-def gradients(shape, steps, seed, scale=1.0):
-    """Gradients with the uneven rows of a vocabulary: many rare tokens, a few frequent ones."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.rand(shape[0], 1, generator=generator, dtype=torch.float64) ** 4
-    for _ in range(steps):
-        yield scale * rows * torch.randn(shape, generator=generator, dtype=torch.float64)
+def gradients(shape, steps, seed=1):
+    return [gradient(shape, seed + step) for step in range(steps)]
 
 
-def run(param, grads, cls=CoupledAdamW, **options):
-    """Take a step for each gradient; return the parameter and the optimizer."""
-    p = torch.nn.Parameter(param.clone())
-    optimizer = cls([p], coupled=True, **options)
+def run(param, grads, cls, **options):
+    """The parameter after a step of any optimizer for each gradient."""
+    p = nn.Parameter(param.clone())
+    optimizer = cls([p], **options)
     for g in grads:
-        p.grad = g.to(p.dtype)
+        p.grad = g
         optimizer.step()
-    return p.detach(), optimizer
-
-
-def initial(shape, seed, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return p.detach()
 
 
 OPTIONS = {
-    **CASES,
     "no rate": {"lr": 0.0},
     "rate in a tensor": {"lr": torch.tensor(3e-3, dtype=torch.float64)},
     "rate in a tensor [1]": {"lr": torch.tensor([3e-3], dtype=torch.float64)},
@@ -51,41 +41,22 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_sixty_steps(options, dtype, tolerance):
-    """Algorithm 1, and LEAN, without a look at what is stored; 60 steps, checked at each.
-
-    The tolerance is relative to the distance that the parameter moves.
-    """
-    p = initial((23, 7), 0).to(dtype).requires_grad_()
-    if options.get("differentiable"):
-        p = p.clone()
-    optimizer = optimizer_of([p], **options)
-    (group,) = optimizer.param_groups
-    oracle = oracle_of(type(optimizer), group, p)
-    # Of the parameter, whose entries are up to about 3; over many steps a random walk of roundings.
-    resolution = 3.0 * torch.finfo(dtype).eps * 60**0.5
-    start = oracle.embeddings.copy()
-    for g in gradients((23, 7), 60, seed=1):
-        p.grad = g.to(dtype)
-        oracle.step(p.grad.double().numpy())
-        optimizer.step()
-        moved = np.abs(oracle.embeddings - start).max()
-        error = np.abs(p.detach().double().numpy() - oracle.embeddings).max()
-        assert error <= tolerance * moved + resolution, f"step {oracle.t}"
-    assert optimizer.state[p]["step"].item() == 60
+def test_options_that_are_torchs(options):
+    """Whatever kernel they lead to, each of many steps is the oracle's."""
+    for dtype in (torch.float64, torch.float32):
+        check_steps((23, 7), dtype, steps=20, **options)
 
 
 def test_a_differentiable_step_after_init_state():
     """Nothing says that the state is new but its step."""
     results = []
     for is_early in (False, True):
-        p = initial((9, 4), 0).requires_grad_().clone()
+        p = matrix((9, 4), 0).requires_grad_().clone()
         optimizer = optimizer_of([p], differentiable=True, **CASES["LEAN"])
         if is_early:
             p.grad = torch.zeros_like(p)
             optimizer.init_state()
-        for g in gradients((9, 4), 3, 1):
+        for g in gradients((9, 4), 3):
             p.grad = g
             optimizer.step()
         results.append(p.detach())
@@ -95,7 +66,7 @@ def test_a_differentiable_step_after_init_state():
 @pytest.mark.parametrize("options", [{}, CASES["LEAN"]], ids=["coupled", "LEAN"])
 def test_each_group_has_its_own_penalty(options):
     """A group without one has the same steps, whatever the other groups have."""
-    alone, together, other = (nn.Parameter(initial((9, 4), 0)) for _ in range(3))
+    alone, together, other = (nn.Parameter(matrix((9, 4), 0)) for _ in range(3))
     plain = {"weight_decay": 0.0, "maximize": True, "coupled": True, **options}
     optimizers = [
         CoupledAdam([{"params": [alone], **plain}]),
@@ -103,7 +74,7 @@ def test_each_group_has_its_own_penalty(options):
             [{"params": [other], **plain, "weight_decay": 0.1}, {"params": [together], **plain}]
         ),
     ]
-    for g in gradients((9, 4), 5, 1):
+    for g in gradients((9, 4), 5):
         for p in (alone, together, other):
             p.grad = g
         for optimizer in optimizers:
@@ -115,10 +86,10 @@ def test_each_group_has_its_own_penalty(options):
 @pytest.mark.parametrize("name", ["zero-sum", "LEAN", "LEAN, momentum"])
 def test_zero_sum_moves_the_mean_by_one_update(name):
     """What a step moves the mean embedding by is given back in the next one."""
-    p = nn.Parameter(initial((31, 6), 0))
+    p = nn.Parameter(matrix((31, 6), 0))
     optimizer = optimizer_of([p], **{**CASES[name], "weight_decay": 0.0})
     start, moved = p.detach().mean(0), []
-    for g in gradients((31, 6), 20, 1):
+    for g in gradients((31, 6), 20):
         p.grad = g + 0.1  # all push in one direction
         optimizer.step()
         moved.append(p.detach().mean(0) - start)
@@ -132,33 +103,16 @@ def test_zero_sum_moves_the_mean_by_one_update(name):
 @given(rows=st.integers(2, 50), columns=st.integers(1, 8), seed=st.integers(0, 2**16))
 def test_zero_sum_gradient_leaves_the_mean(rows, columns, seed):
     """The paper's point: sum_i g_i = 0 keeps mu where it was. With torch's AdamW it drifts."""
-    start = initial((rows, columns), seed)
+    start = matrix((rows, columns), seed)
     # As in a tied head: g_i = (p_i - [i is the true token]) h, zero-sum over the rows.
     grads = [g - g.mean(0) for g in gradients((rows, columns), 20, seed)]
     options = {"lr": 0.1, "weight_decay": 0.0}
-    result, _ = run(start, grads, **options)
+    result = run(start, grads, CoupledAdamW, coupled=True, **options)
     torch.testing.assert_close(result.mean(0), start.mean(0), rtol=0, atol=1e-12)
     assert not torch.equal(result, start)
-
-
-def test_zero_sum_gradient_moves_the_mean_of_adamw():
-    """The control of the test above: it would not hold for plain AdamW."""
-    start = initial((50, 4), 0)
-    p = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.AdamW([p], lr=0.1, weight_decay=0.0)
-    for g in gradients((50, 4), 20, 0):
-        p.grad = g - g.mean(0)
-        optimizer.step()
-    assert (p.detach().mean(0) - start.mean(0)).abs().max() > 1e-3
-
-
-def test_every_row_has_the_same_effective_learning_rate():
-    """Update over first moment is one number for each column, for rare and frequent rows."""
-    start = torch.zeros(30, 5, dtype=torch.float64)
-    result, optimizer = run(start, gradients((30, 5), 1, 3), weight_decay=0.0)
-    (state,) = optimizer.state.values()
-    rates = result / state["exp_avg"]
-    torch.testing.assert_close(rates, rates[:1].expand_as(rates), rtol=1e-12, atol=0)
+    if rows > 10:
+        drifted = run(start, grads, torch.optim.AdamW, **options).mean(0) - start.mean(0)
+        assert drifted.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}], ids=str)
@@ -168,36 +122,15 @@ def test_every_row_has_the_same_effective_learning_rate():
 )
 def test_one_row_is_adam(ours, theirs, options):
     """With V = 1 there is nothing to average: torch's own optimizer is a second oracle."""
-    start, grads = initial((1, 9), 0), list(gradients((1, 9), 50, 1))
-    result, _ = run(start, grads, ours, weight_decay=0.05, **options)
-    p = torch.nn.Parameter(start.clone())
-    optimizer = theirs([p], weight_decay=0.05, **options)
-    for g in grads:
-        p.grad = g
-        optimizer.step()
-    torch.testing.assert_close(result, p.detach(), rtol=1e-12, atol=1e-14)
-
-
-def test_permuted_rows():
-    """The order of the vocabulary does not matter."""
-    start, grads = initial((31, 6), 0), list(gradients((31, 6), 20, 1))
-    order = torch.randperm(31, generator=torch.Generator().manual_seed(2))
-    result, _ = run(start, grads)
-    permuted, _ = run(start[order], [g[order] for g in grads])
-    torch.testing.assert_close(permuted, result[order], rtol=1e-12, atol=1e-12)
-
-
-def test_scale_is_a_learning_rate():
-    """With eps = 0, multiplying the second moment by s divides every update by sqrt(s)."""
-    start, grads = torch.zeros(20, 4, dtype=torch.float64), list(gradients((20, 4), 10, 1))
-    scaled, _ = run(start, grads, eps=0.0, weight_decay=0.0, second_moment_scale=2.0**4)
-    plain, _ = run(start, grads, eps=0.0, weight_decay=0.0)
-    torch.testing.assert_close(scaled, plain / 4, rtol=1e-12, atol=0)
+    start, grads = matrix((1, 9)), gradients((1, 9), 50)
+    result = run(start, grads, ours, coupled=True, weight_decay=0.05, **options)
+    expected = run(start, grads, theirs, weight_decay=0.05, **options)
+    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_half_precision_gradients_are_averaged_in_float32():
     """Squares that underflow or overflow in fp16 do not in the shared moment."""
-    p = torch.nn.Parameter(torch.zeros(1000, 2, dtype=torch.float16))
+    p = nn.Parameter(torch.zeros(1000, 2, dtype=torch.float16))
     optimizer = CoupledAdamW([p], coupled=True)
     p.grad = torch.full_like(p, 1e-4)
     p.grad[:, 1] = 1e3
@@ -211,7 +144,7 @@ def test_half_precision_gradients_are_averaged_in_float32():
 
 def test_non_finite_gradient_spreads_over_its_column_only():
     """As documented: like AdamW, but the shared moment takes the whole column along."""
-    p = torch.nn.Parameter(torch.zeros(5, 3))
+    p = nn.Parameter(torch.zeros(5, 3))
     optimizer = CoupledAdamW([p], coupled=True)
     p.grad = torch.ones(5, 3)
     p.grad[2, 1] = float("nan")
@@ -253,13 +186,13 @@ def test_differentiable_passes_gradcheck():
 @pytest.mark.parametrize("options", LEAN.values(), ids=LEAN)
 def test_rows_without_gradient_neither_count_nor_move(options, kernel):
     """The others move as if the matrix had no other rows: 8 new tokens among 5,000."""
-    few, many = initial((8, 16), 0), initial((5000, 16), 1)
+    few, many = matrix((8, 16), 0), matrix((5000, 16), 1)
     many[100:108] = few
     few, many = nn.Parameter(few), nn.Parameter(many.clone())
     rest = torch.arange(5000)[(torch.arange(5000) < 100) | (torch.arange(5000) >= 108)]
     before = many.detach()[rest].clone()
     optimizer = optimizer_of([few, many], **{**options, "weight_decay": 0.0, **kernel})
-    for g in gradients((8, 16), 20, seed=2):
+    for g in gradients((8, 16), 20):
         few.grad, many.grad = g, torch.zeros_like(many)
         many.grad[100:108] = g
         optimizer.step()

@@ -18,8 +18,7 @@
 #include <string.h>
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
-#define ROWS 4        /* rows that sum_squares works on at a time; apply works on 2 */
-#define LEAN_ROWS 4   /* rows that lean works on at a time */
+#define ROWS 4        /* rows that sum_squares and lean work on at a time; apply works on 2 */
 #define BLOCK 1024    /* bytes of a row that both loops of a pass work on before they go on */
 #define SUM_ROWS 128  /* times so many rows are summed in single precision before double precision */
 /* Bytes by which cache lines are prefetched before they are used. */
@@ -29,8 +28,8 @@
 #define MAX_THREADS 256
 
 enum { FLOAT32, FLOAT64, BFLOAT16 };
-enum { GRAD, MOMENT, PARAM };                              /* the kinds of rows */
-enum { RATE, MEAN, UPDATES, SQUARES, VECTORS_OF_LEAN }; /* and of LEAN's vectors over the columns */
+enum { GRAD, MOMENT, PARAM, NEXT, KINDS }; /* rows; the next one's gradient, whose squares LEAN sums */
+enum { RATE, MEAN, UPDATES, SQUARES, VECTORS_OF_LEAN }; /* LEAN's vectors over the columns */
 
 /* One update of one matrix, filled in by native.py. Strides are between rows, in elements. */
 typedef struct {

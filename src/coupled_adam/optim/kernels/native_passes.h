@@ -64,17 +64,22 @@ ALWAYS_INLINE static void NAME(store)(T *line, const VECTOR *values, const BITS 
 #endif
 }
 
-/* All that the loops over columns need to know of some rows. Missing rows are replaced by zeros. */
+/* All that the loops over columns need to know of some rows. */
 typedef struct {
     const Update *update;
-    /* A row of the gradient, of the first moment and of the parameter, from column `origin` on. */
-    T *rows[3][ROWS];
+    T *rows[KINDS][ROWS];         /* from column `origin` on; NULL where there is nothing to do */
     int64_t origin;
     VECTOR squares[ROWS][PIECES]; /* the sums of each row's squares, in lanes */
+    uint32_t key[ROWS];           /* of the random numbers */
+    /* Of Coupled Adam, in which missing rows are replaced by zeros. */
+    int64_t row[ROWS];            /* negative for a row of zeros */
     WIDE *sums;                   /* the columns' sums of squares, over some rows */
     const WIDE *step_size;
-    uint32_t key[ROWS];           /* of the random numbers */
-    int64_t row[ROWS];            /* negative for a row of zeros */
+    /* Of LEAN. */
+    WIDE *vectors;                /* over the columns, a cache line of each after the other */
+    WIDE weight[ROWS];            /* of the first moment */
+    WIDE scaled[ROWS];            /* of the gradient: weight times factor */
+    WIDE moves[ROWS];             /* 1, or 0 for a row that must not move */
 } NAME(Rows);
 #define GROUP NAME(Rows)
 #define ROW(kind, r) (group->rows[kind][r] + start - group->origin)
@@ -165,33 +170,18 @@ COLUMNS NAME(moment_columns)(GROUP *group, int64_t start, int64_t count) {
     }
 }
 
-#if IS_BFLOAT16
-/* The random numbers of a cache line of a row, whose first column is `column`. */
-ALWAYS_INLINE static void NAME(noise)(BITS *noise, uint32_t column, uint32_t key) {
-    for (int v = 0; v < VECTORS; v++) {
+/* Store a cache line of a row of the parameter, whose first column is `column`. */
+ALWAYS_INLINE static void NAME(store_param)(T *line, const VECTOR *values, const int stochastic,
+                                            uint32_t column, uint32_t key) {
+    BITS noise[VECTORS];
+    for (int v = 0; stochastic && v < VECTORS; v++) {
         const BITS *even_columns = (const BITS *)EVEN_COLUMNS + v % PIECES;
         BITS x = (*even_columns + (column + (uint32_t)(v / PIECES))) ^ key;
         x = (x ^ (x >> 16)) * 0x85ebca6b; /* mix */
         x = (x ^ (x >> 13)) * 0xc2b2ae35;
         noise[v] = x ^ (x >> 16);
     }
-}
-#endif
-
-/* Store a cache line of a row of the parameter. */
-ALWAYS_INLINE static void NAME(store_param)(T *line, const VECTOR *values, const int stochastic,
-                                            uint32_t column, uint32_t key) {
-#if IS_BFLOAT16
-    if (stochastic) {
-        BITS noise[VECTORS];
-        NAME(noise)(noise, column, key);
-        NAME(store)(line, values, noise);
-        return;
-    }
-#else
-    (void)stochastic, (void)column, (void)key;
-#endif
-    NAME(store)(line, values, NULL);
+    NAME(store)(line, values, stochastic ? noise : NULL);
 }
 
 /* Update the parameter by the first moment or, without one, by the gradient. */
@@ -222,11 +212,9 @@ ALWAYS_INLINE static void NAME(update)(GROUP *group, int64_t start, int64_t coun
 COLUMNS NAME(update_columns)(GROUP *group, int64_t start, int64_t count) {
     NAME(update)(group, start, count, 0);
 }
-#if IS_BFLOAT16
 COLUMNS NAME(update_stochastically_columns)(GROUP *group, int64_t start, int64_t count) {
     NAME(update)(group, start, count, 1);
 }
-#endif
 
 /* Run a loop over the columns from `start` to `stop`; over the last ones, fewer than a cache line, in
  * a copy that is filled up with zeros. */
@@ -235,10 +223,10 @@ static void NAME(over)(NAME(Columns) *columns, GROUP *group, int64_t start, int6
     columns(group, start, whole);
     if (rest == 0) return;
     start += whole;
-    T lines[3][ROWS][LINE] = {0};
+    T lines[KINDS][ROWS][LINE] = {0};
     GROUP copy = *group;
     copy.origin = start;
-    for (int kind = 0; kind < 3; kind++)
+    for (int kind = 0; kind < KINDS; kind++)
         for (int r = 0; r < ROWS; r++) {
             copy.rows[kind][r] = lines[kind][r];
             if (group->rows[kind][r] != NULL)
@@ -247,14 +235,14 @@ static void NAME(over)(NAME(Columns) *columns, GROUP *group, int64_t start, int6
     columns(&copy, start, LINE);
     for (int r = 0; r < ROWS; r++) {
         memcpy(group->squares[r], copy.squares[r], sizeof copy.squares[r]);
-        for (int kind = MOMENT; kind <= PARAM; kind++)
+        for (int kind = MOMENT; kind <= PARAM; kind++) /* those that are written */
             if (group->rows[kind][r] != NULL)
                 memcpy(ROW(kind, r), lines[kind][r], (size_t)rest * sizeof(T));
     }
 }
 
-/* r^-exponent, and 0 for a row that never had a gradient, or whose squares overflow. Square roots are the same everywhere, unlike
- * pow, and faster: r^-3/8 is 1 / (r^1/4 r^1/8). */
+/* r^-exponent, and 0 for a row that never had a gradient, or whose squares overflow. Square roots are
+ * the same everywhere, unlike pow, and faster: r^-3/8 is 1 / (r^1/4 r^1/8). */
 ALWAYS_INLINE static WIDE NAME(weight)(WIDE r, double exponent) {
     if (r == 0 || isinf(r)) return 0;
     const int eighths = (int)(exponent * 8);
@@ -287,7 +275,6 @@ ALWAYS_INLINE static WIDE NAME(add_lanes)(const VECTOR *lanes) {
 typedef struct {
     Share *share;
     NAME(Columns) *loops[2]; /* over columns; NULL if there is nothing to do */
-    int moment;              /* whether it updates the first moment */
     int count;               /* rows at a time */
     T *no_row;               /* zeros */
     double *total;           /* sums over all rows */
@@ -373,20 +360,16 @@ static void NAME(pass)(NAME(Work) *work) {
 }
 
 static void NAME(sum_squares)(Share *share) {
-    NAME(Work) work = {.share = share, .moment = share->update->update_moment, .count = ROWS};
-    work.loops[0] = work.moment ? NAME(square_moment_columns) : NAME(square_columns);
+    NAME(Work) work = {.share = share, .count = ROWS};
+    work.loops[0] = share->update->update_moment ? NAME(square_moment_columns) : NAME(square_columns);
     NAME(pass)(&work);
 }
 
 static void NAME(apply)(Share *share) {
     const Update *u = share->update;
     NAME(Work) work = {.share = share, .count = 2};
-    work.moment = u->exp_avg != NULL && !u->update_moment;
-    if (work.moment) work.loops[0] = NAME(moment_columns);
-    work.loops[1] = NAME(update_columns);
-#if IS_BFLOAT16
-    if (u->stochastic) work.loops[1] = NAME(update_stochastically_columns);
-#endif
+    if (u->exp_avg != NULL && !u->update_moment) work.loops[0] = NAME(moment_columns);
+    work.loops[1] = u->stochastic ? NAME(update_stochastically_columns) : NAME(update_columns);
     NAME(pass)(&work);
 }
 
@@ -409,113 +392,76 @@ static void NAME(step_sizes)(const Update *u, void *step_sizes) {
 /* LEAN, one pass. A row's weight must be known before the row is updated, so its squares are summed
  * first. That a row is read twice costs nothing if the second time it is in the cache, and if the two
  * sweeps alternate column by column: while a row is updated, the squares of the next are summed, and
- * gradient and parameter stream at the same rate. Vectors over the columns lie side by side, a cache
- * line of each after the other. */
+ * gradient and parameter stream at the same rate. Here `start` is the rows' origin. */
 #define OF(kind) (VECTORS_OF_LEAN * LINE * (i / LINE) + (kind) * LINE)
 
-typedef struct {
-    const T *grad[LEAN_ROWS], *next[LEAN_ROWS]; /* the rows that are updated, and those after them */
-    T *moment[LEAN_ROWS], *param[LEAN_ROWS];
-    WIDE weight[LEAN_ROWS];                     /* of the first moment */
-    WIDE scaled[LEAN_ROWS];                     /* of the gradient: weight times factor */
-    WIDE moves[LEAN_ROWS];                      /* 1, or 0 for a row that must not move */
-    VECTOR squares[LEAN_ROWS][PIECES];          /* of the next rows, in lanes */
-    uint32_t key[LEAN_ROWS];
-} NAME(LeanRows);
-
-ALWAYS_INLINE static void NAME(lean_columns)(NAME(LeanRows) *rows, const Update *u, WIDE *restrict vectors,
-                                             int64_t start, int64_t count, const int moment,
-                                             const int stochastic) {
+ALWAYS_INLINE static void NAME(lean)(GROUP *group, const Update *u, WIDE *restrict vectors,
+                                     int64_t start, int64_t count, const int moment,
+                                     const int stochastic) {
     const NAME(Lerp) lerp = NAME(lerp_of)(u, u->factor);
     const WIDE decay = (WIDE)u->decay;
-    VECTOR next_squares[LEAN_ROWS][PIECES];
-    memcpy(next_squares, rows->squares, sizeof next_squares);
+    VECTOR next_squares[ROWS][PIECES];
+    memcpy(next_squares, group->squares, sizeof next_squares);
     for (int64_t i = 0; i < count; i += LINE) {
         VECTOR updates[VECTORS], squares[VECTORS];
         for (int v = 0; v < VECTORS; v++) {
             updates[v] = ((const VECTOR *)(vectors + OF(UPDATES)))[v];
             squares[v] = ((const VECTOR *)(vectors + OF(SQUARES)))[v];
         }
-        for (int r = 0; r < LEAN_ROWS; r++) {
-            const T *g = rows->grad[r] + i, *next = rows->next[r] + i;
-            T *p = rows->param[r] + i;
+        for (int r = 0; r < ROWS; r++) {
+            const T *g = group->rows[GRAD][r] + i, *next = group->rows[NEXT][r] + i;
+            T *p = group->rows[PARAM][r] + i;
             PREFETCH(next, LEAN_AHEAD);
             PREFETCH(p, LEAN_AHEAD);
             if (moment) {
-                PREFETCH(rows->moment[r] + i, LEAN_AHEAD);
-                NAME(lerp)(&lerp, rows->moment[r] + i, g);
+                PREFETCH(group->rows[MOMENT][r] + i, LEAN_AHEAD);
+                NAME(lerp)(&lerp, group->rows[MOMENT][r] + i, g);
             }
             VECTOR values[VECTORS];
             for (int v = 0; v < VECTORS; v++) {
                 const VECTOR gradient = NAME(load)(g, v);
-                VECTOR update = rows->scaled[r] * gradient;
-                if (moment) update = rows->weight[r] * NAME(load)(rows->moment[r] + i, v);
+                VECTOR update = group->scaled[r] * gradient;
+                if (moment) update = group->weight[r] * NAME(load)(group->rows[MOMENT][r] + i, v);
                 updates[v] += update;
                 squares[v] += gradient * gradient;
                 const VECTOR rate = ((const VECTOR *)(vectors + OF(RATE)))[v];
                 const VECTOR mean = ((const VECTOR *)(vectors + OF(MEAN)))[v];
-                values[v] = decay * NAME(load)(p, v) - (rate * update - rows->moves[r] * mean);
+                values[v] = decay * NAME(load)(p, v) - (rate * update - group->moves[r] * mean);
                 const VECTOR x = NAME(load)(next, v);
                 next_squares[r][v % PIECES] += x * x;
             }
             const uint32_t column = u->noise_column + (uint32_t)(start + i);
-            NAME(store_param)(p, values, stochastic, column, rows->key[r]);
+            NAME(store_param)(p, values, stochastic, column, group->key[r]);
         }
         for (int v = 0; v < VECTORS; v++) {
             ((VECTOR *)(vectors + OF(UPDATES)))[v] = updates[v];
             ((VECTOR *)(vectors + OF(SQUARES)))[v] = squares[v];
         }
     }
-    memcpy(rows->squares, next_squares, sizeof next_squares);
+    memcpy(group->squares, next_squares, sizeof next_squares);
 }
 
-typedef void NAME(LeanColumns)(NAME(LeanRows) *, const Update *, WIDE *, int64_t, int64_t);
-#define LEAN_COLUMNS(name, moment, stochastic)                                                       \
-    __attribute__((noinline)) static void name(NAME(LeanRows) *rows, const Update *u, WIDE *vectors, \
-                                               int64_t start, int64_t count) {                       \
-        NAME(lean_columns)(rows, u, vectors, start, count, moment, stochastic);                      \
+#define LEAN_COLUMNS(name, moment, stochastic)                                               \
+    COLUMNS NAME(name)(GROUP *group, int64_t start, int64_t count) {                         \
+        NAME(lean)(group, group->update, group->vectors + VECTORS_OF_LEAN * start, start,    \
+                   count, moment, stochastic);                                               \
     }
-LEAN_COLUMNS(NAME(lean_plain), 0, 0)
-LEAN_COLUMNS(NAME(lean_moment), 1, 0)
-#if IS_BFLOAT16
-LEAN_COLUMNS(NAME(lean_stochastic), 0, 1)
-LEAN_COLUMNS(NAME(lean_moment_stochastic), 1, 1)
-#endif
-
-/* A whole row; the last columns, fewer than a cache line, in copies that are filled up with zeros. */
-static void NAME(lean_row)(NAME(LeanColumns) *columns, NAME(LeanRows) *rows, const Update *u, WIDE *vectors) {
-    const int64_t whole = u->columns / LINE * LINE, rest = u->columns - whole;
-    columns(rows, u, vectors, 0, whole);
-    if (rest == 0) return;
-    const size_t bytes = (size_t)rest * sizeof(T);
-    T grad[LEAN_ROWS][LINE] = {0}, next[LEAN_ROWS][LINE] = {0};
-    T moment[LEAN_ROWS][LINE] = {0}, param[LEAN_ROWS][LINE] = {0};
-    NAME(LeanRows) copy = *rows;
-    for (int r = 0; r < LEAN_ROWS; r++) {
-        copy.grad[r] = memcpy(grad[r], rows->grad[r] + whole, bytes);
-        copy.next[r] = memcpy(next[r], rows->next[r] + whole, bytes);
-        copy.moment[r] = memcpy(moment[r], rows->moment[r] + whole, bytes);
-        copy.param[r] = memcpy(param[r], rows->param[r] + whole, bytes);
-    }
-    columns(&copy, u, vectors + VECTORS_OF_LEAN * whole, whole, LINE);
-    memcpy(rows->squares, copy.squares, sizeof copy.squares);
-    for (int r = 0; r < LEAN_ROWS; r++) {
-        if (u->exp_avg != NULL) memcpy(rows->moment[r] + whole, moment[r], bytes);
-        memcpy(rows->param[r] + whole, param[r], bytes);
-    }
-}
+LEAN_COLUMNS(lean_columns, 0, 0)
+LEAN_COLUMNS(lean_stochastically_columns, 0, 1)
+LEAN_COLUMNS(lean_moment_columns, 1, 0)
+LEAN_COLUMNS(lean_moment_stochastically_columns, 1, 1)
 
 /* The squares of some rows before the first of them is updated. */
-static void NAME(lean_first)(NAME(LeanRows) *rows, int64_t count) {
-    for (int r = 0; r < LEAN_ROWS; r++) {
+static void NAME(lean_first)(GROUP *group, int64_t count) {
+    for (int r = 0; r < ROWS; r++) {
         const int64_t whole = count / LINE * LINE;
         T last[LINE] = {0};
-        memcpy(last, rows->next[r] + whole, (size_t)(count - whole) * sizeof(T));
-        memset(rows->squares[r], 0, sizeof rows->squares[r]);
+        memcpy(last, group->rows[NEXT][r] + whole, (size_t)(count - whole) * sizeof(T));
+        memset(group->squares[r], 0, sizeof group->squares[r]);
         for (int64_t i = 0; i < count; i += LINE)
             for (int v = 0; v < VECTORS; v++) {
-                const VECTOR x = NAME(load)(i < whole ? rows->next[r] + i : last, v);
-                rows->squares[r][v % PIECES] += x * x;
+                const VECTOR x = NAME(load)(i < whole ? group->rows[NEXT][r] + i : last, v);
+                group->squares[r][v % PIECES] += x * x;
             }
     }
 }
@@ -529,7 +475,7 @@ static WIDE NAME(lean_weight)(const Update *u, int64_t row, const VECTOR *square
     return NAME(weight)((WIDE)(*r / u->row_correction), u->exponent);
 }
 
-static void NAME(lean)(Share *share) {
+static void NAME(lean_pass)(Share *share) {
     const Update *u = share->update;
     const int64_t size = share->padded;
     /* no_row must stay zeros: a missing row of the parameter has a place of its own */
@@ -547,39 +493,38 @@ static void NAME(lean)(Share *share) {
         of_line[RATE * LINE] = nu[j] == 0 ? 0 : (WIDE)(lr / (sqrt(nu[j] * u->scale) + u->eps));
         of_line[MEAN * LINE] = mean == NULL ? 0 : mean[j];
     }
-    NAME(LeanColumns) *columns = u->exp_avg == NULL ? NAME(lean_plain) : NAME(lean_moment);
-#if IS_BFLOAT16
-    if (u->stochastic)
-        columns = u->exp_avg == NULL ? NAME(lean_stochastic) : NAME(lean_moment_stochastic);
-#endif
+    NAME(Columns) *const loops[2][2] = {
+        {NAME(lean_columns), NAME(lean_stochastically_columns)},
+        {NAME(lean_moment_columns), NAME(lean_moment_stochastically_columns)}};
+    NAME(Columns) *columns = loops[u->exp_avg != NULL][u->stochastic];
     /* Runs of adjacent rows that are far apart; then the rest, each a run of one row. */
-    NAME(LeanRows) rows;
+    GROUP group = {.update = u, .vectors = vectors};
     int64_t active = 0, summed = 0;
-    int64_t first = share->first, run = (share->last - share->first) / LEAN_ROWS;
+    int64_t first = share->first, run = (share->last - share->first) / ROWS;
     for (int last_rows = 0; last_rows < 2; last_rows++) {
         for (int64_t done = -1; done < run; done++) {
-            for (int r = 0; r < LEAN_ROWS; r++) {
+            for (int r = 0; r < ROWS; r++) {
                 const int64_t row = first + r * run + done, next = row + 1;
                 const int is_next = done + 1 < run && next < share->last;
-                rows.next[r] = is_next ? (const T *)u->grad + next * u->grad_stride : no_row;
+                group.rows[NEXT][r] = is_next ? (T *)u->grad + next * u->grad_stride : no_row;
                 if (done < 0) continue;
                 const int is_row = row < share->last;
-                const WIDE weight = is_row ? NAME(lean_weight)(u, row, rows.squares[r]) : 0;
-                memset(rows.squares[r], 0, sizeof rows.squares[r]);
+                const WIDE weight = is_row ? NAME(lean_weight)(u, row, group.squares[r]) : 0;
+                memset(group.squares[r], 0, sizeof group.squares[r]);
                 active += weight != 0;
-                rows.weight[r] = weight, rows.scaled[r] = weight * (WIDE)u->factor;
-                rows.moves[r] = weight != 0;
-                rows.grad[r] = weight != 0 ? (const T *)u->grad + row * u->grad_stride : no_row;
-                rows.param[r] = is_row ? (T *)u->param + row * u->param_stride : no_param;
-                rows.moment[r] = no_param;
-                if (is_row && u->exp_avg != NULL) rows.moment[r] = (T *)u->exp_avg + row * u->exp_avg_stride;
-                rows.key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
+                group.weight[r] = weight, group.scaled[r] = weight * (WIDE)u->factor;
+                group.moves[r] = weight != 0;
+                group.rows[GRAD][r] = weight != 0 ? (T *)u->grad + row * u->grad_stride : no_row;
+                group.rows[PARAM][r] = is_row ? (T *)u->param + row * u->param_stride : no_param;
+                if (u->exp_avg != NULL)
+                    group.rows[MOMENT][r] = is_row ? (T *)u->exp_avg + row * u->exp_avg_stride : no_param;
+                group.key[r] = mix(mix(u->noise_row + (uint32_t)row) ^ u->noise_key);
             }
             if (done < 0) {
-                NAME(lean_first)(&rows, u->columns);
+                NAME(lean_first)(&group, u->columns);
                 continue;
             }
-            NAME(lean_row)(columns, &rows, u, vectors);
+            NAME(over)(columns, &group, 0, u->columns);
             if (++summed % SUM_ROWS && done + 1 < run) continue;
             for (int64_t i = 0; i < size; i++) { /* in double precision */
                 WIDE *of_line = vectors + OF(0) + i % LINE;
@@ -588,7 +533,7 @@ static void NAME(lean)(Share *share) {
                 of_line[UPDATES * LINE] = of_line[SQUARES * LINE] = 0;
             }
         }
-        first += LEAN_ROWS * run;
+        first += ROWS * run;
         run = first < share->last;
     }
     for (int64_t j = 0; j < u->columns; j++) {
@@ -610,19 +555,6 @@ static void NAME(finish)(const Update *u) {
     }
 }
 
-#undef OF
-#undef LEAN_COLUMNS
-#undef LINE
-#undef LANES
-#undef PARTS
-#undef PIECES
-#undef VECTORS
-#undef VECTOR
-#undef BITS
-#undef GROUP
-#undef ROW
-#undef PREFETCH
-#undef COLUMNS
 #undef T
 #undef WIDE
 #undef SQRT

@@ -8,13 +8,11 @@ what its programs have summed. All sums have a fixed order, so that results are 
 every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
-import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import triton
@@ -78,7 +76,7 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     sums = None if matrix.is_lean else _empty(grad, parts, columns)
     row_sums = _empty(grad, across, rows) if matrix.is_lean else None
     if columns:
-        with _launching_on(grad):
+        with _device_of(grad):
             _sums[across, parts](
                 grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS
             )
@@ -93,7 +91,7 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     assert not isinstance(matrix.beta1, Tensor)
     assert not isinstance(matrix.beta2, Tensor)
     total = None
-    with _launching_on(matrix.param):
+    with _device_of(matrix.param):
         if matrix.is_lean:
             total = _apply_lean(matrix, None if sums is None else sums.weights, scalars)
         else:
@@ -113,7 +111,7 @@ def _apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     if not columns:
         return
     rates, device = torch.empty_like(matrix.exp_avg_sq), param.device
-    _finish[(_cdiv(columns, _FINISH_BLOCK[1]),)](
+    _finish[(triton.cdiv(columns, _FINISH_BLOCK[1]),)](
         squares=sums.columns,
         parts=1 if sums.columns.dim() == 1 else len(sums.columns),
         exp_avg_sq=matrix.exp_avg_sq,
@@ -132,7 +130,7 @@ def _apply_coupled(matrix: CoupledMatrix, sums: Sums, scalars: Scalars) -> None:
     if not rows:
         return
     tall, wide = _block(param, _UPDATE_BLOCK)
-    _update[(_cdiv(rows, tall) * _cdiv(columns, wide),)](
+    _update[(triton.cdiv(rows, tall) * triton.cdiv(columns, wide),)](
         param,
         *param.stride(),
         grad,
@@ -189,7 +187,7 @@ def _apply_lean(matrix: CoupledMatrix, weights: Tensor | None, scalars: Scalars)
     if matrix.row_ranks or not matrix.has_whole_rows:
         return sums.sum(0)
     if columns:
-        _finish_lean[(_cdiv(columns, _FINISH_BLOCK[1]),)](
+        _finish_lean[(triton.cdiv(columns, _FINISH_BLOCK[1]),)](
             sums=sums,
             parts=parts,
             nu=matrix.exp_avg_sq,
@@ -240,16 +238,16 @@ def _lean_grid(matrix: Tensor) -> tuple[int, tuple[int, int]]:
     wide = max(16, triton.next_power_of_2(columns))
     tall = max(1, _LEAN_ELEMENTS // wide)
     most = _PROGRAMS * _units(matrix.device) * _LEAN_ELEMENTS // (tall * wide)
-    return max(1, min(most, _cdiv(rows, tall))), (tall, wide)
+    return max(1, min(most, triton.cdiv(rows, tall))), (tall, wide)
 
 
 def _grid(matrix: Tensor) -> tuple[int, int, tuple[int, int]]:
     """The numbers of programs that sum over columns and over rows, and the block of each."""
     rows, columns = matrix.shape
     tall, wide = _block(matrix, _SUMS_BLOCK)
-    across = _cdiv(columns, wide)
+    across = triton.cdiv(columns, wide)
     most = _PROGRAMS * _units(matrix.device) // max(1, across)
-    return across, max(1, min(most, _cdiv(rows, tall))), (tall, wide)
+    return across, max(1, min(most, triton.cdiv(rows, tall))), (tall, wide)
 
 
 @functools.cache
@@ -283,44 +281,9 @@ def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
     return block if matrix.stride(1) == 1 else (block[1], block[0])
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-@contextlib.contextmanager
-def _launching_on(x: Tensor) -> Iterator[None]:
-    """Make a tensor's device the current one, on which Triton launches.
-
-    While a CUDA graph is captured, a kernel that would have to be compiled raises an error instead.
-    """
-    with torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x):
-        if not _is_capturing(x):
-            yield
-            return
-        # What Triton calls before it compiles; in Triton 3.3 it has another place.
-        is_old = not hasattr(triton, "knobs")
-        hooks, name = (
-            (triton.JITFunction, "cache_hook")
-            if is_old
-            else (triton.knobs.runtime, "jit_cache_hook")
-        )
-        before = getattr(hooks, name)
-        setattr(hooks, name, _refuse_to_compile)
-        try:
-            yield
-        finally:
-            setattr(hooks, name, before)
-
-
-def _is_capturing(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_to_compile(**_: Any) -> NoReturn:
-    raise RuntimeError(
-        "a step is captured in a CUDA graph, but none with the same options was taken before, so "
-        "that its kernels are not compiled: take a step before the capture"
-    )
+def _device_of(x: Tensor) -> Any:
+    """Make a tensor's device the current one, on which Triton launches."""
+    return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,5 +1,7 @@
 """The groups made of a model's parameters, and their options."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -458,10 +460,18 @@ def test_which_matrices_are_heads(options, build, heads):
     assert {name for name, lr in rates(groups).items() if lr} == heads
 
 
-@pytest.mark.parametrize("choice", [{}, {"tables": "transformer.wte.weight"}])
-def test_a_rate_for_a_head_that_is_tied(choice):
-    with pytest.raises(ValueError, match=r"head_lr=0.1, but the head is tied .*wte.weight'"):
-        param_groups(gpt2(), head_lr=0.1, **choice)
+@pytest.mark.parametrize(
+    ("build", "choice", "problem"),
+    [
+        (gpt2, {}, "the head is tied .*wte.weight'"),
+        (gpt2, {"tables": "transformer.wte.weight"}, "the head is tied .*wte.weight'"),
+        (llama, {"tables": "model.embed_tokens.weight"}, "no output embedding was found or named"),
+        (lambda: llama().model, {}, "no output embedding was found or named"),
+    ],
+)
+def test_a_rate_for_a_head_that_is_not_there(build, choice, problem):
+    with pytest.raises(ValueError, match=f"head_lr=0.1, but {problem}"):
+        param_groups(build(), head_lr=0.1, **choice)
 
 
 @pytest.mark.parametrize(
@@ -542,12 +552,15 @@ def frozen_gpt2():
     return model
 
 
-def test_embeddings_that_are_unfrozen_later():
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_embeddings_that_are_unfrozen_later(is_copied):
     """They come into a coupled group, with what param_groups was told, and their names."""
     model = frozen_gpt2()
     with pytest.warns(UserWarning, match="are frozen: 'transformer.wte.weight'"):
         groups = param_groups(model, "lean")
     optimizer = CoupledAdamW(groups, lr=1e-3)
+    if is_copied:
+        model, optimizer = copy.deepcopy((model, optimizer))
     unfrozen(optimizer, model, lr=0.1)
     coupled, rest = optimizer.param_groups[len(groups) :]
     assert coupled["param_names"] == ["transformer.wte.weight"]

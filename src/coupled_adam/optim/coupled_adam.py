@@ -349,9 +349,9 @@ class CoupledAdam(torch.optim.Adam):
         return coupled, uncoupled
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that pickle and copy use: torch's, complete."""
+        """The state that pickle and copy use: torch's, complete, and what may be unfrozen later."""
         self._pending.finish()
-        return super().__getstate__()
+        return {**super().__getstate__(), "_frozen": dict(self._frozen)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take the state of :meth:`__getstate__`."""

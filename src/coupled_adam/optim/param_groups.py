@@ -151,8 +151,8 @@ def param_groups(
     Raises:
         TypeError: as in :func:`embedding_parameters`.
         ValueError: for an unknown name or option in ``embeddings``, for a negative weight decay or
-            learning rate, for a ``head_lr`` where the head is tied, if an entry of ``exclude``
-            matches no parameter, or as in :func:`embedding_parameters`.
+            learning rate, for a ``head_lr`` where there is no head or it is tied, if an entry of
+            ``exclude`` matches no parameter, or as in :func:`embedding_parameters`.
 
     Warns:
         UserWarning: as in :func:`embedding_parameters`; and if there is nothing to couple, because
@@ -187,10 +187,12 @@ def param_groups(
             "any, pass vocab_size= with the number of their rows, or tables="
         )
     embedding_of = {m.parameter: m for m in (*coupled, *all_embeddings)}
-    if head_lr is not None and (tied := [m for m in embedding_of.values() if m.is_tied]):
+    if head_lr is not None and not any(m.is_head for m in embedding_of.values()):
+        there = "no output embedding was found or named"
+        if tied := [m for m in embedding_of.values() if m.is_tied]:
+            there = f"the head is tied to the input embedding {tied[0].name!r}"
         raise ValueError(
-            f"head_lr={head_lr}, but the head is tied to the input embedding {tied[0].name!r}: "
-            "pass embeddings= with lr or lr_factor instead"
+            f"head_lr={head_lr}, but {there}: pass embeddings= with lr or lr_factor instead"
         )
     left_out = resolve(model, exclude, "exclude")
     norms = {  # which may have matrices

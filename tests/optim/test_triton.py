@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,6 +144,8 @@ def test_where_triton_does_not_work(is_installed, monkeypatch):
         raise OSError("no libcuda.so")
 
     monkeypatch.setattr(kernel, "check", fail)
+    param = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32)
+    on_a_gpu = SimpleNamespace(param=param)
     problem = r"cannot compile for cuda:0 .*no libcuda.so.*torch's operations"
     if not is_installed:
         monkeypatch.delattr(kernels, "triton")
@@ -150,7 +153,7 @@ def test_where_triton_does_not_work(is_installed, monkeypatch):
         monkeypatch.setitem(sys.modules, "triton", None)
         problem = "Triton is not installed"
     with pytest.warns(UserWarning, match=problem) as seen:
-        works = [kernels._triton_works(torch.device("cuda", 0), torch.float32) for _ in range(3)]
+        works = [kernels._triton_works(on_a_gpu) for _ in range(3)]
     assert not any(works)
     assert len(seen) == 1
     assert len(tried) == is_installed

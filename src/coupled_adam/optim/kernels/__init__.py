@@ -49,14 +49,13 @@ def choose(matrix: CoupledMatrix) -> Kernel:
 
     The fast kernels take plain, strided memory that is there; everything else is the reference's.
     """
-    param = matrix.param
     if matrix.no_host_reads:
         return reference
     if matrix.group["fused"] is False or isinstance(matrix.beta1, Tensor):
         return blocks
     if native.supports(matrix):
         return native
-    if _supported_by_triton(matrix) and _triton_works(param.device, param.dtype):
+    if _supported_by_triton(matrix) and _triton_works(matrix):
         from coupled_adam.optim.kernels import triton
 
         return triton
@@ -84,12 +83,13 @@ _WIDEST = 8192  # features that a program of the Triton kernel can hold
 _works: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
-def _triton_works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton is installed and compiles for this device; warns once if not.
+def _triton_works(matrix: CoupledMatrix) -> bool:
+    """Whether Triton is installed and compiles for a matrix's device; warns once if not.
 
     Raises:
         RuntimeError: if a CUDA graph is captured, in which this cannot be tried.
     """
+    device, dtype = matrix.param.device, matrix.param.dtype
     if (device, dtype) in _works:
         return _works[device, dtype]
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -100,7 +100,7 @@ def _triton_works(device: torch.device, dtype: torch.dtype) -> bool:
     try:
         from coupled_adam.optim.kernels import triton
 
-        triton.check(device, dtype)
+        triton.check(matrix)
     except Exception as error:  # from Triton, the C compiler, ptxas or the driver
         _works[device, dtype] = False
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":

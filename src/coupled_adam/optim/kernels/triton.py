@@ -10,7 +10,6 @@ every call, and nothing waits for the device, so that a step can be captured in 
 
 import functools
 import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from coupled_adam.optim.matrix import OPTIONS, CoupledMatrix, Scalars, Sums
+from coupled_adam.optim.matrix import CoupledMatrix, Scalars, Sums
 
 SKIPS_ON_DEVICE = True
 
@@ -34,34 +33,25 @@ _PROGRAMS = 4  # of the kernels that add up, for each unit of the GPU: it runs t
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
-def check(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise what Triton raises where it cannot compile for this device and this dtype."""
+def check(matrix: CoupledMatrix) -> None:
+    """Raise what Triton raises where it cannot compile for this matrix's device and dtype."""
     # Aligned as most matrices are: what is compiled here is then used for them.
-    param, grad, exp_avg = torch.zeros(3, 16, 16, dtype=dtype, device=device)
-    vectors = torch.zeros(3, 16, device=device)
-    coupled = CoupledMatrix(
-        group={**OPTIONS, "eps": 1e-8},
-        parameter=param,
-        step=torch.zeros((), device=device),
-        vocab_size=16,
-        hidden_size=16,
+    param, grad, exp_avg = matrix.param.new_zeros(3, 16, 16)
+    nu, r, d = torch.zeros(3, 16, device=matrix.param.device)
+    lean = replace(
+        matrix,
         param=param,
         grad=grad,
-        exp_avg=exp_avg,
-        exp_avg_sq=vectors[0],
+        exp_avg=None,
+        exp_avg_sq=nu,
         max_exp_avg_sq=None,
-        exp_avg_sq_row=None,
-        mean_update=None,
-        lr=0.0,
-        beta1=0.9,
-        beta2=0.999,
-        no_host_reads=False,
-        kernel=sys.modules[__name__],
+        exp_avg_sq_row=r,
+        mean_update=d,
+        row_ranks=(),
+        column_ranks=(),
     )
+    coupled = replace(lean, exp_avg=exp_avg, exp_avg_sq_row=None, mean_update=None)
     apply(coupled, sum_squares(coupled, False), Scalars())
-    lean = replace(
-        coupled, exp_avg=None, beta1=0.0, exp_avg_sq_row=vectors[1], mean_update=vectors[2]
-    )
     apply(lean, None, Scalars())
 
 

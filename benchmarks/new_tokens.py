@@ -51,7 +51,8 @@ COUPLED: dict[str, dict[str, Any]] = {
     "Coupled Adam": {},
     "a = 0.5": {"row_exponent": 0.5, "zero_sum": True},
     "a = 0.5, no momentum": {"row_exponent": 0.5, "zero_sum": True, "betas": (0.0, 0.99)},
-    "LEAN": {name: value for name, value in LEAN.items() if name != "lr_factor"},
+    "LEAN": LEAN,
+    "LEAN, betas 0.9, 0.999": {**LEAN, "betas": (0.9, 0.999)},
 }
 ACTIVE_ROWS: dict[str, dict[str, Any]] = {  # from scratch: averages over rows with a gradient
     "Coupled Adam, active rows": {"row_exponent": 1e-6},
@@ -68,7 +69,7 @@ def optimizer_of(model: nn.Module, name: str, lr: float, factor: float) -> torch
     if name in ADAMW:
         groups = param_groups(model, {"lr": factor * lr, **ADAMW[name]})
         return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
-    embeddings = {"lr_factor": factor, **(COUPLED | ACTIVE_ROWS)[name]}
+    embeddings = {**(COUPLED | ACTIVE_ROWS)[name], "lr_factor": factor}
     return CoupledAdamW(model, embeddings=embeddings, lr=lr, betas=BETAS, weight_decay=0.1)
 
 

@@ -283,6 +283,13 @@ def from_scratch(texts: Texts, run: Callable[..., dict[str, Any]]) -> None:
         with_best_rate(at)
 
 
+class Table(nn.Embedding):
+    """A model that is nothing but its embeddings, and says so."""
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self
+
+
 def sizes_of_updates(run: Callable[..., dict[str, Any]]) -> None:
     """The root mean square of an update in units of lr, for k rows with Gaussian gradients."""
     vocab_size, columns, steps = 50304, 8, 100
@@ -290,7 +297,7 @@ def sizes_of_updates(run: Callable[..., dict[str, Any]]) -> None:
 
         def measure(active: int = active, optimizer: str = optimizer) -> dict[str, Any]:
             random = torch.Generator().manual_seed(0)
-            layer = nn.Embedding(vocab_size, columns)
+            layer = Table(vocab_size, columns)
             fit_to = optimizer_of(layer, optimizer, 1e-3, 1.0)
             grad = layer.weight.grad = torch.zeros(vocab_size, columns)
             for _ in range(steps):

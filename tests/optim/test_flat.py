@@ -69,14 +69,8 @@ class Ranks:
 
 @pytest.fixture(autouse=True)
 def threads_for_ranks(monkeypatch):
-    def add_up(vector, ranks):
-        return ranks[0].add_up(vector) if ranks else vector
-
     monkeypatch.setattr(sharded, "ranks_of", lambda group: (group,))
-    monkeypatch.setattr(sharded, "add_up", add_up)
-    monkeypatch.setattr(
-        sharded, "add_up_later", lambda vector, ranks: (add_up(vector, ranks), None)
-    )
+    monkeypatch.setattr(sharded, "add_up", lambda vector, ranks: (ranks[0].add_up(vector), None))
 
 
 def matrices(shapes, seed, dtype=torch.float64):

@@ -108,7 +108,7 @@ class Reduction:
     def _start(self, members: list[int], ranks: Ranks) -> "tuple[Tensor, Work | None]":
         # The kernels of the ranks may differ in the dtype of their sums; all ranks must send one.
         wide = torch.float64 if self._results[members[0]].is_cpu else torch.float32
-        return add_up_later(torch.cat([self._results[i].to(wide) for i in members]), ranks)
+        return add_up(torch.cat([self._results[i].to(wide) for i in members]), ranks)
 
     def result(self) -> list[Tensor]:
         """The vectors, added up, in their order, dtypes and devices."""
@@ -132,26 +132,23 @@ def ranks_of(process_group: "ProcessGroup | None") -> Ranks:
     return (dist.group.WORLD,) if dist.is_available() and dist.is_initialized() else ()
 
 
-def add_up(total: Tensor, ranks: Ranks) -> Tensor:
-    """Add a vector, on any device, over ranks: one dimension or process group after the other."""
+def add_up(total: Tensor, ranks: Ranks) -> "tuple[Tensor, Work | None]":
+    """Add a vector, on any device, over ranks: one dimension or process group after the other.
+
+    The vector that is returned is the sum once the work has been waited for.
+    """
+    import torch.distributed as dist
     from torch.distributed import _functional_collectives as collectives
 
-    device = total.device
-    for group_or_mesh in ranks:
+    is_compiling = torch.compiler.is_compiling()
+    for group_or_mesh in ranks if is_compiling else ranks[:-1]:
         total = _where_served(total, group_or_mesh)
         total = collectives.wait_tensor(collectives.all_reduce(total, "sum", group_or_mesh))
-    return total.to(device)
-
-
-def add_up_later(total: Tensor, ranks: Ranks) -> "tuple[Tensor, Work | None]":
-    """As :func:`add_up`, but the vector holds the sum only once the work has been waited for."""
-    import torch.distributed as dist
-
-    if torch.compiler.is_compiling():
-        return add_up(total, ranks), None
+    if is_compiling:
+        return total, None
     # Not a functional collective: those warn at the end of a process about a sum that nobody has
     # waited for, as that of the last step.
-    total = _where_served(add_up(total, ranks[:-1]), ranks[-1])
+    total = _where_served(total, ranks[-1])
     return total, dist.all_reduce(total, group=_process_group(ranks[-1]), async_op=True)
 
 

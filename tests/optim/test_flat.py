@@ -104,13 +104,14 @@ def shards(shapes, cuts, group, gap=0):
         ]
 
 
-def test_bfloat16_is_rounded_as_the_whole_is():
+@pytest.mark.parametrize("vocab_dim", [0, 1])
+def test_bfloat16_is_rounded_as_the_whole_is(vocab_dim):
     """At random, by the place in the matrix; the sums are the same up to their order."""
     shape, cuts = (37, 30), [100, 101, 600]
     start = matrices([shape], 0, torch.bfloat16)
     ranks = Ranks(len(cuts) + 1)
     whole, pieces = nn.Parameter(start[0].clone()), [nn.Parameter(x) for x in cut(start, cuts)]
-    options = {"lr": 1e-3, "stochastic_rounding": True}
+    options = {"lr": 1e-3, "stochastic_rounding": True, "vocab_dim": vocab_dim}
     expected = optimizer_of([whole], options)
     optimizers = [
         optimizer_of([p], options, flat_shards=[told])

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import decoders
-from coupled_adam import CoupledAdamW, MuonWithCoupledAdam, param_groups
+from coupled_adam import LEAN, CoupledAdamW, MuonWithCoupledAdam, param_groups
 from decoders import assert_same_parameters
 from processes import run_cases, run_on_ranks
 
@@ -268,20 +268,21 @@ def test_torch_without_muon(monkeypatch):
         MuonWithCoupledAdam(decoder())
 
 
-def sharded():
-    """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint."""
+def sharded(embeddings):
+    """FSDP2, of which a rank has few rows or none: as in one process, also after a checkpoint.
+
+    The sums that ranks of LEAN are still adding up are complete in it.
+    """
     whole, model = decoder(), decoder()
     fully_shard(model)
-    optimizers = [
-        MuonWithCoupledAdam(m, lr=1e-3, embeddings={"lr_factor": 3}) for m in (whole, model)
-    ]
+    optimizers = [MuonWithCoupledAdam(m, lr=1e-3, embeddings=embeddings) for m in (whole, model)]
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     for m, optimizer in zip((whole, model), optimizers):
         train(m, optimizer, range(3))
     state = {"optimizer": get_optimizer_state_dict(model, optimizers[1])}
     dcp.save(state, checkpoint_id=folder[0])
-    fresh = MuonWithCoupledAdam(model, lr=5.0, embeddings={"lr": 6.0})
+    fresh = MuonWithCoupledAdam(model, lr=5.0, embeddings={**embeddings, "lr_factor": 7})
     fresh.init_state()
     state = {"optimizer": get_optimizer_state_dict(model, fresh)}
     dcp.load(state, checkpoint_id=folder[0])
@@ -293,7 +294,10 @@ def sharded():
         torch.testing.assert_close(p, q.full_tensor(), rtol=2e-3, atol=2e-4, msg=name)
 
 
-CASES = {"sharded": sharded}
+CASES = {
+    "sharded": lambda: sharded({"lr_factor": 3}),
+    "sharded, LEAN": lambda: sharded(LEAN),
+}
 
 
 def test_sharded():

@@ -225,7 +225,7 @@ def to_adam_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
                         "is left out: Adam begins this matrix anew",
                         stacklevel=2,
                     )
-        left_out = (*OPTIONS, *INITIAL)
+        left_out = (*OPTIONS, "flat_shards", *INITIAL)
         groups.append({name: value for name, value in group.items() if name not in left_out})
     return {**state_dict, "state": state, "param_groups": groups}
 

@@ -95,11 +95,9 @@ class CoupledAdam(torch.optim.Adam):
 
     Raises:
         ValueError: if an option is out of range, or a coupled parameter is not a non-empty, real,
-            floating-point matrix. The message contains the parameter's name if it is known. Also
-            as in :func:`coupled_adam.param_groups` for a model; if no matrix has the size
-            ``vocab_size``, if some have V rows and others V columns, as hidden layers have; if
-            ``coupled`` or ``vocab_dim`` is given beside a model or ``vocab_size``; and if
-            ``embeddings`` has an unknown option, or is given with neither of the two.
+            floating-point matrix. Also as in :func:`coupled_adam.param_groups` for a model; if no
+            matrix has the size ``vocab_size``, or hidden layers have it; and if options say twice
+            which matrices are coupled.
         RuntimeError: in ``step``, if a gradient is sparse, a state has the wrong shape or device,
             or the device does not support an implementation flag. No parameter is changed then.
     """
@@ -362,9 +360,9 @@ class CoupledAdam(torch.optim.Adam):
         """Return the state and the groups, as in torch; of ``flat_shards`` only that there are."""
         self._pending.finish()
         saved: dict[str, Any] = super().state_dict()
-        for group in saved["param_groups"]:
-            if group.get("flat_shards"):  # they have process groups, which cannot be saved
-                group["flat_shards"] = True
+        if any(group.get("flat_shards") for group in self.param_groups):
+            for group in saved["param_groups"]:  # process groups cannot be saved
+                group["flat_shards"] = bool(group.get("flat_shards"))
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -161,11 +161,10 @@ def embedding_parameters(
 
     Raises:
         TypeError: if ``model`` is not a module.
-        ValueError: if token embeddings cannot be told apart from other matrices; if no matrix has
-            the size ``vocab_size``; if ``couple`` is not ``"both"`` although a matrix is input and
-            output embedding at once; if an entry of ``tables`` matches no parameter, or one that is
-            not a matrix; if ``couple`` is not one of the three values, or not ``"both"`` although
-            ``tables`` is given; if a wrapper (FSDP1, ZeRO-3) has flattened the model's matrices.
+        ValueError: if token embeddings cannot be told apart from other matrices; if an argument
+            does not fit the model, or another argument; if ``couple`` is not ``"both"`` although a
+            matrix is input and output embedding at once; if a wrapper (FSDP1, ZeRO-3) has flattened
+            the model's matrices.
 
     Warns:
         UserWarning: if matrices that are not coupled look like token embeddings.

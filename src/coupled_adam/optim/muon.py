@@ -127,7 +127,8 @@ class MuonWithCoupledAdam(Optimizer):
         self._muon.state = self._adam.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state that pickle and copy use: torch's, and the two inside."""
+        """The state that pickle and copy use: torch's, complete, and the two inside."""
+        self._adam._pending.finish()
         return {**super().__getstate__(), "_muon": self._muon, "_adam": self._adam}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -168,6 +169,12 @@ class MuonWithCoupledAdam(Optimizer):
         self._adam.step()  # first, as it checks everything before it changes anything
         self._muon.step()
         return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state and the groups, as in torch."""
+        self._adam._pending.finish()
+        saved: dict[str, Any] = super().state_dict()
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class; in the groups of AdamW as :class:`CoupledAdamW` does.

@@ -75,39 +75,9 @@ def shards_of(group: dict[str, Any]) -> dict[Tensor, list[FlatShard]]:
     }
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A matrix within a piece: the elements, and the rows and columns of the whole matrix."""
-
-    elements: slice
-    rows: slice
-    columns: slice
-
-    def of(self, piece: Tensor) -> Tensor:
-        """The segment of a piece, [rows, columns], as a view."""
-        rows = self.rows.stop - self.rows.start
-        matrix: Tensor = piece[self.elements].unflatten(0, (rows, -1))
-        return matrix
-
-
-def segments(shard: FlatShard, numel: int) -> Iterator[Segment]:
-    """Cut a piece of this size into the matrices that lie in it, of which none is empty."""
-    width = shard.shape[1]
-    k = 0
-    while k < numel:
-        row, column = divmod(shard.offset + k, width)
-        rows = (numel - k) // width if column == 0 else 0
-        columns = width if rows else min(width - column, numel - k)
-        taken = max(rows, 1) * columns
-        yield Segment(
-            slice(k, k + taken), slice(row, row + max(rows, 1)), slice(column, column + columns)
-        )
-        k += taken
-
-
 @dataclass(eq=False)
-class Submatrix:
-    """A segment as a matrix of its own, its sums, and the tokens and features that it holds."""
+class Segment:
+    """A matrix within a piece, its sums, and the tokens and features of the whole that it holds."""
 
     matrix: CoupledMatrix
     tokens: slice
@@ -156,30 +126,40 @@ def matrices(parameter: CoupledMatrix, shards: Sequence[FlatShard]) -> Iterator[
         )
 
 
-def split(matrix: CoupledMatrix) -> Iterator[Submatrix]:
-    """A matrix for each segment of a piece.
+def split(matrix: CoupledMatrix) -> Iterator[Segment]:
+    """Cut a piece into segments, of which none is empty.
 
-    A segment has a copy of what Coupled Adam updates with its columns, since other segments have
-    the same columns; LEAN only reads these vectors in a pass.
+    Each has a copy of what Coupled Adam updates with its columns, since others have the same
+    columns; LEAN only reads these vectors in a pass.
     """
     from coupled_adam.optim.kernels import choose
 
     assert matrix.shard is not None
+    width, offset = matrix.shard.shape[1], matrix.shard.offset
+    start, stop = 0, matrix.param.numel()
 
     def of(vector: Tensor | None, place: slice) -> Any:
         if vector is None:
             return None
         return vector[place] if matrix.is_lean else vector[place].clone()
 
-    for segment in segments(matrix.shard, matrix.param.numel()):
-        param, grad = segment.of(matrix.param), segment.of(matrix.grad)
-        exp_avg = None if matrix.exp_avg is None else segment.of(matrix.exp_avg)
-        tokens, features = segment.rows, segment.columns
+    while start < stop:
+        row, column = divmod(offset + start, width)
+        rows = max((stop - start) // width, 1) if column == 0 else 1
+        columns = min(width - column, stop - start)
+        elements = slice(start, start + rows * columns)
+        start += rows * columns
+        param, grad, exp_avg = (
+            None if x is None else x[elements].unflatten(0, (rows, columns))
+            for x in (matrix.param, matrix.grad, matrix.exp_avg)
+        )
+        assert param is not None
+        assert grad is not None
+        tokens, features = slice(row, row + rows), slice(column, column + columns)
         if matrix.group["vocab_dim"] == 1:
             tokens, features = features, tokens
-            param, grad = param.T, grad.T
-            exp_avg = None if exp_avg is None else exp_avg.T
-        submatrix = replace(
+            param, grad, exp_avg = param.T, grad.T, None if exp_avg is None else exp_avg.T
+        of_segment = replace(
             matrix,
             param=param,
             grad=grad,
@@ -189,25 +169,26 @@ def split(matrix: CoupledMatrix) -> Iterator[Submatrix]:
             exp_avg_sq_row=of(matrix.exp_avg_sq_row, tokens),
             mean_update=of(matrix.mean_update, features),
         )
-        submatrix.kernel = choose(submatrix)
-        yield Submatrix(submatrix, tokens, features, Sums())
+        of_segment.kernel = choose(of_segment)
+        yield Segment(of_segment, tokens, features, Sums())
 
 
 def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     """Add up the sums of the segments; of all tokens or features, also those that are elsewhere."""
     wide = torch.float64 if matrix.param.is_cpu else torch.float32
     whole = matrix.exp_avg_sq if matrix.exp_avg_sq_row is None else matrix.exp_avg_sq_row
-    total, submatrices = torch.zeros_like(whole, dtype=wide), [*split(matrix)]
-    for sub in submatrices:
-        sub.sums = sub.matrix.kernel.sum_squares(sub.matrix, unscaled)
-        if sub.sums.rows is not None:
-            total[sub.tokens] += sub.sums.rows
-        elif sub.sums.columns is not None:
-            columns = sub.sums.columns
-            total[sub.features] += columns if columns.dim() == 1 else columns.sum(0)  # over parts
+    total, segments = torch.zeros_like(whole, dtype=wide), [*split(matrix)]
+    for segment in segments:
+        segment.sums = segment.matrix.kernel.sum_squares(segment.matrix, unscaled)
+        if segment.sums.rows is not None:
+            total[segment.tokens] += segment.sums.rows
+        elif segment.sums.columns is not None:
+            columns = segment.sums.columns
+            columns = columns if columns.dim() == 1 else columns.sum(0)  # over parts of the rows
+            total[segment.features] += columns
     if matrix.is_lean:
-        return Sums(rows=total, kernel_state=submatrices)
-    return Sums(columns=total, kernel_state=submatrices)
+        return Sums(rows=total, kernel_state=segments)
+    return Sums(columns=total, kernel_state=segments)
 
 
 def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor | None:
@@ -216,23 +197,23 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     width = len(matrix.exp_avg_sq)
     wide = torch.float64 if matrix.param.is_cpu else torch.float32
     total = torch.zeros(2 * width + 1, dtype=wide, device=matrix.param.device)
-    for sub in sums.kernel_state:
+    for segment in sums.kernel_state:
         if scalars.noise is not None:
-            noise = scalars.noise._replace(row=sub.tokens.start, column=sub.features.start)
+            noise = scalars.noise._replace(row=segment.tokens.start, column=segment.features.start)
             scalars = scalars._replace(noise=noise)
         if not matrix.is_lean:
             assert sums.columns is not None
-            sub.sums.columns = sums.columns[sub.features]
-            sub.matrix.kernel.apply(sub.matrix, sub.sums, scalars)
+            segment.sums.columns = sums.columns[segment.features]
+            segment.matrix.kernel.apply(segment.matrix, segment.sums, scalars)
             continue
         assert sums.weights is not None
-        weights = Sums(weights=sums.weights[sub.tokens])
-        of_segment = sub.matrix.kernel.apply(sub.matrix, weights, scalars)
-        assert of_segment is not None
-        updates, squares, count = of_segment.split([len(sub.matrix.exp_avg_sq)] * 2 + [1])
-        total[:width][sub.features] += updates
-        total[width:-1][sub.features] += squares
-        if sub.features.start == 0:  # so that a row that is cut counts once
+        weights = Sums(weights=sums.weights[segment.tokens])
+        sums_of_segment = segment.matrix.kernel.apply(segment.matrix, weights, scalars)
+        assert sums_of_segment is not None
+        updates, squares, count = sums_of_segment.split([len(segment.matrix.exp_avg_sq)] * 2 + [1])
+        total[:width][segment.features] += updates
+        total[width:-1][segment.features] += squares
+        if segment.features.start == 0:  # so that a row that is cut counts once
             total[-1:] += count
     if matrix.is_lean:
         return total

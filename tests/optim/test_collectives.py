@@ -1,5 +1,8 @@
 """What LEAN sends on many ranks: counted in torch's fake process group, as rank 0 of 1,024."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -99,6 +102,17 @@ def test_one_all_reduce_which_no_step_waits_for(name, mesh):
         optimizer.state_dict()
         optimizer.state_dict()
     assert seen.events == [("wait", sums)]
+
+
+def test_no_gradient_is_kept_until_the_next_step(mesh):
+    """Only what the sums are for: gradients that are freed are free during the next backward."""
+    optimizer, _ = counted(mesh, Shard(0), steps=1, **CASES["LEAN"])
+    params = optimizer.param_groups[0]["params"]
+    grads = [weakref.ref(p.grad._local_tensor) for p in params]
+    assert all(grad() is not None for grad in grads)
+    optimizer.zero_grad()
+    gc.collect()
+    assert [grad() for grad in grads] == [None] * MATRICES
 
 
 def test_coupled_adam_waits_for_one(mesh):

@@ -29,8 +29,9 @@ class Pending:
         self._sums: list[tuple[list[CoupledMatrix], Reduction]] = []
 
     def add(self, matrices: list[CoupledMatrix], reduction: Reduction) -> None:
-        """Remember sums that are on their way."""
-        self._sums.append((matrices, reduction))
+        """Remember sums that are on their way; but no gradients, which may be freed meanwhile."""
+        without_grads = [dataclasses.replace(m, grad=m.exp_avg_sq.new_empty(0)) for m in matrices]
+        self._sums.append((without_grads, reduction))
 
     def finish(self) -> None:
         """Wait for all sums, and update nu and d with them."""

@@ -39,7 +39,7 @@ from transformers import (
 
 from coupled_adam import cli
 from coupled_adam.embeddings import load_embeddings
-from coupled_adam.embeddings.repair import Repair, repair_model
+from coupled_adam.embeddings.repair import repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
 V, H = 60, 8
@@ -120,7 +120,7 @@ def test_repair_of_many_families(name, tmp_path):
         for matrix in expected(model).values():
             matrix[7] = 0
     model.save_pretrained(tmp_path / "model")
-    reports = repair_model(tmp_path / "model", tmp_path / "out", Repair(), Vocabulary.of_ids)
+    reports = repair_model(tmp_path / "model", tmp_path / "out", Vocabulary.of_ids)
     assert [[row.row for row in report.rows] for report in reports] == [[7]] * len(expected(model))
     again = type(model).from_pretrained(tmp_path / "out")
     repaired = {matrix.data_ptr() for matrix in expected(again).values()}

@@ -56,7 +56,7 @@ def test_architectures(architecture, trained, tmp_path):
     save_file(tensors, path, {"format": "pt"})
     analyses = analyze_model(str(tmp_path), AnalysisInputs())
     for analysis in analyses:
-        found = find_undertrained(analysis).to_dict()
+        found = find_undertrained(analysis).to_dict()["undertrained"]
         assert found["categories"]["none"] == 20
         assert found["unused_rows"] >= 20
         named = {entry["id"]: entry for entry in found["tokens"][:3]}

@@ -9,11 +9,10 @@ example: coupled-adam analyze gpt2 --undertrained --html page.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from coupled_adam.cli.options import (
     ModelOptions,
@@ -25,16 +24,16 @@ from coupled_adam.cli.options import (
     write_file,
 )
 from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import console, print_table, progress_bar
+from coupled_adam.cli.terminal import console, print_table, working
 from coupled_adam.errors import UsageError, printable
 from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
-    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
-    from coupled_adam.embeddings.geometry import Progress
-    from coupled_adam.embeddings.undertrained import UndertrainedReport
+    from transformers import PreTrainedModel
 
-T = TypeVar("T")
+    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs, Answer
+    from coupled_adam.embeddings.changes import Comparison
+    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +90,10 @@ def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from rich.text import Text
 
-    from coupled_adam.embeddings import analysis, analysis_tables, changes
-    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
-    from coupled_adam.embeddings.undertrained import find_undertrained
+    from coupled_adam.embeddings import analysis, analysis_tables
 
     _check(options)
-    target = options.usable_device()
+    device = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
     inputs = analysis.AnalysisInputs(
@@ -118,79 +115,104 @@ def run(options: Options) -> None:
             exclude=options.exclude or [],
             directions=options.top,
             tokens=options.neighbours or (),
-            device=target,
+            device=device,
+            status=working,
         )
         for model in options.models
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
-
-    def each(question: str, answer: Callable[[Analysis, Progress], T], is_asked: bool) -> list[T]:
-        """The answers for all matrices, if the question is asked."""
-        answers = []
-        for entry in analyses if is_asked else ():
-            with progress_bar(f"{question}, {entry.label}") as progress:
-                answers.append(answer(entry, progress))
-        return answers
-
-    # The map colors tokens by how well they were trained, so it needs these answers, too.
-    is_mapped = options.explore is not None or options.export is not None
-    undertrained = each(
-        "under-trained tokens", find_undertrained, options.undertrained or is_mapped
-    )
-    if options.verify:
-        undertrained = _verified(undertrained, folders, target)
-    tokens = options.neighbours
-    neighbours = each(
-        "neighbours",
-        lambda a, progress: find_neighbours(a, tokens or (), progress),
-        tokens is not None,
-    )
-    duplicates = each("duplicates", find_duplicates, options.duplicates)
+    undertrained, others = _answers(options, analyses, folders, device)
     comparisons = []
     if options.compare:
-        with progress_bar("what changed") as progress:
-            comparisons = changes.compare_analyses(by_model[0], by_model[1], progress)
-    listed = undertrained if options.undertrained else []
+        from coupled_adam.embeddings.changes import compare_analyses
+
+        with working("what changed"):
+            comparisons = compare_analyses(*by_model)
+    answers = [*(undertrained if options.undertrained else []), *others]
     # Pages are made before anything is printed, so that an error leaves no half of a result.
-    files: list[tuple[str, Path, str | bytes]] = []
-    if options.csv is not None:
-        files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
-    if options.html is not None:
-        from coupled_adam.embeddings.analysis_page import analyses_page
-
-        files.append(("--html", options.html, analyses_page(analyses, listed)))
-    if is_mapped:
-        from coupled_adam.embeddings.explorer import explorer_page, export
-
-        with progress_bar("neighbours for the map") as progress:
-            if options.export is not None:
-                exported = export(undertrained, comparisons, str(options.export), progress)
-                files += [("--export", Path(name), content) for name, content in exported.items()]
-            if options.explore is not None:
-                page = explorer_page(undertrained, comparisons, progress)
-                files.append(("--explore", options.explore, page))
+    files = _files(options, analyses, undertrained, comparisons)
     try:
         for file in files:
             write_file(*file)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
-            print(
-                analysis_tables.analyses_json(analyses, listed, neighbours, duplicates, comparisons)
-            )
+            print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            diagnosed: Sequence[Analysis | UndertrainedReport] = listed or analyses
-            for analyzed, diagnosis in zip(analyses, diagnosed):
-                sentences = f"{analyzed.label}: {' '.join(diagnosis.diagnosis)}"
+            for entry in undertrained if options.undertrained else analyses:
+                sentences = f"{entry.label}: {' '.join(entry.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
-            for table in (
-                *(named.table(options.show) for named in listed),
-                *(table for entry in neighbours for table in entry.tables()),
-                *(entry.table(options.show) for entry in duplicates),
-                *(table for entry in comparisons for table in entry.tables(options.show)),
-            ):
+            tables = [table for answer in answers for table in answer.tables(options.show)]
+            tables += [table for entry in comparisons for table in entry.tables(options.show)]
+            for table in tables:
                 print_table(table)
+
+
+def _answers(
+    options: Options, analyses: Sequence[Analysis], folders: Mapping[str, Path], device: str
+) -> tuple[list[UndertrainedReport], list[Answer]]:
+    """What is asked about the tokens of each matrix: how they were trained, and all else."""
+    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
+    from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
+
+    undertrained: list[UndertrainedReport] = []
+    others: list[Answer] = []
+    # The map colors tokens by how well they were trained, so it needs these answers, too.
+    is_mapped = options.explore is not None or options.export is not None
+    loaded: dict[str, tuple[PreTrainedModel, int]] = {}
+    for entry in analyses:
+        if options.undertrained or is_mapped:
+            with working(f"under-trained tokens, {entry.label}"):
+                undertrained.append(find_undertrained(entry))
+        if options.verify:
+            if entry.model not in loaded:  # once for both of its matrices
+                loaded = {entry.model: _loaded(folders[entry.model], entry.model, device)}
+            with working(f"repeating tokens, {entry.label}"):
+                undertrained[-1] = verify_undertrained(undertrained[-1], *loaded[entry.model])
+    for question, is_asked, ask in (
+        (
+            "neighbours",
+            options.neighbours is not None,
+            lambda entry: find_neighbours(entry, options.neighbours or ()),
+        ),
+        ("duplicates", options.duplicates, find_duplicates),
+    ):
+        for entry in analyses if is_asked else ():
+            with working(f"{question}, {entry.label}"):
+                others.append(ask(entry))
+    return undertrained, others
+
+
+def _files(
+    options: Options,
+    analyses: Sequence[Analysis],
+    undertrained: Sequence[UndertrainedReport],
+    comparisons: Sequence[Comparison],
+) -> list[tuple[str, Path, str | bytes]]:
+    """The option, the name and the content of each file that is asked for."""
+    files: list[tuple[str, Path, str | bytes]] = []
+    if options.csv is not None:
+        from coupled_adam.embeddings.analysis_tables import analyses_csv
+
+        files.append(("--csv", options.csv, analyses_csv(analyses)))
+    if options.html is not None:
+        from coupled_adam.embeddings.analysis_page import analyses_page
+
+        listed = undertrained if options.undertrained else []
+        files.append(("--html", options.html, analyses_page(analyses, listed)))
+    if options.export is not None:
+        from coupled_adam.embeddings.explorer import export
+
+        with working("neighbours for the export"):
+            exported = export(undertrained, comparisons, str(options.export))
+        files += [("--export", Path(name), content) for name, content in exported.items()]
+    if options.explore is not None:
+        from coupled_adam.embeddings.explorer import explorer_page
+
+        with working("neighbours for the map"):
+            files.append(("--explore", options.explore, explorer_page(undertrained, comparisons)))
+    return files
 
 
 def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path]:
@@ -211,22 +233,13 @@ def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path
     return folders
 
 
-def _verified(
-    undertrained: Sequence[UndertrainedReport], folders: Mapping[str, Path], device: str
-) -> list[UndertrainedReport]:
-    """The under-trained tokens with the answers of their models."""
-    from coupled_adam.embeddings.undertrained import verify_undertrained
+def _loaded(folder: Path, name: str, device: str) -> tuple[PreTrainedModel, int]:
+    """A model that can be prompted, and how many tokens it takes."""
     from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
 
-    # A model is loaded once, for both of its matrices.
-    verified = []
-    for name, matrices in groupby(undertrained, lambda named: named.analysis.model):
-        model = load_model(folders[name], device)
-        require_causal(model, name)
-        for named in matrices:
-            with progress_bar(f"repeating tokens, {named.analysis.label}") as progress:
-                verified.append(verify_undertrained(named, model, block_length(model), progress))
-    return verified
+    model = load_model(folder, device)
+    require_causal(model, name)
+    return model, block_length(model)
 
 
 def _check(options: Options) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.changes import Comparison
-from coupled_adam.embeddings.geometry import Progress
 from coupled_adam.embeddings.neighbours import NEIGHBOURS, nearest
 from coupled_adam.embeddings.undertrained import INDICATORS, UndertrainedReport
 from coupled_adam.errors import UsageError
@@ -52,7 +51,6 @@ def token_frame(
     comparisons: Sequence[Comparison] = (),
     *,
     limit: int | None = None,
-    progress: Progress | None = None,
 ) -> pandas.DataFrame:
     """One row for each token of one or several matrices: where it lies, and all that is known.
 
@@ -78,7 +76,7 @@ def token_frame(
         # Among themselves, so that the numbers of the frame's rows name them.
         shown = np.isin(np.arange(len(matrix)), rows)
         k = min(NEIGHBOURS, len(rows) - 1)
-        near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
+        near = nearest(matrix, rows, k, centered=True, keep=shown)
         numbers = np.searchsorted(rows, near.neighbours) + sum(map(len, frames))
         frame["neighbors"] = [
             {"ids": ids.tolist(), "distances": distances.tolist()}
@@ -89,10 +87,7 @@ def token_frame(
 
 
 def export(
-    matrices: Sequence[UndertrainedReport],
-    comparisons: Sequence[Comparison],
-    name: str,
-    progress: Progress | None = None,
+    matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison], name: str
 ) -> dict[str, bytes]:
     """The files that ``name`` stands for, by name, with all tokens.
 
@@ -103,7 +98,7 @@ def export(
     Raises:
         UsageError: if the matrices have different widths, which TSV cannot hold.
     """
-    frame = token_frame(matrices, comparisons, progress=progress)
+    frame = token_frame(matrices, comparisons)
     if name.endswith(".parquet"):
         file = io.BytesIO()
         frame.attrs["generator"] = "coupled-adam"
@@ -125,14 +120,12 @@ def export(
 
 
 def explorer_page(
-    matrices: Sequence[UndertrainedReport],
-    comparisons: Sequence[Comparison] = (),
-    progress: Progress | None = None,
+    matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison] = ()
 ) -> str:
     """A map of the tokens as one page of HTML that loads nothing; hovering shows what is known."""
     import plotly.express
 
-    frame = token_frame(matrices, comparisons, limit=POINTS, progress=progress)
+    frame = token_frame(matrices, comparisons, limit=POINTS)
     names = [html.escape(repr(token) if token else "–", quote=False) for token in frame["token"]]
     frame["nearest"] = [
         ", ".join(names[row] for row in near["ids"][:_HOVERED]) for near in frame["neighbors"]

@@ -9,7 +9,8 @@ example: coupled-adam analyze gpt2 --undertrained --html page.html
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -31,7 +32,8 @@ from coupled_adam.fields import Count, WholeNumber
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs, Answer
+    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
+    from coupled_adam.embeddings.analysis_tables import Answer
     from coupled_adam.embeddings.changes import Comparison
     from coupled_adam.embeddings.undertrained import UndertrainedReport
 
@@ -91,6 +93,8 @@ def run(options: Options) -> None:
     from rich.text import Text
 
     from coupled_adam.embeddings import analysis, analysis_tables
+    from coupled_adam.embeddings.changes import compare_analyses
+    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
     _check(options)
     device = options.usable_device()
@@ -122,16 +126,17 @@ def run(options: Options) -> None:
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
-    undertrained, others = _answers(options, analyses, folders, device)
+    answers = _answers(options, analyses, folders, device)
+    undertrained = [answer for answer in answers if isinstance(answer, UndertrainedReport)]
     comparisons = []
     if options.compare:
-        from coupled_adam.embeddings.changes import compare_analyses
-
         with working("what changed"):
             comparisons = compare_analyses(*by_model)
-    answers = [*(undertrained if options.undertrained else []), *others]
     # Pages are made before anything is printed, so that an error leaves no half of a result.
     files = _files(options, analyses, undertrained, comparisons)
+    listed = undertrained if options.undertrained else []
+    if not options.undertrained:  # these were for a map alone
+        answers = [answer for answer in answers if not isinstance(answer, UndertrainedReport)]
     try:
         for file in files:
             write_file(*file)
@@ -139,8 +144,9 @@ def run(options: Options) -> None:
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
-            for entry in undertrained if options.undertrained else analyses:
-                sentences = f"{entry.label}: {' '.join(entry.diagnosis)}"
+            diagnosed: Sequence[Analysis | UndertrainedReport] = listed or analyses
+            for entry, answer in zip(analyses, diagnosed):
+                sentences = f"{entry.label}: {' '.join(answer.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
             tables = [table for answer in answers for table in answer.tables(options.show)]
@@ -151,37 +157,39 @@ def run(options: Options) -> None:
 
 def _answers(
     options: Options, analyses: Sequence[Analysis], folders: Mapping[str, Path], device: str
-) -> tuple[list[UndertrainedReport], list[Answer]]:
-    """What is asked about the tokens of each matrix: how they were trained, and all else."""
+) -> list[Answer]:
+    """What is asked about the tokens of each matrix."""
     from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
     from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
 
-    undertrained: list[UndertrainedReport] = []
-    others: list[Answer] = []
+    @functools.lru_cache(maxsize=1)  # a model is loaded once, for both of its matrices
+    def loaded(name: str) -> tuple[PreTrainedModel, int]:
+        from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
+
+        model = load_model(folders[name], device)
+        require_causal(model, name)
+        return model, block_length(model)
+
+    def trained(entry: Analysis) -> UndertrainedReport:
+        found = find_undertrained(entry)
+        return verify_undertrained(found, *loaded(entry.model)) if options.verify else found
+
+    def near(entry: Analysis) -> Answer:
+        return find_neighbours(entry, options.neighbours or ())
+
     # The map colors tokens by how well they were trained, so it needs these answers, too.
     is_mapped = options.explore is not None or options.export is not None
-    loaded: dict[str, tuple[PreTrainedModel, int]] = {}
-    for entry in analyses:
-        if options.undertrained or is_mapped:
-            with working(f"under-trained tokens, {entry.label}"):
-                undertrained.append(find_undertrained(entry))
-        if options.verify:
-            if entry.model not in loaded:  # once for both of its matrices
-                loaded = {entry.model: _loaded(folders[entry.model], entry.model, device)}
-            with working(f"repeating tokens, {entry.label}"):
-                undertrained[-1] = verify_undertrained(undertrained[-1], *loaded[entry.model])
-    for question, is_asked, ask in (
-        (
-            "neighbours",
-            options.neighbours is not None,
-            lambda entry: find_neighbours(entry, options.neighbours or ()),
-        ),
+    questions: list[tuple[str, bool, Callable[[Analysis], Answer]]] = [
+        ("under-trained tokens", options.undertrained or is_mapped, trained),
+        ("neighbours", options.neighbours is not None, near),
         ("duplicates", options.duplicates, find_duplicates),
-    ):
+    ]
+    answers = []
+    for question, is_asked, answer in questions:
         for entry in analyses if is_asked else ():
             with working(f"{question}, {entry.label}"):
-                others.append(ask(entry))
-    return undertrained, others
+                answers.append(answer(entry))
+    return answers
 
 
 def _files(
@@ -231,15 +239,6 @@ def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path
         if inputs.tokenizer is None:
             own_tokenizer(model, inputs.revision, needed=True)
     return folders
-
-
-def _loaded(folder: Path, name: str, device: str) -> tuple[PreTrainedModel, int]:
-    """A model that can be prompted, and how many tokens it takes."""
-    from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
-
-    model = load_model(folder, device)
-    require_causal(model, name)
-    return model, block_length(model)
 
 
 def _check(options: Options) -> None:

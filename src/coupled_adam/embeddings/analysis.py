@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,6 @@ from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, printable, refused
-from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
@@ -156,20 +155,6 @@ class Analysis:
             "dead_rows": self.dead,
             **self.report.to_dict(),
         }
-
-
-class Answer(Protocol):
-    """What was found out about one analysis beyond its measures."""
-
-    @property
-    def analysis(self) -> Analysis:
-        """The analysis."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """What JSON has beside the measures, or instead of them."""
-
-    def tables(self, number: int) -> list[Table]:
-        """Tables for the terminal, of up to ``number`` tokens each."""
 
 
 def analyze_model(
@@ -334,16 +319,15 @@ def _counts(
     with refused(option):
         counts = read_array(path)
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
-    missing_are_padding = is_token is not None and not is_token[counts.size :].any()
-    if counts.ndim != 1 or not (
-        len(counts) == rows or (len(counts) < rows and missing_are_padding)
-    ):
+    missing = rows - counts.size
+    is_padding = is_token is not None and not is_token[counts.size :].any()
+    if counts.ndim != 1 or missing < 0 or (missing > 0 and not is_padding):
         raise UsageError(
             f"{option}{path} has the shape {list(counts.shape)}, but must hold one number for each "
             f"of the {rows} rows of the embeddings; only padding at their end may be left out, "
             "where a tokenizer tells which rows are padding"
         )
-    return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])
+    return np.append(counts, np.zeros(missing, counts.dtype))
 
 
 def _counted(

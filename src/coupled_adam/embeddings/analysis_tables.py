@@ -4,11 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coupled_adam.embeddings.analysis import Analysis, Answer
+from coupled_adam.embeddings.analysis import Analysis
 from coupled_adam.embeddings.changes import Comparison
 from coupled_adam.embeddings.measures import MEASURES, Measures
+from coupled_adam.embeddings.neighbours import DuplicateReport, NeighbourReport
+from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.tables import Cell, Table, csv_text
 
+Answer = UndertrainedReport | NeighbourReport | DuplicateReport
+"""What was found out about a matrix beyond its measures."""
 Row = list[str | Cell]
 """A label, a symbol, a value for each matrix, and the healthy range."""
 _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))

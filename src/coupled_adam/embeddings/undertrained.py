@@ -179,11 +179,6 @@ class UndertrainedReport:
     verification: Verification | None = None
 
     @property
-    def label(self) -> str:
-        """That of the analysis."""
-        return self.analysis.label
-
-    @property
     def rows(self) -> list[int]:
         """The rows to name: the candidates, or those like unused ones if these are more."""
         rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
@@ -259,7 +254,7 @@ class UndertrainedReport:
             cells += [f"{token['count']:g}" for _ in counts]
             rows.append(cells)
         columns = ["id", "token", "category", *asked, *shown, *counts]
-        title = f"Under-trained tokens: {self.label}"
+        title = f"Under-trained tokens: {self.analysis.label}"
         return [
             Table(columns, rows, title, ["; ".join(notes)], left=(1, 2, 4) if asked else (1, 2))
         ]

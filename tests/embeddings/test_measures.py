@@ -153,22 +153,17 @@ def test_tensors_and_arrays(dtype):
 def test_large_matrices_have_exponents_in_float32(monkeypatch):
     """Only the isotropy differs, by its seventh digit; of long rows, it is computed in float64."""
     matrix = torch.from_numpy(cloud(400, 64, shift=0.2) / 16).bfloat16()
-    expected, alone = measures.analyze(matrix).to_dict(), measures.isotropy(matrix)
+    expected, alone = _variants(measures.analyze(matrix)), measures.isotropy(matrix)
     long = measures.analyze(matrix * 64)
     monkeypatch.setattr(partition, "_LARGE", 0)
     monkeypatch.setattr(geometry, "_BLOCK_BYTES", 8 * 64 * 50)
     assert measures.isotropy(matrix) != alone
     assert measures.isotropy(matrix) == pytest.approx(alone, rel=1e-6)
-    found = measures.analyze(matrix).to_dict()
-    for ours, theirs in (
-        (found, expected),
-        (found["centered"], expected["centered"]),
-        (found["all_but_the_top"], expected["all_but_the_top"]),
-    ):
-        for name, value in theirs.items():
+    for ours, theirs in zip(_variants(measures.analyze(matrix)), expected):
+        for name, value in vars(theirs).items():
             if isinstance(value, float):
                 rel = 1e-6 if name.startswith("isotropy") else 1e-11
-                assert ours[name] == pytest.approx(value, rel=rel, abs=1e-14), name
+                assert getattr(ours, name) == pytest.approx(value, rel=rel, abs=1e-14), name
     for ours, theirs in zip(_variants(measures.analyze(matrix * 64)), _variants(long)):
         assert ours.isotropy == pytest.approx(theirs.isotropy, rel=1e-9)
 
@@ -527,40 +522,40 @@ def test_a_model_by_its_path(tmp_path):
         measures.analyze(str(tmp_path / "missing.npy"))
 
 
+def normal(rows, columns, scale=1.0, shift=0.0, is_centered=False):
+    matrix = scale * np.random.default_rng(0).normal(size=(rows, columns))
+    return matrix - is_centered * matrix.mean(0) + shift
+
+
+HEALTHY, CHANCE = (
+    "The embeddings are healthy",
+    "is what chance gives to so few rows: about 1 / √100",
+)
+
+
 @pytest.mark.parametrize(
-    ("shift", "scale", "said"),
+    ("matrix", "said"),
     [
-        (0.0, 0.05, "The embeddings are healthy: isotropy 1.00"),
-        (0.5, 0.05, "Only the mean is off: without it, isotropy is 1.00"),
-        (0.0, 5.0, "only because the rows are long: at unit mean norm it is 0.99 (healthy: ≥ 0.8)"),
+        (normal(4000, 16, 0.05, is_centered=True), [f"{HEALTHY}: isotropy 1.00"]),
+        (normal(4000, 16, 0.05, 0.5, True), ["Only the mean is off: without it, isotropy is 1.00"]),
+        (
+            normal(4000, 16, 5, is_centered=True),
+            [HEALTHY, "only because the rows are long: at unit mean norm it is 0.99 (healthy: ≥"],
+        ),
+        # As in GloVe's vectors: the rows do use all directions.
+        (normal(4000, 16, 1.5, 1), ["the mean and the length of the rows: without the mean"]),
+        # What chance gives to so few is no disease, and a mean beyond it is one.
+        (normal(100, 16, 1 / 16), [HEALTHY, CHANCE]),
+        (normal(100, 16, 1 / 16, 0.05), ["relative mean norm"]),
+        (np.eye(2, 40) * 30 + 0.01, ["2 rows cannot use all of 40 directions"]),
     ],
 )
-def test_diagnosis(shift, scale, said):
-    """It tells a healthy cloud from one that is shifted, and from one that is merely large."""
-    rows = np.random.default_rng(0).normal(size=(4000, 16)) * scale
-    report = measures.analyze(rows - rows.mean(0) + shift)
-    assert said in report.diagnosis
-    assert ("not healthy" in report.diagnosis) == bool(shift)
-
-
-def test_a_diagnosis_of_a_mean_and_a_scale():
-    """As in GloVe's vectors: the rows do use all directions."""
-    rows = 1.5 * np.random.default_rng(0).normal(size=(4000, 16))
-    report = measures.analyze(rows + 1)
-    assert "because of the mean and the length of the rows: without the mean" in report.diagnosis
-    assert "few directions" not in report.diagnosis
-
-
-def test_a_diagnosis_of_few_rows():
-    """What chance gives to so few is no disease; and they cannot use more directions than rows."""
-    rows = np.random.default_rng(0).normal(size=(100, 16)) / 16
-    report = measures.analyze(rows)
-    assert report.mean_norm_ratio > 0.08
-    assert report.diagnosis.startswith("The embeddings are healthy")
-    assert "is what chance gives to so few rows: about 1 / √100 = 0.10" in report.diagnosis
-    assert "relative mean norm" in measures.analyze(rows + 0.05).diagnosis.partition(":")[2]
-    report = measures.analyze(np.eye(2, 40) * 30 + 0.01)
-    assert "2 rows cannot use all of 40 directions" in report.diagnosis
+def test_diagnosis(matrix, said):
+    """It tells a healthy cloud from one that is shifted, or merely large, or small in number."""
+    diagnosis = measures.analyze(matrix).diagnosis
+    assert all(part in diagnosis for part in said)
+    assert diagnosis.startswith(HEALTHY) == (HEALTHY in "".join(said))
+    assert ("few directions" in diagnosis) == (len(matrix) == 2)
 
 
 def frequencies(rows, direction, length):
@@ -611,6 +606,14 @@ def test_embeddings_are_healthy_although_rho_is_not_the_highest():
     assert MEASURES["norm_frequency_correlation"].is_healthy(0.49)
     assert "norm vs. log frequency" in report.diagnosis
     assert report.diagnosis.startswith("The embeddings are healthy")
+
+
+def test_a_value_outside_of_its_range_is_not_rounded_into_it():
+    """Nor is "isotropy is 0.80 (healthy: >= 0.8)" said of 0.797."""
+    isotropy, ratio = MEASURES["isotropy"], MEASURES["mean_norm_ratio"]
+    shown = [isotropy.text(value) for value in (0.797, 0.79999, 0.8, 0.804, 0.79)]
+    assert shown == ["0.797", "0.79999", "0.80", "0.80", "0.79"]
+    assert [ratio.text(value) for value in (0.0504, 0.05, 0.06)] == ["0.0504", "0.050", "0.060"]
 
 
 def test_each_measure_is_documented():

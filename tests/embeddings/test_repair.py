@@ -276,6 +276,7 @@ def advisees(gpt2, llama, tmp_path):
         "weights.safetensors": {"undertrained"},
         "matrix.npy": {"repair", "undertrained"},
         "two.safetensors --tensor b": {"undertrained"},
+        "untied --tensor lm_head.weight": {"undertrained"},
     }.items(),
 )
 def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, capsys, monkeypatch):

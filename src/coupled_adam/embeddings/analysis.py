@@ -89,8 +89,9 @@ class Analysis:
         model, config, role = self.model, self.embeddings.config, self.embeddings.role
         name, asked = shlex.quote(model), self.inputs.options("revision")
         out = "NEW.npy" if Path(model).suffix == ".npy" else "NEW"
-        # A run is repaired once it has a model.
+        # A run is repaired once it has a model, and a model's embeddings, not any tensor.
         is_there = not is_run(Path(model)) or (Path(model) / MODEL).exists()
+        is_there = is_there and self.inputs.tensor is None
         alive = len(self.embeddings.matrix) - len(self.dead)
         repair = recenter = ""
         # A padding row may be zero; and two rows at least must be there to take others from.

@@ -108,7 +108,13 @@ class Measure:
 
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""
-        return "–" if value is None else fixed(value, self.digits)
+        if value is None:
+            return "–"
+        # A value outside of its healthy range must not be rounded into it.
+        digits = self.digits
+        while not self.is_healthy(value) and self.is_healthy(float(fixed(value, digits))):
+            digits += 1
+        return fixed(value, digits)
 
 
 _PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"

@@ -239,7 +239,8 @@ class UndertrainedReport:
         else:
             notes.append(
                 f"{len(result.alike)} tokens cannot be told from the {result.unused.sum()} "
-                "rows that are known to be unused (marked with *)"
+                "rows that are known to be unused (marked with *); the others may be merely rare, "
+                "or well trained"
             )
         # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
         asked = ["repeated", "verdict"] if self.verification is not None else []

@@ -46,7 +46,8 @@ def train_untied(rule, weight_decay=0.0, steps=STEPS):
     ]
     lr, losses = 0.05, []
     groups = [{"params": [table, hidden]}, {"params": [output], "coupled": rule == "coupled"}]
-    optimizer = CoupledAdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    kind = CoupledAdamW if rule == "coupled" else torch.optim.AdamW
+    optimizer = kind(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     for t in range(1, steps + 1):
         x, y = zipf_tokens(t, (2, 64))
         loss = nn.functional.cross_entropy(torch.tanh(table[x] @ hidden) @ output.T, y)

@@ -188,7 +188,7 @@ class NeighbourReport:
         return {"neighbours": tokens, "hubness": hubness}
 
     def tables(self, number: int) -> list[Table]:
-        """The neighbours of all tokens that were asked for and the hubs, for the terminal."""
+        """The neighbours of all tokens that were asked for, if any, and the hubs."""
         name, numbers = self.analysis.vocabulary.name, self.to_dict()
         lines, hubs = [], []
         for entry in numbers["neighbours"]:
@@ -203,7 +203,7 @@ class NeighbourReport:
         columns = ["token", "", "neighbours and their cosines"]
         nearest = Table(columns, lines, f"Nearest by cosine: {label}", left=(0, 1, 2))
         columns = ["", "skewness of N_k", f"largest hubs and their N_k (k = {NEIGHBOURS})"]
-        return [nearest, Table(columns, hubs, f"Hubs: {label}", left=(0, 2))]
+        return [*[nearest] * bool(lines), Table(columns, hubs, f"Hubs: {label}", left=(0, 2))]
 
 
 def find_neighbours(analysis: Analysis, tokens: Sequence[str] = ()) -> NeighbourReport:

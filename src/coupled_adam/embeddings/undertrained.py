@@ -112,8 +112,7 @@ def undertrained(
     indicators: dict[Indicator, Array] = {"norm": norms}
     limit = None
     if reference.any():
-        others, limit = _compared(embeddings, finite, healthy, reference, order_by)
-        indicators |= others
+        indicators, limit = _compared(embeddings, finite, healthy, reference, order_by)
     # Rows that are known to be unused are the reference, and need not be found.
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
@@ -137,24 +136,42 @@ def _compared(
 ) -> tuple[dict[Indicator, Array], float | None]:
     """The indicators that compare all rows with the reference, and the highest of its own rows."""
     mean = geometry.mean_and_norms(embeddings, healthy)[0]
-    axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy))[1]
-    frame = mean, axes[:, -1]
+    first = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy))[1][:, -1]
     mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
-    indicators: dict[Indicator, Array] = {
-        name: np.full(len(finite), np.nan) for name in INDICATORS if name != "norm"
-    }
+    indicators: dict[Indicator, Array] = {name: np.full(len(finite), np.nan) for name in INDICATORS}
     places = np.flatnonzero(finite)
     for block in geometry.blocks(embeddings, finite):
         here, places = np.split(places, [len(block)])
-        for name, values in indicators.items():
-            values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
+        for name, values in _indicators(block, mean_unused, mean, first).items():
+            indicators[name][here] = geometry.as_array(values)
     unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
     count = len(unused_rows)
     if count < 3:
         return indicators, None
     # The mean without a row follows from that of all of them.
     means_of_others = (mean_unused * count - unused_rows) / (count - 1)
-    return indicators, float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
+    own = _indicators(unused_rows, means_of_others, mean, first)[order_by]
+    return indicators, float(own.max())
+
+
+def _indicators(
+    rows: Tensor, reference: Tensor, mean: Tensor, first: Tensor
+) -> dict[Indicator, Tensor]:
+    """The indicators of rows [n, H], relative to one vector [H], or to one for each row."""
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        scale = a.norm(dim=-1) * b.norm(dim=-1)
+        # A row without a direction resembles nothing.
+        return 1 - torch.where(scale > 0, (a * b).sum(-1) / scale, 0)
+
+    a, b = (x - (x @ first).unsqueeze(-1) * first for x in (rows, reference))
+    return {
+        "norm": rows.norm(dim=1),
+        "distance": (rows - reference).norm(dim=1),
+        "cosine": distance(rows, reference),
+        "cosine_without_first": distance(a, b),
+        "cosine_centered": distance(rows - mean, reference - mean),
+    }
 
 
 def undertrained_tokens(
@@ -295,19 +312,3 @@ def verify_undertrained(
     controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
     asked = verify(model, analysis.tokenizer, rows, controls, length=length)
     return dataclasses.replace(undertrained, verification=asked)
-
-
-def _indicator(
-    name: Indicator, rows: Tensor, reference: Tensor, mean: Tensor, first: Tensor
-) -> Tensor:
-    """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
-    if name in ("norm", "distance"):
-        lengths: Tensor = (rows if name == "norm" else rows - reference).norm(dim=1)
-        return lengths
-    if name == "cosine_without_first":
-        rows, reference = (x - (x @ first).unsqueeze(-1) * first for x in (rows, reference))
-    elif name == "cosine_centered":
-        rows, reference = rows - mean, reference - mean
-    scale = rows.norm(dim=-1) * reference.norm(dim=-1)
-    # A row without a direction resembles nothing.
-    return 1 - torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)

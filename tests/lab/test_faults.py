@@ -41,7 +41,7 @@ def error(stderr):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A run of 40 steps with its recipe and corpus, and one of another seed."""
+    """A run of 40 steps with its recipe and corpus."""
     folder = tmp_path_factory.mktemp("finished")
     text, path = folder / "text.txt", folder / "small.yaml"
     text.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
@@ -56,9 +56,7 @@ seeds: [1]
 """)
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
-    for seed in (1, 2):
-        run = Run(recipe, "coupled_adam", seed, folder / str(seed))
-        train(run, corpus, Execution(log=()))
+    train(Run(recipe, "coupled_adam", 1, folder / "run"), corpus, Execution(log=()))
     return folder, recipe, corpus
 
 
@@ -66,7 +64,7 @@ seeds: [1]
 def unfinished(finished, tmp_path):
     """The run as if it had been killed before its model was saved, and a way to continue it."""
     folder, recipe, corpus = finished
-    run = shutil.copytree(folder / "1", tmp_path / "run")
+    run = shutil.copytree(folder / "run", tmp_path / "run")
     shutil.rmtree(run / "model")
 
     def go_on(**options):
@@ -103,7 +101,7 @@ def test_a_damaged_checkpoint_is_refused(unfinished, finished, content, tmp_path
     assert {p: p.read_bytes() for p in run.rglob("step-*")} == before
     path.unlink()
     continued = go_on()
-    expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
+    expected = load_file(finished[0] / "run" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
 
 
@@ -185,18 +183,18 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
 
 def test_two_runs_of_one_folder(lab):
     """The second refuses while the first is there, and may when that has been killed."""
-    (first,) = lab.start("cut", *ARM, *SHORT)
+    (first,) = lab.start("cut", *ARM, *LONG)
     metrics = lab.folder / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and first.poll() is None:
         time.sleep(0.01)
     os.killpg(first.pid, signal.SIGSTOP)
-    stderr = lab.run("cut", *ARM, *SHORT, "--resume", code=2)
+    stderr = lab.run("cut", *ARM, *LONG, "--resume", code=2)
     assert "cut is in use by another process: wait for it" in error(stderr)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    lab.run("cut", *ARM, *SHORT, "--resume")
-    lab.assert_equal("cut", *ARM, *SHORT)
+    lab.run("cut", *ARM, *LONG, "--resume")
+    lab.assert_equal("cut", *ARM, *LONG)
 
 
 def test_two_comparisons_in_one_folder(finished, tmp_path):

@@ -166,11 +166,6 @@ def test_a_model_is_tried_out(values, said):
         try_out(override(llama, {"model.config": values}), "cpu")
 
 
-def test_gpt2_has_no_config_of_its_own():
-    with pytest.raises(UsageError, match=r"model.config=.* is not for gpt2"):
-        override(load_recipe("tiny"), {"model.config": {"n_inner": 8}})
-
-
 def test_stablelm_is_layernorm_swiglu_and_whole_rotation():
     model = build_model(load_recipe("tiny-stablelm"))
     layer = model.model.layers[0]
@@ -409,6 +404,8 @@ def given(*words):
         (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
         (["name=../evil"], "name='../evil' must be letters"),
         (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
+        (["model.architecture=stablelm", "model.n_embd=66"], "makes heads of odd width"),
+        (["model.config={n_inner: 8}"], "model.config={'n_inner': 8} is not for gpt2"),
         (["model.n_positions=32"], "training.sequence_length=64 must not exceed model.n_position"),
         (["training.tokens=3"], "give one of training.steps and training.tokens"),
         (["training.tokens=2047", "training.steps=null"], "is less than one batch of 32 x 64"),
@@ -429,6 +426,9 @@ def given(*words):
         (["arms.x={optimizer: muon, coupled: false, zero_sum: true}"], "need coupled=true"),
         (["arms.x.optimizer.class_path=os.system"], "must be one of adamw"),
         (["variant=.x:V"], "variant='.x:V' must be module:name"),
+        (["seeds=[-1]"], "seeds.0=-1: Input should be greater than or equal to 0"),
+        (["name=1"], "name=1: Input should be a valid string"),
+        (['training.schedule="\\e[2J"'], "training.schedule= [2J: Input should be 'cosine'"),
         (["data.text=2001-02-30"], "is not YAML: day is out of range"),
         (["data.text=" + 1000 * "["], "is not YAML: it is nested too deeply"),
         (["model={n_layer: 3, n_layer: 4}"], "the key n_layer is given twice"),
@@ -438,12 +438,7 @@ def test_errors(words, message):
     with pytest.raises(UsageError) as error:
         override(load_recipe("tiny"), given(*words))
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_stablelm_needs_even_heads():
-    with pytest.raises(UsageError, match="heads of odd width"):
-        override(load_recipe("tiny-stablelm"), {"model.n_embd": 66})
+    assert str(error.value).isprintable()  # no line ends, and nothing that a terminal obeys
 
 
 def test_lists_of_values_make_arms():
@@ -544,30 +539,12 @@ def test_a_recipe_cannot_make_us_wait(text, message, tmp_path):
         load_recipe(str(path))
 
 
-def test_messages_hold_no_control_characters():
-    with pytest.raises(UsageError) as error:
-        override(load_recipe("tiny"), given('training.schedule="\\e[2J"'))
-    assert str(error.value).isprintable()
-
-
 def test_numbers_that_are_text_in_plain_values():
     values = load_recipe("tiny").to_dict()
     text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
     assert recipe_from(text, "here").training.lr == 0.25
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"seeds": [-1]}, r"here.*seeds.0=-1"),
-        ({"name": 1}, "here.*name=1: Input should be a valid string"),
-        ({1: 2}, "here must consist of keys and values"),
-    ],
-    ids=str,
-)
-def test_plain_values_that_are_wrong(wrong, message):
-    with pytest.raises(UsageError, match=message):
-        recipe_from({**load_recipe("tiny").to_dict(), **wrong}, "here")
+    with pytest.raises(UsageError, match="here must consist of keys and values"):
+        recipe_from({1: 2}, "here")
 
 
 @pytest.mark.parametrize("name", ["tiny", "124M-20B-sgd"])

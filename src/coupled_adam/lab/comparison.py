@@ -6,7 +6,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +81,7 @@ def compare(
                 for arm in recipe.arms
             ]
             on_start()
-            diverged: list[DivergedError] = []
-            finished = []
-            with Progress(runs) as progress:
-                for run in runs:
-                    try:
-                        train(run, corpus, execution, progress)
-                    except DivergedError as error:  # on all processes alike
-                        diverged.append(error)
-                        continue
-                    finished.append(run)
-                    # At once if no other process has to wait for it; otherwise after the group.
-                    if world_size() == 1:
-                        progress.say("testing")
-                        evaluate_trained(run, corpus, execution)
-                progress.say("done")
+            finished, diverged = _train_all(runs, corpus, execution)
             is_first = rank() == 0
         if not is_first:
             return None
@@ -109,6 +95,28 @@ def compare(
         if diverged:
             raise diverged[0]
         return written
+
+
+def _train_all(
+    runs: Sequence[Run], corpus: Corpus, execution: Execution
+) -> tuple[list[Run], list[DivergedError]]:
+    """Train all runs; return those that are finished, and how the others have diverged."""
+    finished: list[Run] = []
+    diverged: list[DivergedError] = []
+    with Progress(runs) as progress:
+        for run in runs:
+            try:
+                train(run, corpus, execution, progress)
+            except DivergedError as error:  # on all processes alike
+                diverged.append(error)
+                continue
+            finished.append(run)
+            # At once if no other process has to wait for it; otherwise after the group.
+            if world_size() == 1:
+                progress.say("testing")
+                evaluate_trained(run, corpus, execution)
+        progress.say("done")
+    return finished, diverged
 
 
 def train_and_evaluate(

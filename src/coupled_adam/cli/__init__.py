@@ -131,7 +131,7 @@ def _explained(error: Exception, command: str, words: Sequence[str]) -> tuple[in
             return (2, reason) if error.errno == errno.ENAMETOOLONG else (1, reason + kept)
         case MemoryError() | RuntimeError():
             # torch's error for a CPU is a RuntimeError, which only its message tells from others.
-            out_of_memory = type(error).__name__ in ("MemoryError", "OutOfMemoryError")
+            out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
             if out_of_memory or "DefaultCPUAllocator" in str(error):
                 return 1, f"out of memory: {one_line(error)}{kept}"
     return 0, ""

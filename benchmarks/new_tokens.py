@@ -51,7 +51,8 @@ COUPLED: dict[str, dict[str, Any]] = {
     "Coupled Adam": {},
     "a = 0.5": {"row_exponent": 0.5, "zero_sum": True},
     "a = 0.5, no momentum": {"row_exponent": 0.5, "zero_sum": True, "betas": (0.0, 0.99)},
-    "LEAN": {name: value for name, value in LEAN.items() if name != "lr_factor"},
+    "LEAN": LEAN,
+    "LEAN, betas 0.9, 0.999": {**LEAN, "betas": (0.9, 0.999)},
 }
 ACTIVE_ROWS: dict[str, dict[str, Any]] = {  # from scratch: averages over rows with a gradient
     "Coupled Adam, active rows": {"row_exponent": 1e-6},
@@ -68,7 +69,7 @@ def optimizer_of(model: nn.Module, name: str, lr: float, factor: float) -> torch
     if name in ADAMW:
         groups = param_groups(model, {"lr": factor * lr, **ADAMW[name]})
         return torch.optim.AdamW(groups, lr=lr, betas=BETAS, weight_decay=0.1)
-    embeddings = {"lr_factor": factor, **(COUPLED | ACTIVE_ROWS)[name]}
+    embeddings = {**(COUPLED | ACTIVE_ROWS)[name], "lr_factor": factor}
     return CoupledAdamW(model, embeddings=embeddings, lr=lr, betas=BETAS, weight_decay=0.1)
 
 
@@ -282,6 +283,13 @@ def from_scratch(texts: Texts, run: Callable[..., dict[str, Any]]) -> None:
         with_best_rate(at)
 
 
+class Table(nn.Embedding):
+    """A model that is nothing but its embeddings, and says so."""
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self
+
+
 def sizes_of_updates(run: Callable[..., dict[str, Any]]) -> None:
     """The root mean square of an update in units of lr, for k rows with Gaussian gradients."""
     vocab_size, columns, steps = 50304, 8, 100
@@ -289,7 +297,7 @@ def sizes_of_updates(run: Callable[..., dict[str, Any]]) -> None:
 
         def measure(active: int = active, optimizer: str = optimizer) -> dict[str, Any]:
             random = torch.Generator().manual_seed(0)
-            layer = nn.Embedding(vocab_size, columns)
+            layer = Table(vocab_size, columns)
             fit_to = optimizer_of(layer, optimizer, 1e-3, 1.0)
             grad = layer.weight.grad = torch.zeros(vocab_size, columns)
             for _ in range(steps):

@@ -8,9 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.lab.reporting.statistics import SIGNIFICANCE, one_sided_t_test, paired_t_test
+from coupled_adam.lab.reporting.statistics import (
+    SIGNIFICANCE,
+    one_sided_t_test,
+    paired_t_test,
+    shorthand,
+)
 from coupled_adam.rendering.tables import Cell, Table
 
+from .questions import SETTINGS
 from .rows import BEST, Line, by_seed, p_text, runs, values
 
 Array = NDArray[np.float64]
@@ -176,6 +182,63 @@ def bands_table() -> Table:
     return Table(header, rows)
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A setting of the test that was written down first, with each arm's chosen n and losses.
+
+    factors: n of AdamW and of LEAN, the one with the lower validation loss with seed 4.
+    losses: on the test documents, by seed.
+    """
+
+    name: str
+    factors: tuple[int, int]
+    losses: tuple[Mapping[int, float], Mapping[int, float]]
+
+    @property
+    def difference(self) -> float:
+        """LEAN's loss minus AdamW's, the mean over the seeds."""
+        adamw, lean = self.losses
+        return float(np.mean([lean[seed] - adamw[seed] for seed in adamw]))
+
+
+def settings() -> list[Setting]:
+    """The settings of :data:`SETTINGS` whose runs are complete."""
+    complete = []
+    for name, (_, factors) in SETTINGS.items():
+        chosen: list[int] = []
+        losses: list[Mapping[int, float]] = []
+        for arm in ("adamw 0 0.999", "lean 0 0.99"):
+            lines = {n: Line("", "settings", f"{name} {arm} n={n}") for n in factors}
+            valid = {n: by_seed(line, "valid_loss").get(4, np.inf) for n, line in lines.items()}
+            chosen.append(min(factors, key=lambda n: valid[n]))
+            losses.append(by_seed(lines[chosen[-1]], "test_documents"))
+        if all(len(of_arm) == 3 for of_arm in losses):
+            complete.append(Setting(name, (chosen[0], chosen[1]), (losses[0], losses[1])))
+    return complete
+
+
+def settings_table() -> Table:
+    """Each setting, and the mean of the differences with the 95 % interval of Student's t."""
+    rows: list[list[str | Cell]] = []
+    for setting in settings():
+        paired = paired_t_test(setting.losses[1], setting.losses[0])
+        cells = []
+        for n, losses in zip(setting.factors, setting.losses):
+            cells += [str(n), shorthand([*losses.values()], 3)]
+        p = p_text(None if paired is None else paired.p)
+        rows.append([f"`{setting.name}`", *cells, f"{setting.difference:+.3f}", p])
+    differences = [setting.difference for setting in settings()]
+    test = stats.ttest_1samp(differences, 0)
+    low, high = test.confidence_interval()
+    mean = np.mean(differences)
+    rows.append(
+        ["mean", *[""] * 4, f"{mean:+.3f} ({low:+.3f} to {high:+.3f})", p_text(float(test.pvalue))]
+    )
+    arms = ("AdamW, 0, 0.999", "LEAN")
+    header = [cell for arm in arms for cell in (f"{arm}: n", "L of test documents ↓")]
+    return Table(["setting", *header, "LEAN − AdamW", "p, paired"], rows)
+
+
 def with_documents() -> list[Line]:
     """The rows of :data:`BETAS` that have a loss for each document."""
     return [line for line in BETAS if held_out(line)]
@@ -185,4 +248,5 @@ TABLES: Mapping[str, Callable[[], Table]] = {
     "headline": headline_table,
     "documents": documents_table,
     "bands": bands_table,
+    "settings": settings_table,
 }

@@ -194,7 +194,8 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
     if kind == ".parquet":
         from pyarrow import parquet
 
-        yield from column_texts(parquet.ParquetFile(path).iter_batches(1000), column)
+        with _OPEN.get(path.suffix, open)(path, "rb") as file:
+            yield from column_texts(parquet.ParquetFile(file).iter_batches(1000), column)
     elif kind in (".jsonl", ".json"):
         yield from _texts(_json_values(_lines(path), column), column)
     elif kind in _DELIMITERS:

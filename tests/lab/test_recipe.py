@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
-from coupled_adam.cli.recipes import explained
+from coupled_adam.cli import main
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import meanings
 from coupled_adam.lab.arms import OPTIMIZERS
@@ -548,9 +548,10 @@ def test_numbers_that_are_text_in_plain_values():
 
 
 @pytest.mark.parametrize("name", ["tiny", "124M-20B-sgd"])
-def test_a_recipe_is_printed_with_the_meaning_of_each_key(name):
+def test_a_recipe_is_printed_with_the_meaning_of_each_key(name, capsys):
     recipe = load_recipe(name)
-    printed = explained(recipe)
+    assert main(["recipes", name]) == 0
+    printed = capsys.readouterr().out
     assert recipe_from(yaml.safe_load(printed), "printed") == recipe
     assert list(yaml.safe_load(printed)) == [*recipe.to_dict(), "variant"]
     assert max(map(len, printed.splitlines())) <= 100

@@ -480,6 +480,8 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
         ["m.npy", "--neighbours", "king", "queen", "--exclude", "padding,unseen"],
         ["--exclude=padding,unseen", "--neighbours", "king", "queen", "m.npy"],
         ["--exclude", "padding,unseen", "--neighbours", "king", "queen", "m.npy", "--show", "5"],
+        ["--neighbours", "king", "queen", "m.npy", "--exclude", "padding,unseen"],
+        ["--neighbours", "king", "queen", "--exclude", "padding", "unseen", "m.npy"],
         ["--exclude", "padding", "unseen", "--neighbours", "king", "queen", "--", "m.npy"],
     ],
 )

@@ -86,14 +86,33 @@ def _take_from_a_list(parser: Parser, options: type[Any], values: dict[str, Any]
     options were typed.
     """
     fields = {field.name: field for field in dataclasses.fields(options)}
+    hints = get_type_hints(options, include_extras=True)
     for action in parser._actions:
         if action.option_strings or action.dest in values:
             continue
-        lists = [value for value in values.values() if isinstance(value, list) and value]
+        lists = [
+            value
+            for name, value in values.items()
+            if isinstance(value, list) and value
+            # A word that belongs to the list, as in --exclude padding, is no model.
+            if not {*value[-1].split(",")} <= {*get_args(_parts(hints[name])[0])}
+        ]
         if lists:
             values[action.dest] = [lists[-1].pop()] if action.nargs == "*" else lists[-1].pop()
         elif fields[action.dest].default is dataclasses.MISSING:
             parser.error(f"the following arguments are required: {action.metavar}")
+
+
+def _parts(kind: Any) -> tuple[Any, bool, list[Any]]:
+    """The type of a value, whether a field is a list of such values, and the marks of its type."""
+    marks: list[Any] = []
+    # None stands for an option that is left out, and is nothing that can be typed.
+    if type(None) in get_args(kind):
+        (kind,) = [member for member in get_args(kind) if member is not type(None)]
+    if get_origin(kind) is Annotated:
+        kind, *marks = get_args(kind)
+    is_list = get_origin(kind) is list
+    return get_args(kind)[0] if is_list else kind, is_list, marks
 
 
 def add_arguments(parser: Parser, options: type[Any], words: Sequence[str] = ()) -> None:
@@ -121,17 +140,11 @@ def _add_argument(
 ) -> None:
     # What is not given is left to the dataclass, whose type checks the rest.
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, text)}
-    marks: list[Any] = []
-    # None stands for an option that is left out, and is nothing that can be typed.
-    if type(None) in get_args(kind):
-        (kind,) = [member for member in get_args(kind) if member is not type(None)]
-    if get_origin(kind) is Annotated:
-        kind, *marks = get_args(kind)
+    kind, is_list, marks = _parts(kind)
     position = next((mark for mark in marks if isinstance(mark, Positional)), None)
-    if get_origin(kind) is list:
+    if is_list:
         settings["nargs"] = "*"
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal and "nargs" not in settings:
+    elif get_origin(kind) is Literal:
         settings["choices"] = get_args(kind)
     if position is not None:  # "?" as it may be in a list, see _take_from_a_list
         group.add_argument(field.name, metavar=position.metavar, **{"nargs": "?", **settings})

@@ -85,11 +85,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
 
 def on_page_content(html: str, **_: Any) -> str:
     """Docstrings mark names with Sphinx's roles, which Markdown does not know."""
-    return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), ROLE.sub("", html))
+    html = CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), ROLE.sub("", html))
+    return CODE.sub(_with_whole_options, html)
+
+
+def _with_whole_options(code: re.Match[str]) -> str:
+    """Code in which no line ends within an option."""
+    text = re.sub(r"(?<!-)--[\w-]+", r'<span class="option">\g<0></span>', code[1])
+    return f"<code>{text}</code>"
 
 
 def _breakable(code: re.Match[str]) -> str:
-    """Code that ends a line behind an underscore or a dot, and not within an option."""
-    text = re.sub(r"(?<!-)--[\w-]+", r'<span class="option">\g<0></span>', code[1])
-    text = re.sub(r"(?<=[a-z])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", text)
-    return f"<code>{text}</code>"
+    """Code in a table, where a line may end after an underscore or a dot."""
+    return re.sub(r"(?<=[a-z])([_.])(?=[A-Za-z0-9])", r"\1<wbr>", _with_whole_options(code))

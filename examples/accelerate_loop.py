@@ -1,4 +1,4 @@
-"""Coupled Adam with Accelerate: gradient accumulation, clipping, saving and loading the state.
+"""LEAN for the token embeddings with Accelerate: gradient accumulation, clipping, saving and loading the state.
 
     accelerate launch examples/accelerate_loop.py --steps 300 --out /tmp/accelerate
 
@@ -24,7 +24,9 @@ options = parser.parse_args()
 ACCUMULATE = 2
 accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATE, cpu=not torch.cuda.is_available())
 model = small_gpt2()
-optimizer = CoupledAdamW(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+optimizer = CoupledAdamW(
+    model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, embeddings="lean", fused=True
+)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
 model, optimizer = accelerator.prepare(model, optimizer)
 accelerator.register_for_checkpointing(scheduler)

@@ -1,4 +1,4 @@
-"""Coupled Adam with the Hugging Face Trainer, which is given a factory of the optimizer.
+"""LEAN for the token embeddings with the Hugging Face Trainer.
 
     python examples/huggingface_trainer.py --steps 300 --out /tmp/trainer
 
@@ -50,7 +50,7 @@ args = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = Trainer(small_gpt2(), args, train_dataset=Bytes())
-use_coupled_adam(trainer)
+use_coupled_adam(trainer, embeddings="lean")
 trainer.train(resume_from_checkpoint=options.resume)
 trainer.save_model()
 ratio = mean_norm_ratio(trainer.model.lm_head.weight)

@@ -1,4 +1,4 @@
-"""Coupled Adam with Lightning, returned from ``configure_optimizers``.
+"""LEAN for the token embeddings with Lightning, returned from ``configure_optimizers``.
 
     python examples/lightning_module.py --steps 300 --out /tmp/lightning
 
@@ -63,8 +63,10 @@ class LanguageModel(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Coupled Adam, and a learning-rate schedule that advances after each optimizer step."""
-        optimizer = CoupledAdamW(self, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        """The optimizer, and a learning-rate schedule that advances after each optimizer step."""
+        optimizer = CoupledAdamW(
+            self, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, embeddings="lean", fused=True
+        )
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

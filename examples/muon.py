@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices, Coupled Adam for the embeddings, AdamW for the rest.
+"""Muon for the hidden matrices, LEAN for the token embeddings, AdamW for everything else.
 
 python examples/muon.py --steps 300
 """
@@ -13,13 +13,13 @@ from text import batch, small_gpt2
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
-parser.add_argument("--embeddings", choices=["coupled", "adamw"], default="coupled")
+parser.add_argument("--embeddings", choices=["lean", "coupled", "adamw"], default="lean")
 options = parser.parse_args()
 
 model = small_gpt2()
 # One learning rate suits both: Muon's updates are scaled to the size of AdamW's.
-# embeddings={"lr_factor": 4} gives the embeddings a rate of their own.
-optimizer = MuonWithCoupledAdam(model, lr=3e-3, betas=(0.9, 0.95))
+embeddings = "coupled" if options.embeddings == "adamw" else options.embeddings
+optimizer = MuonWithCoupledAdam(model, lr=3e-3, betas=(0.9, 0.95), embeddings=embeddings)
 if options.embeddings == "adamw":  # for comparison
     for group in optimizer.param_groups:
         group["coupled"] = False

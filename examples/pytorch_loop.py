@@ -1,4 +1,4 @@
-"""Coupled Adam in a plain PyTorch loop, with a schedule, gradient clipping and a checkpoint.
+"""LEAN for the token embeddings in a plain PyTorch loop, with a schedule, gradient clipping and a checkpoint.
 
     python examples/pytorch_loop.py --steps 300 --checkpoint /tmp/run.pt
 
@@ -17,15 +17,15 @@ from text import batch, small_gpt2
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=300)
 parser.add_argument("--stop-after", type=int, help="leave after so many steps, as if interrupted")
-parser.add_argument("--optimizer", choices=["coupled", "adamw"], default="coupled")
+parser.add_argument("--optimizer", choices=["lean", "coupled", "adamw"], default="lean")
 parser.add_argument("--checkpoint", type=Path, default=Path("checkpoint.pt"))
 options = parser.parse_args()
 
 model = small_gpt2()
-# Finds the token embeddings, which are coupled; biases, norms and embeddings do not decay.
-groups = param_groups(model)
+# Finds the token embeddings; biases, norms and embeddings do not decay.
+groups = param_groups(model, "coupled" if options.optimizer == "adamw" else options.optimizer)
 print(groups)
-optimizer_class = CoupledAdamW if options.optimizer == "coupled" else torch.optim.AdamW
+optimizer_class = torch.optim.AdamW if options.optimizer == "adamw" else CoupledAdamW
 optimizer = optimizer_class(groups, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 

@@ -331,11 +331,20 @@ def _switching() -> Table:
 
 
 def _betas(question: str) -> Table:
-    """AdamW at its best betas, followed by everything else that has runs, by loss."""
+    """AdamW at its best betas, followed by everything else that has runs, by loss.
+
+    Of each rule at several rates only one is shown: the rate with the most seeds, which validation
+    has chosen, or else the best on validation.
+    """
     lines = [between(question, name) for name in QUESTIONS[question]]
     lines = sorted(
         (line for line in lines if runs(line)), key=lambda line: np.mean(values(line, "valid_loss"))
     )
+    by_rule: dict[str, Line] = {}
+    for line in lines:
+        rule = line.name.rpartition(" n=")[0]
+        by_rule[rule] = max(by_rule.get(rule, line), line, key=lambda tried: len(runs(tried)))
+    lines = [line for line in lines if line in by_rule.values()]
     first = min(lines, key=lambda line: not line.name.startswith("adamw"))
     rows = [first, *(line for line in lines if line is not first)]
     measures = ("test_documents", "valid_loss", "mean_norm_ratio", "effective_rank", "men")
@@ -458,14 +467,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         for question in (
             "betas",
             "batch_16k",
-            "batch_64k",
-            "batch_64k_steps",
             "betas_longer",
             "betas_untied",
-            "betas_rotary",
-            "betas_H=32",
-            "betas_H=128",
-            "betas_V=16384",
             "peers",
         )
     },

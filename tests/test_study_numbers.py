@@ -244,6 +244,26 @@ def test_other_rates_after_20_million_tokens():
     assert shown == pytest.approx(expected, abs=5.1e-4)
 
 
+def test_64k_tokens_in_a_step():
+    """What the page says of one seed at the better of the rates that were tried."""
+    text = PAGE.split("**With 75 steps of 64k tokens")[1].split("## Your test set")[0]
+    shown = [float(number) for number in re.findall(r"[45]\.\d{3}", text)]
+    rules = [
+        *("adamw 0.9 0.999", "adamw 0 0.999", "a=0.75 0.9 0.999", "a=0.75 0 0.99"),
+        *("adamw 0 0.999", "adamw 0.9 0.999", "a=0.75 0 0.99", "a=0.75 0.9 0.999"),
+    ]
+    expected = []
+    for question, rule in zip(4 * ["batch_64k"] + 4 * ["batch_64k_steps"], rules):
+        tried = [
+            runs(question, name)[1]
+            for name in results(question)
+            if name.rpartition(" n=")[0] == rule
+        ]
+        best = min(tried, key=lambda run: run["valid_loss"])
+        expected.append(best["documents"]["test"]["loss"])
+    assert shown == pytest.approx(expected, abs=5.1e-4)
+
+
 def test_peers():
     header, _, *lines = rows("peers")
     for line in lines:

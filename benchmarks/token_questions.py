@@ -40,7 +40,7 @@ from coupled_adam.embeddings import analyze, load_embeddings
 from coupled_adam.embeddings.changes import compare
 from coupled_adam.embeddings.monitor import Monitor
 from coupled_adam.embeddings.neighbours import hubness, nearest
-from coupled_adam.embeddings.repair import Repair, repair_model
+from coupled_adam.embeddings.repair import repair_model
 from coupled_adam.embeddings.undertrained import undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
@@ -93,7 +93,7 @@ elif question == "repair":
     kinds = np.where(is_unused, "none", "ok")
     names = Vocabulary([str(i) for i in range(len(first))], kinds, is_unused)
     def ask():
-        (report,) = repair_model(folder / "first", folder / "out", Repair(), lambda _: names)
+        (report,) = repair_model(folder / "first", folder / "out", lambda _: names)
         assert [row.row for row in report.rows] == [3]
 undertrained(torch.randn(9, 3), np.arange(9) > 5)  # load what is loaded once
 analyze(torch.randn(9, 3))

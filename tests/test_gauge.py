@@ -10,6 +10,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import token_models
+from coupled_adam import CoupledAdamW
 
 V, H, STEPS = 40, 8, 60
 
@@ -28,43 +29,39 @@ def centered(matrix):
 
 
 def train_untied(rule, weight_decay=0.0, steps=STEPS):
-    """Adam, written out, for a model with an input table and an output matrix E of its own.
+    """A model with an input table and an output matrix E of its own, trained with AdamW.
 
     Args:
-        rule: what is different for E: ``"adamw"``, ``"zero_sum"`` (the mean over the rows is
-            subtracted from the updates), ``"centered"`` (it is subtracted from E after each step),
-            ``"coupled"`` (the second moment is the mean over the rows).
+        rule: what is different for E: ``"adamw"`` (nothing), ``"zero_sum"`` (the mean over the rows
+            is subtracted from the updates), ``"centered"`` (it is subtracted from E after each
+            step), ``"coupled"`` (the second moment is the mean over the rows).
 
     Returns:
         The loss of each step, and the parameters, of which the last is E.
     """
     generator = torch.Generator().manual_seed(0)
-    sizes = [(V, H), (H, H), (V, H)]
-    parameters = [
-        torch.randn(size, generator=generator, dtype=torch.float64) * 0.3 for size in sizes
+    table, hidden, output = parameters = [
+        nn.Parameter(0.3 * torch.randn(size, generator=generator, dtype=torch.float64))
+        for size in ((V, H), (H, H), (V, H))
     ]
-    moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in parameters]
-    losses = []
-    lr, beta1, beta2 = 0.05, 0.9, 0.95
+    lr, losses = 0.05, []
+    groups = [{"params": [table, hidden]}, {"params": [output], "coupled": rule == "coupled"}]
+    kind = CoupledAdamW if rule == "coupled" else torch.optim.AdamW
+    optimizer = kind(groups, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
     for t in range(1, steps + 1):
-        leaves = [p.clone().requires_grad_() for p in parameters]
-        table, hidden, output = leaves
         x, y = zipf_tokens(t, (2, 64))
         loss = nn.functional.cross_entropy(torch.tanh(table[x] @ hidden) @ output.T, y)
+        optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        for i, (p, leaf, (m, v)) in enumerate(zip(parameters, leaves, moments)):
-            m.mul_(beta1).add_(leaf.grad, alpha=1 - beta1)
-            v.mul_(beta2).add_(leaf.grad**2, alpha=1 - beta2)
-            is_output = i == 2
-            second = v.mean(0) if is_output and rule == "coupled" else v
-            update = m / (1 - beta1**t) / ((second / (1 - beta2**t)).sqrt() + 1e-8)
-            if is_output and rule == "zero_sum":
-                update = centered(update)
-            p.mul_(1 - lr * weight_decay).sub_(update, alpha=lr)
-            if is_output and rule == "centered":
-                p.copy_(centered(p))
-    return torch.tensor(losses, dtype=torch.float64), parameters
+        decayed = (1 - lr * weight_decay) * output.detach()
+        optimizer.step()
+        with torch.no_grad():
+            if rule == "zero_sum":
+                output.copy_(decayed + centered(output - decayed))
+            if rule == "centered":
+                output.copy_(centered(output))
+    return torch.tensor(losses, dtype=torch.float64), [p.detach() for p in parameters]
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -39,7 +39,7 @@ from transformers import (
 
 from coupled_adam import cli
 from coupled_adam.embeddings import load_embeddings
-from coupled_adam.embeddings.repair import Repair, repair_model
+from coupled_adam.embeddings.repair import repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 
 V, H = 60, 8
@@ -120,7 +120,7 @@ def test_repair_of_many_families(name, tmp_path):
         for matrix in expected(model).values():
             matrix[7] = 0
     model.save_pretrained(tmp_path / "model")
-    reports = repair_model(tmp_path / "model", tmp_path / "out", Repair(), Vocabulary.of_ids)
+    reports = repair_model(tmp_path / "model", tmp_path / "out", Vocabulary.of_ids)
     assert [[row.row for row in report.rows] for report in reports] == [[7]] * len(expected(model))
     again = type(model).from_pretrained(tmp_path / "out")
     repaired = {matrix.data_ptr() for matrix in expected(again).values()}
@@ -264,33 +264,6 @@ def test_a_distributed_checkpoint_leads_nowhere_else(tmp_path):
             load_embeddings(tmp_path / "c")
 
 
-def saved(save):
-    """What numpy writes of an array."""
-    file = io.BytesIO()
-    save(file, np.ones((3, 2)))
-    return file.getvalue()
-
-
-WHOLE = saved(np.save)
-DAMAGED_ARRAYS = {
-    "empty": b"",
-    "cut off in the header": WHOLE[:20],
-    "cut off": WHOLE[:-1],
-    "an archive": saved(np.savez),
-    "too many rows": WHOLE.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}"),
-    "no shape": WHOLE.replace(b"(3, 2), } ", b"(((3, 2), "),
-    "complex": WHOLE.replace(b"<f8", b"<c8"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGED_ARRAYS)
-def test_damaged_arrays(damage, tmp_path):
-    path = tmp_path / "e.npy"
-    path.write_bytes(DAMAGED_ARRAYS[damage])
-    with pytest.raises(ValueError, match=r"e\.npy: not a \.npy file of numbers"):
-        load_embeddings(path)
-
-
 def test_odd_configurations(gpt2):
     """Whatever a config.json says, it is read or refused."""
     folder, matrix = gpt2
@@ -307,44 +280,61 @@ def test_odd_configurations(gpt2):
 def test_an_index_cannot_lead_elsewhere(gpt2, tmp_path):
     folder, _ = gpt2
     (folder / "model.safetensors").rename(tmp_path / "secret.safetensors")
-    for file in ("../secret.safetensors", "/etc/passwd", ".hidden", 3):
-        index = {"weight_map": {"transformer.wte.weight": file}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match="is not the name of a file beside it"):
-            load_embeddings(folder)
-    for index, message in (("{", "not a JSON object"), ("{}", "it has no weight_map")):
+    elsewhere = "is not the name of a file beside it"
+    for index, message in {
+        '{"weight_map": {"transformer.wte.weight": "../secret.safetensors"}}': elsewhere,
+        '{"weight_map": {"transformer.wte.weight": "/etc/passwd"}}': elsewhere,
+        '{"weight_map": {"transformer.wte.weight": ".hidden"}}': elsewhere,
+        '{"weight_map": {"transformer.wte.weight": 3}}': elsewhere,
+        '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}': "lacks model-2.safetensors",
+        "{": "not a JSON object",
+        "{}": "it has no weight_map",
+    }.items():
         (folder / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ValueError, match=message):
             load_embeddings(folder)
-
-
-def test_damaged_safetensors(gpt2):
-    """Truncated anywhere, with a header of nonsense, or shards that do not hold what is said."""
-    folder, _ = gpt2
-    path = folder / "model.safetensors"
-    whole = path.read_bytes()
-    header = int.from_bytes(whole[:8], "little")
-    for damaged in (
-        b"",
-        whole[:4],
-        whole[: header // 2],
-        whole[: header + 8],
-        whole[:-1],
-        (2**63).to_bytes(8, "little") + whole[8:],
-        whole[:8] + b"x" * header + whole[8 + header :],
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"model\.safetensors: not a whole safetensors file"):
-            load_embeddings(folder)
-    path.write_bytes(whole)
-    index = {"weight_map": {"lm_head.weight": "model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "secret.safetensors").rename(folder / "model.safetensors")
+    index = '{"weight_map": {"lm_head.weight": "model.safetensors"}}'
+    (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=r"lm_head\.weight is not in model\.safetensors"):
         load_embeddings(folder)
-    index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model-2\.safetensors"):
-        load_embeddings(folder)
+
+
+def as_file(save, *values):
+    file = io.BytesIO()
+    save(file, *values)
+    return file.getvalue()
+
+
+ARRAY = as_file(np.save, np.ones((3, 2)))
+TENSORS = save({"wte.weight": torch.ones(3, 2)})
+HEADER = int.from_bytes(TENSORS[:8], "little")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.npy", b""),
+        ("a.npy", ARRAY[:20]),
+        ("a.npy", ARRAY[:-1]),
+        ("a.npy", as_file(np.savez, np.ones((3, 2)))),
+        ("a.npy", ARRAY.replace(b"(3, 2), }         ", b"(3" + 11 * b"0" + b", 2)}")),  # more rows
+        ("a.npy", ARRAY.replace(b"(3, 2), } ", b"(((3, 2), ")),
+        ("a.npy", ARRAY.replace(b"<f8", b"<c8")),
+        ("a.safetensors", b""),
+        ("a.safetensors", TENSORS[:4]),
+        ("a.safetensors", TENSORS[: HEADER // 2]),
+        ("a.safetensors", TENSORS[:-1]),
+        ("a.safetensors", (2**63).to_bytes(8, "little") + TENSORS[8:]),
+        ("a.safetensors", TENSORS[:8] + b"x" * HEADER + TENSORS[8 + HEADER :]),
+    ],
+)
+def test_damaged_files(name, content, tmp_path):
+    """Truncated anywhere, with a header of nonsense, or of another kind."""
+    (tmp_path / name).write_bytes(content)
+    kind = "whole safetensors file" if name.endswith("s") else ".npy file of numbers"
+    with pytest.raises(ValueError, match=rf"{name}: not a {kind}"):
+        load_embeddings(tmp_path / name)
 
 
 def test_what_is_no_model(tmp_path):
@@ -355,6 +345,7 @@ def test_what_is_no_model(tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("arm: adamw")
     np.save(tmp_path / "ids.npy", np.ones((3, 3), int))
     np.save(tmp_path / "cube.npy", np.ones((3, 3, 3)))
+    np.save(tmp_path / "none.npy", np.ones((3, 0)))
     save_file({"wte.weight": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "int.safetensors")
     header = json.dumps({"wte": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
     packed = len(header).to_bytes(8, "little") + header + bytes(4)
@@ -367,6 +358,7 @@ def test_what_is_no_model(tmp_path):
         "run": "neither a model nor a checkpoint yet",
         "ids.npy": "floating-point numbers are needed, not int64",
         "cube.npy": r"has shape \[3, 3, 3\]",
+        "none.npy": r"\[3, 0\] is empty",
         "int.safetensors": r"wte\.weight is quantised \(int8\)",
         "f4.safetensors": r"wte is quantised \(float4",
         "bias.safetensors": "there are no matrices in it",
@@ -537,19 +529,6 @@ def test_what_the_hub_does_not_have(hub):
     path.unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors on the hub"):
         load_embeddings("someone/model")
-
-
-def test_matrices_without_content(tmp_path):
-    """[2^40, 0] needs no byte in a file, and terabytes for a number to each row."""
-    header = json.dumps(
-        {"wte.weight": {"dtype": "F32", "shape": [2**40, 0], "data_offsets": [0, 0]}}
-    ).encode()
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
-    np.save(tmp_path / "model.npy", np.zeros((2**40, 0), np.float32))
-    for name in ("model.safetensors", "model.npy"):
-        with pytest.raises(ValueError, match=rf"{name}: .*\[1099511627776, 0\] is empty"):
-            load_embeddings(tmp_path / name)
 
 
 # Numbers whose meaning lies in another tensor.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import token_models
 from coupled_adam.cli import main
-from coupled_adam.embeddings.repair import Repair, dead_rows, healthy_rows, repair_model
+from coupled_adam.embeddings.repair import dead_rows, healthy_rows, repair_model
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError
 
@@ -58,7 +58,7 @@ def of_ids(rows):
 
 def test_dead_rows_are_replaced_and_nothing_else(gpt2, tmp_path):
     before = {path.name: path.read_bytes() for path in gpt2.iterdir()}
-    (report,) = repair_model(gpt2, tmp_path / "out", Repair(), of_ids)
+    (report,) = repair_model(gpt2, tmp_path / "out", of_ids)
     assert {path.name: path.read_bytes() for path in gpt2.iterdir()} == before
     assert [(row.row, row.reason) for row in report.rows] == [
         (3, "nearly zero"),
@@ -94,7 +94,7 @@ def test_new_rows_have_the_mean_and_the_covariance_of_healthy_ones():
 
 
 def test_padding_may_be_zero(llama, tmp_path):
-    inputs, outputs = repair_model(llama, tmp_path / "out", Repair(), of_ids)
+    inputs, outputs = repair_model(llama, tmp_path / "out", of_ids)
     assert inputs.rows == []
     assert [row.row for row in outputs.rows] == [7]
 
@@ -104,7 +104,7 @@ def test_shards_in_bfloat16(llama, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama).bfloat16()
     (llama / "model.safetensors").unlink()
     model.save_pretrained(llama, max_shard_size="1KB")
-    repair_model(llama, tmp_path / "out", Repair(), of_ids)
+    repair_model(llama, tmp_path / "out", of_ids)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     old, new = model.state_dict(), again.state_dict()
     assert [name for name in old if not torch.equal(old[name], new[name])] == ["lm_head.weight"]
@@ -114,8 +114,8 @@ def test_shards_in_bfloat16(llama, tmp_path):
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_recentering_does_not_change_the_predictions(name, tmp_path, request):
     folder = request.getfixturevalue(name)
-    repair_model(folder, tmp_path / "healthy", Repair(), of_ids)
-    *_, report = repair_model(tmp_path / "healthy", tmp_path / "out", Repair(recenter=True), of_ids)
+    repair_model(folder, tmp_path / "healthy", of_ids)
+    *_, report = repair_model(tmp_path / "healthy", tmp_path / "out", of_ids, recenter=True)
     assert report.rows == []
     one, other = (
         AutoModelForCausalLM.from_pretrained(tmp_path / part) for part in ("healthy", "out")
@@ -138,16 +138,16 @@ def test_undertrained_rows_are_repaired_on_request(gpt2, tmp_path):
     save_file(tensors, path)
     kinds = np.where(np.arange(V) < 80, "ok", "none")
     vocabulary = Vocabulary([f"t{i}" for i in range(V)], kinds, kinds == "none")
-    (report,) = repair_model(gpt2, tmp_path / "plain", Repair(), lambda _: vocabulary)
+    (report,) = repair_model(gpt2, tmp_path / "plain", lambda _: vocabulary)
     assert len(report.rows) == 3
-    (report,) = repair_model(gpt2, tmp_path / "o", Repair(undertrained=True), lambda _: vocabulary)
+    (report,) = repair_model(gpt2, tmp_path / "o", lambda _: vocabulary, undertrained=True)
     found = {row.row for row in report.rows if row.reason == "under-trained"}
     assert found <= set(range(68, 80))
     assert len(found) >= 8
     new = weights(tmp_path / "o")["transformer.wte.weight"]
     assert (new[sorted(found)].mean(1) > -0.2).all()  # like the healthy rows, not like the drifted
     with pytest.raises(UsageError, match="at least three rows that are known to be unused"):
-        repair_model(gpt2, tmp_path / "x", Repair(undertrained=True), of_ids)
+        repair_model(gpt2, tmp_path / "x", of_ids, undertrained=True)
     assert not (tmp_path / "x").exists()
 
 
@@ -155,15 +155,14 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     (tmp_path / "there").mkdir()
     save_file({"E": torch.ones(3, 2)}, tmp_path / "E.safetensors")
     np.save(tmp_path / "E.npy", np.ones((3, 2)))
-    for source, out, repair, message in (
-        (gpt2, "there", Repair(), "exists: the repaired model is written to a new folder"),
-        (gpt2, "no/where", Repair(), "there is no folder"),
-        (tmp_path / "E.safetensors", "out", Repair(), r"only folders .* and \.npy files, can be"),
-        (tmp_path / "E.npy", "out", Repair(), r"must end in \.npy"),
-        (tmp_path / "E.npy", "o.npy", Repair(recenter=True), "needs a model with output"),
+    for source, out, recenter, message in (
+        (gpt2, "there", False, "exists: the repaired model is written to a new folder"),
+        (tmp_path / "E.safetensors", "out", False, r"only folders .* and \.npy files, can be"),
+        (tmp_path / "E.npy", "out", False, r"must end in \.npy"),
+        (tmp_path / "E.npy", "o.npy", True, "needs a model with output"),
     ):
         with pytest.raises(UsageError, match=message):
-            repair_model(source, tmp_path / out, repair, of_ids)
+            repair_model(source, tmp_path / out, of_ids, recenter=recenter)
     config = json.loads((llama / "config.json").read_text())
     for changes, message in (
         ({"architectures": ["SomebodysModel"]}, "only folders of models that transformers loads"),
@@ -175,11 +174,11 @@ def test_what_cannot_be_done_is_refused(gpt2, llama, tmp_path):
     ):
         (llama / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(UsageError, match=message):
-            repair_model(llama, tmp_path / "out", Repair(recenter=True), of_ids)
+            repair_model(llama, tmp_path / "out", of_ids, recenter=True)
     torch.save(weights(llama), llama / "pytorch_model.bin")
     (llama / "model.safetensors").unlink()
     with pytest.raises(UsageError, match="save the model as safetensors first"):
-        repair_model(llama, tmp_path / "out", Repair(), of_ids)
+        repair_model(llama, tmp_path / "out", of_ids)
     assert not (tmp_path / "out").exists()
     matrix = torch.full((3, 2), torch.nan)
     assert dead_rows(matrix) == dict.fromkeys(range(3), "not finite")
@@ -277,6 +276,7 @@ def advisees(gpt2, llama, tmp_path):
         "weights.safetensors": {"undertrained"},
         "matrix.npy": {"repair", "undertrained"},
         "two.safetensors --tensor b": {"undertrained"},
+        "untied --tensor lm_head.weight": {"undertrained"},
     }.items(),
 )
 def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, capsys, monkeypatch):

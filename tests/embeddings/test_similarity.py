@@ -208,10 +208,6 @@ def test_embeddings_without_a_direction_are_left_out():
     assert (score.pairs, score.total) == (3, 5)
     # cos = sqrt(1/2), 0, -sqrt(1/2) for ratings 9, 5, 1: on a line.
     assert score.r == pytest.approx(100)
-    # The squares of these are beyond float64, on either side.
-    for scale in (1e-200, 1e200):
-        scaled = word_similarity(matrix * scale, {"set": words}, token_id).sets["set"]
-        assert scaled.r == pytest.approx(100)
 
 
 def test_what_has_no_correlation_is_none_and_so_is_the_mean():

@@ -120,7 +120,7 @@ def test_the_map_is_drawn(page, tmp_path):
 const found = {};
 new Promise((done) => setTimeout(done, 3000)).then(() => {
   const map = document.querySelector(".js-plotly-plot");
-  found.points = map.data.reduce((sum, trace) => sum + trace.x.length, 0);
+  found.points = map._fullData.reduce((sum, trace) => sum + trace._length, 0);
   const resources = performance.getEntriesByType("resource");
   found.fetched = resources.filter((entry) => /^(http|file)/.test(entry.name)).length;
 }).catch((error) => { found.error = String(error); })

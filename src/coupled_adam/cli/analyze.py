@@ -9,11 +9,11 @@ example: coupled-adam analyze gpt2 --undertrained --html page.html
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from coupled_adam.cli.options import (
     ModelOptions,
@@ -25,16 +25,17 @@ from coupled_adam.cli.options import (
     write_file,
 )
 from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import console, print_table, progress_bar
+from coupled_adam.cli.terminal import console, print_table, working
 from coupled_adam.errors import UsageError, printable
 from coupled_adam.fields import Count, WholeNumber
 
 if TYPE_CHECKING:
-    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
-    from coupled_adam.embeddings.geometry import Progress
-    from coupled_adam.embeddings.undertrained import UndertrainedReport
+    from transformers import PreTrainedModel
 
-T = TypeVar("T")
+    from coupled_adam.embeddings.analysis import Analysis, AnalysisInputs
+    from coupled_adam.embeddings.analysis_tables import Answer
+    from coupled_adam.embeddings.changes import Comparison
+    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +92,12 @@ def run(options: Options) -> None:
     """Analyze the models, and print or write the reports."""
     from rich.text import Text
 
-    from coupled_adam.embeddings import analysis, analysis_tables, changes
-    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
-    from coupled_adam.embeddings.undertrained import find_undertrained
+    from coupled_adam.embeddings import analysis, analysis_tables
+    from coupled_adam.embeddings.changes import compare_analyses
+    from coupled_adam.embeddings.undertrained import UndertrainedReport
 
     _check(options)
-    target = options.usable_device()
+    device = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
     inputs = analysis.AnalysisInputs(
@@ -118,79 +119,108 @@ def run(options: Options) -> None:
             exclude=options.exclude or [],
             directions=options.top,
             tokens=options.neighbours or (),
-            device=target,
+            device=device,
+            status=working,
         )
         for model in options.models
     ]
     # A model whose matrices are not tied has an analysis for each of the two.
     analyses = [entry for of_model in by_model for entry in of_model]
-
-    def each(question: str, answer: Callable[[Analysis, Progress], T], is_asked: bool) -> list[T]:
-        """The answers for all matrices, if the question is asked."""
-        answers = []
-        for entry in analyses if is_asked else ():
-            with progress_bar(f"{question}, {entry.label}") as progress:
-                answers.append(answer(entry, progress))
-        return answers
-
-    # The map colors tokens by how well they were trained, so it needs these answers, too.
-    is_mapped = options.explore is not None or options.export is not None
-    undertrained = each(
-        "under-trained tokens", find_undertrained, options.undertrained or is_mapped
-    )
-    if options.verify:
-        undertrained = _verified(undertrained, folders, target)
-    tokens = options.neighbours
-    neighbours = each(
-        "neighbours",
-        lambda a, progress: find_neighbours(a, tokens or (), progress),
-        tokens is not None,
-    )
-    duplicates = each("duplicates", find_duplicates, options.duplicates)
+    answers = _answers(options, analyses, folders, device)
+    undertrained = [answer for answer in answers if isinstance(answer, UndertrainedReport)]
     comparisons = []
     if options.compare:
-        with progress_bar("what changed") as progress:
-            comparisons = changes.compare_analyses(by_model[0], by_model[1], progress)
-    listed = undertrained if options.undertrained else []
+        with working("what changed"):
+            comparisons = compare_analyses(*by_model)
     # Pages are made before anything is printed, so that an error leaves no half of a result.
-    files: list[tuple[str, Path, str | bytes]] = []
-    if options.csv is not None:
-        files.append(("--csv", options.csv, analysis_tables.analyses_csv(analyses)))
-    if options.html is not None:
-        from coupled_adam.embeddings.analysis_page import analyses_page
-
-        files.append(("--html", options.html, analyses_page(analyses, listed)))
-    if is_mapped:
-        from coupled_adam.embeddings.explorer import explorer_page, export
-
-        with progress_bar("neighbours for the map") as progress:
-            if options.export is not None:
-                exported = export(undertrained, comparisons, str(options.export), progress)
-                files += [("--export", Path(name), content) for name, content in exported.items()]
-            if options.explore is not None:
-                page = explorer_page(undertrained, comparisons, progress)
-                files.append(("--explore", options.explore, page))
+    files = _files(options, analyses, undertrained, comparisons)
+    listed = undertrained if options.undertrained else []
+    if not options.undertrained:  # these were for a map alone
+        answers = [answer for answer in answers if not isinstance(answer, UndertrainedReport)]
     try:
         for file in files:
             write_file(*file)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
-            print(
-                analysis_tables.analyses_json(analyses, listed, neighbours, duplicates, comparisons)
-            )
+            print(analysis_tables.analyses_json(analyses, answers, comparisons))
         else:
             diagnosed: Sequence[Analysis | UndertrainedReport] = listed or analyses
-            for analyzed, diagnosis in zip(analyses, diagnosed):
-                sentences = f"{analyzed.label}: {' '.join(diagnosis.diagnosis)}"
+            for entry, answer in zip(analyses, diagnosed):
+                sentences = f"{entry.label}: {' '.join(answer.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
-            for table in (
-                *(named.table(options.show) for named in listed),
-                *(table for entry in neighbours for table in entry.tables()),
-                *(entry.table(options.show) for entry in duplicates),
-                *(table for entry in comparisons for table in entry.tables(options.show)),
-            ):
+            tables = [table for answer in answers for table in answer.tables(options.show)]
+            tables += [table for entry in comparisons for table in entry.tables(options.show)]
+            for table in tables:
                 print_table(table)
+
+
+def _answers(
+    options: Options, analyses: Sequence[Analysis], folders: Mapping[str, Path], device: str
+) -> list[Answer]:
+    """What is asked about the tokens of each matrix."""
+    from coupled_adam.embeddings.neighbours import find_duplicates, find_neighbours
+    from coupled_adam.embeddings.undertrained import find_undertrained, verify_undertrained
+
+    @functools.lru_cache(maxsize=1)  # a model is loaded once, for both of its matrices
+    def loaded(name: str) -> tuple[PreTrainedModel, int]:
+        from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
+
+        model = load_model(folders[name], device)
+        require_causal(model, name)
+        return model, block_length(model)
+
+    def trained(entry: Analysis) -> UndertrainedReport:
+        found = find_undertrained(entry)
+        return verify_undertrained(found, *loaded(entry.model)) if options.verify else found
+
+    def near(entry: Analysis) -> Answer:
+        return find_neighbours(entry, options.neighbours or ())
+
+    # The map colors tokens by how well they were trained, so it needs these answers, too.
+    is_mapped = options.explore is not None or options.export is not None
+    questions: list[tuple[str, bool, Callable[[Analysis], Answer]]] = [
+        ("under-trained tokens", options.undertrained or is_mapped, trained),
+        ("neighbours", options.neighbours is not None, near),
+        ("duplicates", options.duplicates, find_duplicates),
+    ]
+    answers = []
+    for question, is_asked, answer in questions:
+        for entry in analyses if is_asked else ():
+            with working(f"{question}, {entry.label}"):
+                answers.append(answer(entry))
+    return answers
+
+
+def _files(
+    options: Options,
+    analyses: Sequence[Analysis],
+    undertrained: Sequence[UndertrainedReport],
+    comparisons: Sequence[Comparison],
+) -> list[tuple[str, Path, str | bytes]]:
+    """The option, the name and the content of each file that is asked for."""
+    files: list[tuple[str, Path, str | bytes]] = []
+    if options.csv is not None:
+        from coupled_adam.embeddings.analysis_tables import analyses_csv
+
+        files.append(("--csv", options.csv, analyses_csv(analyses)))
+    if options.html is not None:
+        from coupled_adam.embeddings.analysis_page import analyses_page
+
+        listed = undertrained if options.undertrained else []
+        files.append(("--html", options.html, analyses_page(analyses, listed)))
+    if options.export is not None:
+        from coupled_adam.embeddings.explorer import export
+
+        with working("neighbours for the export"):
+            exported = export(undertrained, comparisons, str(options.export))
+        files += [("--export", Path(name), content) for name, content in exported.items()]
+    if options.explore is not None:
+        from coupled_adam.embeddings.explorer import explorer_page
+
+        with working("neighbours for the map"):
+            files.append(("--explore", options.explore, explorer_page(undertrained, comparisons)))
+    return files
 
 
 def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path]:
@@ -209,24 +239,6 @@ def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path
         if inputs.tokenizer is None:
             own_tokenizer(model, inputs.revision, needed=True)
     return folders
-
-
-def _verified(
-    undertrained: Sequence[UndertrainedReport], folders: Mapping[str, Path], device: str
-) -> list[UndertrainedReport]:
-    """The under-trained tokens with the answers of their models."""
-    from coupled_adam.embeddings.undertrained import verify_undertrained
-    from coupled_adam.lab.evaluation.loading import block_length, load_model, require_causal
-
-    # A model is loaded once, for both of its matrices.
-    verified = []
-    for name, matrices in groupby(undertrained, lambda named: named.analysis.model):
-        model = load_model(folders[name], device)
-        require_causal(model, name)
-        for named in matrices:
-            with progress_bar(f"repeating tokens, {named.analysis.label}") as progress:
-                verified.append(verify_undertrained(named, model, block_length(model), progress))
-    return verified
 
 
 def _check(options: Options) -> None:

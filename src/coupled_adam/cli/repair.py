@@ -17,12 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
 from coupled_adam.cli.parser import Positional
-from coupled_adam.cli.terminal import (
-    console,
-    print_path,
-    print_table,
-    progress_bar,
-)
+from coupled_adam.cli.terminal import console, print_path, print_table, working
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, WholeNumber
 
@@ -59,7 +54,7 @@ def run(options: Options) -> None:
     from rich.text import Text
 
     from coupled_adam.embeddings.analysis import named_tokenizer, own_tokenizer
-    from coupled_adam.embeddings.repair import Repair, model_folder, repair_model
+    from coupled_adam.embeddings.repair import model_folder, repair_model
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
@@ -81,9 +76,15 @@ def run(options: Options) -> None:
     losses: dict[str, float | None] = {}
     if text is not None:
         losses["before"] = loss_on_text(folder, text, options.batches, target)
-    repair = Repair(options.undertrained, options.recenter, options.seed)
-    with progress_bar("reading the embeddings") as progress:
-        reports = repair_model(folder, out, repair, vocabulary, progress)
+    with working("repairing the embeddings"):
+        reports = repair_model(
+            folder,
+            out,
+            vocabulary,
+            undertrained=options.undertrained,
+            recenter=options.recenter,
+            seed=options.seed,
+        )
     if text is not None:
         try:
             losses["after"] = loss_on_text(out, text, options.batches, target)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,17 +41,14 @@ def print_table(table: RenderableType) -> None:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, after some seconds; yields a function of what is done and to do."""
-    from tqdm import tqdm
+def working(label: str) -> Iterator[None]:
+    """Show on a terminal what is being computed, until it is done; elsewhere nothing."""
+    from rich.console import Console
+    from rich.text import Text
 
-    with tqdm(desc=label, delay=3, disable=None, leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress
+    terminal = Console(stderr=True, quiet=other_rank() is not None)
+    with terminal.status(Text(printable(label))):
+        yield
 
 
 def other_rank() -> str | None:

@@ -7,28 +7,18 @@ extra memory only for a few H x H matrices and for blocks of rows, not for a cop
 
 try:
     from coupled_adam.embeddings.frequency import (
-        mean_frequency_correlation,
-        norm_frequency_correlation,
         unigram_counts,
     )
     from coupled_adam.embeddings.geometry import (
         all_but_the_top,
-        condition,
-        effective_rank,
-        explained_variance,
-        iso_score,
-        mean_cosine_similarity,
         mean_embedding,
-        mean_norm,
         mean_norm_ratio,
-        participation_ratio,
         row_norms,
-        singular_values,
         subtract_mean,
     )
     from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
     from coupled_adam.embeddings.measures import Measures
-    from coupled_adam.embeddings.partition import isotropy, isotropy_unit
+    from coupled_adam.embeddings.partition import isotropy
     from coupled_adam.embeddings.report import EmbeddingReport, analyze
     from coupled_adam.embeddings.similarity import (
         SetScore,
@@ -54,25 +44,14 @@ __all__ = [
     "WordSimilaritySet",
     "all_but_the_top",
     "analyze",
-    "condition",
     "download_word_similarity",
-    "effective_rank",
-    "explained_variance",
-    "iso_score",
     "isotropy",
-    "isotropy_unit",
     "load_embeddings",
-    "mean_cosine_similarity",
     "mean_embedding",
-    "mean_frequency_correlation",
-    "mean_norm",
     "mean_norm_ratio",
-    "norm_frequency_correlation",
-    "participation_ratio",
     "read_word_similarity",
     "row_norms",
     "single_tokens",
-    "singular_values",
     "subtract_mean",
     "unigram_counts",
     "word_similarity",

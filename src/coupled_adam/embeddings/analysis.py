@@ -6,23 +6,23 @@ import dataclasses
 import functools
 import shlex
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from coupled_adam.embeddings import similarity
 from coupled_adam.embeddings.diagnosis import Advice
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Mask, finite_rows
+from coupled_adam.embeddings.geometry import Mask, alive_rows, finite_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
-from coupled_adam.embeddings.report import PASSES, EmbeddingReport, analyze
+from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
-from coupled_adam.errors import UsageError, one_line, printable, refused
+from coupled_adam.errors import UsageError, printable, refused
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
@@ -62,7 +62,6 @@ class Analysis:
     counts: NDArray[Any] | None  # unigram counts [V]
     keep: Mask | None  # the rows that were measured, [V]; None if all were
     dead: list[int]  # the rows that are zero or not finite, which are never measured
-    unused: str  # what is to be said of the rows that no training has seen; may be empty
     inputs: AnalysisInputs
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(default=None, repr=False)
 
@@ -77,11 +76,11 @@ class Analysis:
         name = Path(self.model).name or self.model
         return name if self.embeddings.role == "embeddings" else f"{name}, {self.embeddings.role}"
 
-    @property
+    @functools.cached_property
     def diagnosis(self) -> list[str]:
         """Whether the embeddings are healthy, and what to do next, in sentences."""
         names = [self.vocabulary.name(row) for row in self.dead]
-        return [*self.report.sentences(names, self._advice()), *([self.unused] * bool(self.unused))]
+        return [*self.report.sentences(names, self._advice()), *self._unused()]
 
     def _advice(self) -> Advice:
         """The commands that this input allows."""
@@ -90,8 +89,9 @@ class Analysis:
         model, config, role = self.model, self.embeddings.config, self.embeddings.role
         name, asked = shlex.quote(model), self.inputs.options("revision")
         out = "NEW.npy" if Path(model).suffix == ".npy" else "NEW"
-        # A run is repaired once it has a model.
+        # A run is repaired once it has a model, and a model's embeddings, not any tensor.
         is_there = not is_run(Path(model)) or (Path(model) / MODEL).exists()
+        is_there = is_there and self.inputs.tensor is None
         alive = len(self.embeddings.matrix) - len(self.dead)
         repair = recenter = ""
         # A padding row may be zero; and two rows at least must be there to take others from.
@@ -105,6 +105,31 @@ class Analysis:
         # Without a tokenizer a text has no tokens.
         counts = "--tokens or --counts" if self.tokenizer is None else Advice.counts
         return Advice(undertrained, repair, recenter, counts)
+
+    def _unused(self) -> list[str]:
+        """That rows which no training has seen are measured with the others, if they lie together.
+
+        Only a tokenizer tells which these are.
+        """
+        if self.tokenizer is None:
+            return []
+        measured = np.ones(len(self.vocabulary), np.bool_) if self.keep is None else self.keep
+        unused, others = measured & self.vocabulary.unused, measured & ~self.vocabulary.unused
+        if unused.sum() < 3 or not others.any():
+            return []
+        norms = finite_rows(self.embeddings.matrix)[1]
+        # Quartiles, since a few of them may be elsewhere.
+        (low, high), (low_of_others, high_of_others) = (
+            np.quantile(norms[rows], (0.25, 0.75)) for rows in (unused, others)
+        )
+        if high - low > (high_of_others - low_of_others) / 2:
+            return []
+        first = self.vocabulary.name(int(np.flatnonzero(unused)[0]))
+        return [
+            f"{unused.sum()} rows that no training has seen, such as {first}, are measured with "
+            f"the others: half of their norms lie between {low:.3g} and {high:.3g}, and half of "
+            f"the others' between {low_of_others:.3g} and {high_of_others:.3g}."
+        ]
 
     @property
     def matrix(self) -> dict[str, str]:
@@ -142,24 +167,25 @@ def analyze_model(
     directions: int | None = None,
     tokens: Sequence[str] = (),
     device: str = "cpu",
+    status: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Analysis]:
     """Analyze the embeddings of a model: one matrix if they are tied, else input and output.
 
     Rows that are zero or not finite are left out; with ``exclude``, also those that belong to no
     token of the tokenizer (``"padding"``), and tokens with a count of zero (``"unseen"``).
-    ``tokens`` are those that the model must have, as :meth:`Vocabulary.row` takes them.
+    ``tokens`` are those that the model must have, as :meth:`Vocabulary.row` takes them. ``status``
+    shows what is being measured.
 
     Raises:
         UsageError: if there is no such model, or no embeddings or token in it; if counts, a
             tokenizer or a text do not fit the embeddings, or are needed but were not given.
     """
-    matrices, tokenizer = _resolved(model, inputs, bool(sets) or "padding" in exclude)
-    for entry in matrices:
-        width = entry.matrix.shape[1]
-        if (directions or 0) > width:
-            raise UsageError(
-                f"--top {directions}: the embeddings of {model} have only {width} directions"
-            )
+    matrices, tokenizer = _resolve(model, inputs, bool(sets) or "padding" in exclude)
+    width = min(entry.matrix.shape[1] for entry in matrices)
+    if (directions or 0) > width:
+        raise UsageError(
+            f"--top {directions}: the embeddings of {model} have only {width} directions"
+        )
     # A token that is misspelt should be found out before the measures take minutes.
     if tokens:
         vocabulary = _vocabulary(min(matrices, key=lambda m: len(m.matrix)), tokenizer)
@@ -168,13 +194,30 @@ def analyze_model(
     analyses = []
     for entry in matrices:
         with refused(f"{model}: "):
-            analyses.append(
-                _analyze(model, inputs, entry, tokenizer, sets, exclude, directions, device)
-            )
+            counts, padding, alive, measured = _rows(model, inputs, entry, tokenizer, exclude)
+            token_ids = None
+            if tokenizer is not None:
+                token_ids = similarity.single_tokens(tokenizer)
+            elif entry.words is not None:
+                token_ids = _vocabulary(entry, None).rows.get
+            keep = None if measured.all() else measured
+            with status(f"measuring {Path(model).name}, {entry.role}"):
+                report = analyze(
+                    entry.matrix.to(device),
+                    counts,
+                    sets=sets,
+                    token_ids=token_ids,
+                    keep=keep,
+                    directions=directions,
+                )
+        dead = np.flatnonzero(~alive).tolist()
+        analyses.append(
+            Analysis(model, entry, report, padding, counts, keep, dead, inputs, tokenizer)
+        )
     return analyses
 
 
-def _resolved(
+def _resolve(
     model: str, inputs: AnalysisInputs, needed: bool
 ) -> tuple[list[EmbeddingMatrix], PreTrainedTokenizerBase | None]:
     """The matrices of a model, and its tokenizer."""
@@ -190,19 +233,16 @@ def _resolved(
     return matrices, own_tokenizer(model, inputs.revision, needed)
 
 
-def _analyze(
+def _rows(
     model: str,
     inputs: AnalysisInputs,
     entry: EmbeddingMatrix,
     tokenizer: PreTrainedTokenizerBase | None,
-    sets: similarity.Sets | None,
     exclude: Collection[Excluded],
-    directions: int | None,
-    device: str,
-) -> Analysis:
-    """Measure one matrix."""
+) -> tuple[NDArray[Any] | None, int | None, Mask, Mask]:
+    """The counts of the rows, how many are padding, and which are alive and to be measured, [V]."""
     rows = len(entry.matrix)
-    is_token = token_ids = padding = None
+    is_token = None
     if tokenizer is not None:
         ids = np.array(sorted(tokenizer.get_vocab().values()))
         if "padding" in exclude and ids[-1] >= rows:
@@ -211,12 +251,8 @@ def _analyze(
                 "rows. --exclude padding needs the model's own tokenizer"
             )
         is_token = np.isin(np.arange(rows), ids)
-        token_ids, padding = similarity.single_tokens(tokenizer), int((~is_token).sum())
-    elif entry.words is not None:
-        token_ids = _vocabulary(entry, None).rows.get
     counts = _counts(model, inputs, tokenizer, rows, is_token)
-    finite, norms = finite_rows(entry.matrix)
-    alive = finite & (norms > 0)
+    alive = alive_rows(entry.matrix)
     # Without any row to measure, analyze says what is wrong with the matrix.
     measured = alive | (not alive.any())
     if "padding" in exclude and is_token is not None:
@@ -227,23 +263,7 @@ def _analyze(
         measured &= counts > 0
     if not measured.any():
         raise UsageError(f"--exclude {' '.join(exclude)} leaves no row of the embeddings")
-    total, keep = PASSES * int(measured.sum()), None if measured.all() else measured
-    label = f"measuring {printable(Path(model).name)}"
-    with tqdm(
-        total=total, desc=label, unit=" rows", unit_scale=True, disable=None, leave=False
-    ) as bar:
-        report = analyze(
-            entry.matrix.to(device),
-            counts,
-            sets=sets,
-            token_ids=token_ids,
-            keep=keep,
-            directions=directions,
-            on_rows=bar.update,
-        )
-    dead = np.flatnonzero(~alive).tolist()
-    unused = "" if tokenizer is None else _unused(_vocabulary(entry, tokenizer), norms, measured)
-    return Analysis(model, entry, report, padding, counts, keep, dead, unused, inputs, tokenizer)
+    return counts, None if is_token is None else int((~is_token).sum()), alive, measured
 
 
 def _vocabulary(entry: EmbeddingMatrix, tokenizer: PreTrainedTokenizerBase | None) -> Vocabulary:
@@ -252,38 +272,12 @@ def _vocabulary(entry: EmbeddingMatrix, tokenizer: PreTrainedTokenizerBase | Non
     return read_vocabulary(tokenizer, len(entry.matrix))
 
 
-def _unused(vocabulary: Vocabulary, norms: NDArray[np.float64], measured: Mask) -> str:
-    """That rows which no training has seen are measured with the others, if they lie together."""
-    unused = vocabulary.unused & measured
-    if unused.sum() < 3 or not (measured & ~unused).any():
-        return ""
-    # Quartiles, since a few of them may be elsewhere.
-    (low, high), (low_of_others, high_of_others) = (
-        np.quantile(norms[rows], (0.25, 0.75)) for rows in (unused, measured & ~unused)
-    )
-    if high - low > (high_of_others - low_of_others) / 2:
-        return ""
-    first = vocabulary.name(int(np.flatnonzero(unused)[0]))
-    return (
-        f"{unused.sum()} rows that no training has seen, such as {first}, are measured with the "
-        f"others: half of their norms lie between {low:.3g} and {high:.3g}, and half of the "
-        f"others' between {low_of_others:.3g} and {high_of_others:.3g}."
-    )
-
-
 def word_similarity_sets(place: str | Path) -> dict[str, similarity.WordSimilaritySet]:
     """The word-similarity sets in a file or folder; or those to ``"download"`` and keep."""
-    folder = Path(place)
-    if str(place) == "download":
-        try:
-            folder = similarity.download_word_similarity()
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"--word-similarity download: {one_line(error)}. Put the published files into a "
-                "folder and pass --word-similarity FOLDER instead"
-            ) from None
     with refused("--word-similarity: ", (OSError, ValueError)):
-        return similarity.read_word_similarity(folder)
+        if str(place) == "download":
+            place = similarity.download_word_similarity()
+        return similarity.read_word_similarity(place)
 
 
 def named_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -326,16 +320,15 @@ def _counts(
     with refused(option):
         counts = read_array(path)
     # Training counts the tokens of its vocabulary, to which the model's matrix may add padding.
-    missing_are_padding = is_token is not None and not is_token[counts.size :].any()
-    if counts.ndim != 1 or not (
-        len(counts) == rows or (len(counts) < rows and missing_are_padding)
-    ):
+    missing = rows - counts.size
+    is_padding = is_token is not None and not is_token[counts.size :].any()
+    if counts.ndim != 1 or missing < 0 or (missing > 0 and not is_padding):
         raise UsageError(
             f"{option}{path} has the shape {list(counts.shape)}, but must hold one number for each "
             f"of the {rows} rows of the embeddings; only padding at their end may be left out, "
             "where a tokenizer tells which rows are padding"
         )
-    return np.concatenate([counts, np.zeros(rows - len(counts), dtype=counts.dtype)])
+    return np.append(counts, np.zeros(missing, counts.dtype))
 
 
 def _counted(
@@ -350,13 +343,10 @@ def _counted(
         with refused("--tokens ", UsageError):
             files = [token_file(path, rows, inputs.token_dtype) for path in inputs.tokens]
         tokens = Tokens(files)
-        starts = range(0, len(tokens), 2**24)
-        bar = tqdm(starts, "counting tokens", disable=None, leave=False)
-        pieces = (tokens[start : start + 2**24] for start in bar)
+        pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
         given = f"--tokens {' '.join(map(str, inputs.tokens))}"
     counts = np.zeros(rows, dtype=np.int64)
-    option = given.partition(" ")[0]
-    with refused(f"{model}: {given}: "), refused(f"{option} ", UsageError):
+    with refused(f"{model}: {given}: "), refused(f"{given.split()[0]} ", UsageError):
         for piece in pieces:
             counts += unigram_counts(piece, rows)
     return counts

@@ -11,6 +11,8 @@ from coupled_adam.embeddings.neighbours import DuplicateReport, NeighbourReport
 from coupled_adam.embeddings.undertrained import UndertrainedReport
 from coupled_adam.rendering.tables import Cell, Table, csv_text
 
+Answer = UndertrainedReport | NeighbourReport | DuplicateReport
+"""What was found out about a matrix beyond its measures."""
 Row = list[str | Cell]
 """A label, a symbol, a value for each matrix, and the healthy range."""
 _SOURCES = list(dict.fromkeys(m.healthy.source for m in MEASURES.values() if m.healthy is not None))
@@ -135,9 +137,7 @@ def analyses_csv(analyses: Sequence[Analysis]) -> str:
 
 def analyses_json(
     analyses: Sequence[Analysis],
-    undertrained: Sequence[UndertrainedReport] = (),
-    neighbours: Sequence[NeighbourReport] = (),
-    duplicates: Sequence[DuplicateReport] = (),
+    answers: Sequence[Answer] = (),
     comparisons: Sequence[Comparison] = (),
 ) -> str:
     """A JSON object for one matrix and its tokens, or a list of objects for several.
@@ -145,12 +145,10 @@ def analyses_json(
     With comparisons, the result is an object of ``models``, the list, and ``changes``.
     """
     entries = [analysis.to_dict() for analysis in analyses]
-    for entry, named in zip(entries, undertrained):
-        entry |= {"diagnosis": named.diagnosis, "undertrained": named.to_dict()}
-    for entry, neighbourhood in zip(entries, neighbours):
-        entry |= neighbourhood.to_dict()
-    for entry, pairs in zip(entries, duplicates):
-        entry |= {"duplicates": pairs.to_dict()}
+    for analysis, entry in zip(analyses, entries):
+        for answer in answers:
+            if answer.analysis is analysis:
+                entry |= answer.to_dict()
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
         content = {"models": entries, "changes": [changes.to_dict() for changes in comparisons]}

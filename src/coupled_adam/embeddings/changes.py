@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Progress, finite_rows, rows_done
+from coupled_adam.embeddings.geometry import Array, Embeddings, finite_rows
 from coupled_adam.embeddings.vocabulary import Vocabulary
 from coupled_adam.errors import UsageError, refused
 from coupled_adam.rendering.tables import Table
@@ -76,14 +75,8 @@ def match_rows(first: Vocabulary, second: Vocabulary) -> Pairs:
     return Pairs(first_rows, second_rows, "text", new, gone)
 
 
-def compare(
-    first: Embeddings,
-    second: Embeddings,
-    pairs: Pairs | None = None,
-    *,
-    progress: Progress | None = None,
-) -> Changes:
-    """Compare two embedding matrices [V, H] and [V', H'] row by row and as a whole.
+def compare(first: Embeddings, second: Embeddings, pairs: Pairs | None = None) -> Changes:
+    """Compare two matrices [V, H] and [V', H'] row by row and as a whole.
 
     Linear CKA is that of Kornblith et al. (2019, arXiv 1905.00414): ||B^T A||^2 / (||A^T A||
     ||B^T B||) with Frobenius norms and the means removed. It is defined for any two widths. Four
@@ -93,75 +86,44 @@ def compare(
         pairs: which rows belong together; by default those of the same id.
 
     Raises:
-        ValueError: if no rows belong together.
+        ValueError: if no rows belong together, or all rows of one matrix are equal.
     """
     if pairs is None:
         pairs = match_rows(Vocabulary.of_ids(len(first)), Vocabulary.of_ids(len(second)))
-    on_rows = rows_done(progress, len(first) + len(second) + 6 * len(pairs.first))
-    (finite, before), (finite_second, after) = (finite_rows(m, on_rows) for m in (first, second))
+    (finite, before), (finite_second, after) = map(finite_rows, (first, second))
     usable = finite[pairs.first] & finite_second[pairs.second]
     if not usable.any():
         raise ValueError("the two matrices have no finite rows of the same tokens")
-    rows, rows_of_second = pairs.first[usable], pairs.second[usable]
     # Rows that are zero or not finite on either side have no ratio.
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = after[pairs.second] / before[pairs.first]
     ratios[~np.isfinite(ratios) | (ratios == 0)] = np.nan
-    mean_norm = float(before[rows].mean())
-    geometry.check_not_zero(mean_norm)
-    means, cka, used_cosines = _aligned(first, second, rows, rows_of_second, on_rows)
-    cosines = None
-    if used_cosines is not None:
-        cosines = np.full(len(usable), np.nan)
-        cosines[usable] = used_cosines
-    return Changes(
-        pairs,
-        cosines,
-        ratios,
-        cka,
-        None if cosines is None else float((means[1] - means[0]).norm()) / mean_norm,
-    )
-
-
-def _aligned(
-    first: Embeddings,
-    second: Embeddings,
-    rows: Rows,
-    rows_of_second: Rows,
-    on_rows: Callable[[int], object],
-) -> tuple[list[Tensor], float, Array | None]:
-    """The means of the rows of pairs [n], their linear CKA, and their cosines if widths agree."""
+    rows, rows_of_second = pairs.first[usable], pairs.second[usable]
+    geometry.check_not_zero(before[rows])
     # The norms of A^T A and B^T B, and below that of B^T A, all with the means removed.
     means, grams = [], []
     for matrix, used in ((first, rows), (second, rows_of_second)):
         keep = np.isin(np.arange(len(matrix)), used)
-        mean = geometry.mean_and_norms(matrix, keep, on_rows)[0]
+        mean = geometry.mean_and_norms(matrix, keep)[0]
         means.append(mean.cpu())
-        grams.append(float(geometry.gram(matrix, mean, keep, on_rows).norm()))
+        grams.append(float(geometry.gram(matrix, mean, keep).norm()))
     if 0 in grams:
         raise ValueError("all rows of one of the matrices are equal: CKA is not defined")
     widths = first.shape[1], second.shape[1]
+    same_width = widths[0] == widths[1]
     cross = torch.zeros(widths, dtype=torch.float64)
-    cosines = np.empty(len(rows)) if widths[0] == widths[1] else None
+    cosines = np.full(len(usable), np.nan)
     for chunk in geometry.row_slices(len(rows), max(widths)):
         a = geometry.as_float64(first[rows[chunk]]).cpu()
         b = geometry.as_float64(second[rows_of_second[chunk]]).cpu()
         cross.addmm_((a - means[0]).T, b - means[1])
-        if cosines is not None:
+        if same_width:
             scale = a.norm(dim=1) * b.norm(dim=1)
-            cosines[chunk] = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan).numpy()
-        on_rows(2 * len(a))
-    return means, float(cross.norm()) ** 2 / math.prod(grams), cosines
-
-
-def linear_cka(first: Embeddings, second: Embeddings) -> float:
-    """The linear CKA of two matrices with one row for each token, [V, H] and [V, H']; 0 to 1.
-
-    Raises ValueError if they have different numbers of rows, or all rows of one are equal.
-    """
-    if len(first) != len(second):
-        raise ValueError(f"the matrices have {len(first)} and {len(second)} rows")
-    return compare(first, second).cka
+            found = torch.where(scale > 0, (a * b).sum(1) / scale, torch.nan)
+            cosines[np.flatnonzero(usable)[chunk]] = found.numpy()
+    shift = float((means[1] - means[0]).norm()) / float(before[rows].mean()) if same_width else None
+    cka = float(cross.norm()) ** 2 / math.prod(grams)
+    return Changes(pairs, cosines if same_width else None, ratios, cka, shift)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,9 +164,9 @@ class Comparison:
             [f"tokens of both, matched by {numbers['matched_by']}", str(numbers["matched"])],
             ["rows of the second only", str(numbers["new_rows"])],
             ["rows of the first only", str(numbers["gone_rows"])],
+            ["linear CKA", _shown(numbers["cka"])],
+            ["shift of the mean / mean norm", _shown(numbers["mean_shift"])],
         ]
-        totals.append(["linear CKA", _shown(numbers["cka"])])
-        totals.append(["shift of the mean / mean norm", _shown(numbers["mean_shift"])])
         movers = []
         for token in numbers["movers"]:
             change = _shown(token["cosine"]), _shown(token["norm_ratio"])
@@ -216,9 +178,7 @@ class Comparison:
         ]
 
 
-def compare_analyses(
-    before: Sequence[Analysis], after: Sequence[Analysis], progress: Progress | None = None
-) -> list[Comparison]:
+def compare_analyses(before: Sequence[Analysis], after: Sequence[Analysis]) -> list[Comparison]:
     """Compare the matrices of two models, input with input and output with output.
 
     A tied matrix is compared with both matrices of a model that is not tied. Raises UsageError if
@@ -230,10 +190,9 @@ def compare_analyses(
             # A matrix that is tied, or whose role is not known, may be compared with either.
             if {first.embeddings.role, second.embeddings.role} == {"input", "output"}:
                 continue
-            matrices = first.embeddings.matrix, second.embeddings.matrix
+            pairs = match_rows(first.vocabulary, second.vocabulary)
             with refused(f"--compare {first.model} {second.model}: "):
-                pairs = match_rows(first.vocabulary, second.vocabulary)
-                changes = compare(*matrices, pairs, progress=progress)
+                changes = compare(first.embeddings.matrix, second.embeddings.matrix, pairs)
             comparisons.append(Comparison(first, second, changes))
     if not comparisons:
         raise UsageError(

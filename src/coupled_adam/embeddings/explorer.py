@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.changes import Comparison
-from coupled_adam.embeddings.geometry import Progress
 from coupled_adam.embeddings.neighbours import NEIGHBOURS, nearest
 from coupled_adam.embeddings.undertrained import INDICATORS, UndertrainedReport
 from coupled_adam.errors import UsageError
@@ -52,7 +51,6 @@ def token_frame(
     comparisons: Sequence[Comparison] = (),
     *,
     limit: int | None = None,
-    progress: Progress | None = None,
 ) -> pandas.DataFrame:
     """One row for each token of one or several matrices: where it lies, and all that is known.
 
@@ -70,15 +68,19 @@ def token_frame(
     frames: list[pandas.DataFrame] = []
     for entry in matrices:
         matrix = entry.analysis.embeddings.matrix
-        rows = _chosen(entry, share)
-        if matrix.shape[1] not in axes:
-            axes[matrix.shape[1]] = _principal_axes(matrix, entry)
+        rows, width = _chosen(entry, share), matrix.shape[1]
+        if width not in axes:
+            axes[width] = _principal_axes(matrix, _chosen(entry, None))
+        mean, directions = axes[width]
         frame = pandas.DataFrame(_columns(entry, comparisons, rows))
-        frame["x"], frame["y"] = _projected(matrix, rows, *axes[matrix.shape[1]]).T
+        xy = np.zeros((len(rows), 2), np.float32)  # a matrix of one column has no second direction
+        for chunk in geometry.row_slices(len(rows), width):
+            block = geometry.as_float64(matrix[rows[chunk]]) - mean
+            xy[chunk, : directions.shape[1]] = geometry.as_array(block @ directions)
+        frame["x"], frame["y"] = xy.T
         # Among themselves, so that the numbers of the frame's rows name them.
         shown = np.isin(np.arange(len(matrix)), rows)
-        k = min(NEIGHBOURS, len(rows) - 1)
-        near = nearest(matrix, rows, k, centered=True, keep=shown, progress=progress)
+        near = nearest(matrix, rows, min(NEIGHBOURS, len(rows) - 1), centered=True, keep=shown)
         numbers = np.searchsorted(rows, near.neighbours) + sum(map(len, frames))
         frame["neighbors"] = [
             {"ids": ids.tolist(), "distances": distances.tolist()}
@@ -89,10 +91,7 @@ def token_frame(
 
 
 def export(
-    matrices: Sequence[UndertrainedReport],
-    comparisons: Sequence[Comparison],
-    name: str,
-    progress: Progress | None = None,
+    matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison], name: str
 ) -> dict[str, bytes]:
     """The files that ``name`` stands for, by name, with all tokens.
 
@@ -103,10 +102,9 @@ def export(
     Raises:
         UsageError: if the matrices have different widths, which TSV cannot hold.
     """
-    frame = token_frame(matrices, comparisons, progress=progress)
+    frame = token_frame(matrices, comparisons)
     if name.endswith(".parquet"):
         file = io.BytesIO()
-        frame.attrs["generator"] = "coupled-adam"
         frame.to_parquet(file)
         return {name: file.getvalue()}
     widths = {entry.analysis.embeddings.matrix.shape[1] for entry in matrices}
@@ -125,14 +123,12 @@ def export(
 
 
 def explorer_page(
-    matrices: Sequence[UndertrainedReport],
-    comparisons: Sequence[Comparison] = (),
-    progress: Progress | None = None,
+    matrices: Sequence[UndertrainedReport], comparisons: Sequence[Comparison] = ()
 ) -> str:
     """A map of the tokens as one page of HTML that loads nothing; hovering shows what is known."""
     import plotly.express
 
-    frame = token_frame(matrices, comparisons, limit=POINTS, progress=progress)
+    frame = token_frame(matrices, comparisons, limit=POINTS)
     names = [html.escape(repr(token) if token else "–", quote=False) for token in frame["token"]]
     frame["nearest"] = [
         ", ".join(names[row] for row in near["ids"][:_HOVERED]) for near in frame["neighbors"]
@@ -141,7 +137,8 @@ def explorer_page(
     labels = [entry.analysis.label for entry in matrices]
     frame["matrix"] = np.repeat(labels, [len(_chosen(m, POINTS // len(labels))) for m in matrices])
     indicator = matrices[0].indicated.order_by
-    names_of_columns: dict[str, str] = {str(key): label for key, label in INDICATORS.items()}
+    shown = {"x": "principal component 1", "y": "principal component 2"}
+    shown |= {str(name): label for name, label in INDICATORS.items()}
     unseen = ("x", "y", "matrix", "token", "neighbors", "model", "name")
     figure = plotly.express.scatter(
         frame,
@@ -151,19 +148,18 @@ def explorer_page(
         facet_col="matrix" if len(matrices) > 1 else None,
         hover_name="name",
         hover_data={str(column): column not in unseen for column in frame.columns},
-        labels={"x": "principal component 1", "y": "principal component 2", **names_of_columns},
+        labels=shown,
         title="Tokens, colored by how much they resemble unused ones (lower: more)",
         render_mode="webgl",
         color_continuous_scale="Viridis",
     )
     figure.update_traces(marker={"size": 4})
     drawn = figure.to_html(full_html=False, include_plotlyjs=True, default_height="92vh")
-    title = html.escape(f"Tokens: {', '.join(labels)}")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="generator" content="coupled-adam">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f"<title>{title}</title></head>\n<body>{drawn}</body></html>\n"
+        f"<title>Tokens: {html.escape(', '.join(labels))}</title></head>\n"
+        f"<body>{drawn}</body></html>\n"
     )
 
 
@@ -174,40 +170,26 @@ def metadata_file(name: str) -> str:
 
 def _chosen(entry: UndertrainedReport, share: int | None) -> NDArray[np.int64]:
     """The rows of a matrix that are finite and different from zero, or a sample of them."""
-    healthy = np.ones(len(entry.analysis.embeddings.matrix), np.bool_)
-    healthy[entry.indicated.dead] = False
-    rows = np.flatnonzero(healthy)
+    rows = np.setdiff1d(np.arange(len(entry.analysis.embeddings.matrix)), entry.indicated.dead)
     if share is None or len(rows) <= share:
         return rows
     # Up to half of the sample are under-trained or unused rows, and the rest is random.
     preferred = np.concatenate([entry.rows, np.flatnonzero(entry.indicated.unused)])
-    preferred = preferred[healthy[preferred]][: share // 2]
+    preferred = preferred[np.isin(preferred, rows)][: share // 2]
     usual = np.random.default_rng(0).permutation(np.setdiff1d(rows, preferred))
     return np.sort(np.concatenate([preferred, usual[: share - len(preferred)]]))
 
 
 def _principal_axes(
-    matrix: torch.Tensor, entry: UndertrainedReport
+    matrix: torch.Tensor, rows: NDArray[np.int64]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean [H], and the first two principal directions [H, 2]."""
-    healthy = np.ones(len(matrix), np.bool_)
-    healthy[entry.indicated.dead] = False
-    mean = geometry.mean_and_norms(matrix, healthy)[0]
-    axes = torch.linalg.eigh(geometry.gram(matrix, mean, healthy))[1].flip(1)[:, :2]
+    """The mean [H] of some rows, and their first two principal directions [H, 2]."""
+    keep = np.isin(np.arange(len(matrix)), rows)
+    mean = geometry.mean_and_norms(matrix, keep)[0]
+    axes = torch.linalg.eigh(geometry.gram(matrix, mean, keep))[1].flip(1)[:, :2]
     # The sign of an eigenvector is arbitrary: its largest component is positive.
     largest = axes.abs().argmax(0)
     return mean, axes * axes.gather(0, largest[None]).sign()
-
-
-def _projected(
-    matrix: torch.Tensor, rows: NDArray[np.int64], mean: torch.Tensor, axes: torch.Tensor
-) -> NDArray[np.float32]:
-    """The coordinates of rows [n] along two directions, [n, 2]; 0 for a matrix of one column."""
-    xy = np.zeros((len(rows), 2), np.float32)
-    for chunk in geometry.row_slices(len(rows), matrix.shape[1]):
-        block = geometry.as_float64(matrix[rows[chunk]])
-        xy[chunk, : axes.shape[1]] = geometry.as_array((block - mean) @ axes)
-    return xy
 
 
 def _columns(

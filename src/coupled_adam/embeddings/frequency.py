@@ -1,18 +1,15 @@
 """How embeddings depend on the frequency of their tokens."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from coupled_adam.embeddings.geometry import Embeddings, as_array, blocks, mean_embedding, row_norms
+from coupled_adam.embeddings.geometry import Array
 
 _BLOCK = 2**24
-
-Convention = Literal["seen", "published"]
-"""What tokens that never occur count for in a correlation with log p_i."""
 
 
 def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDArray[np.int64]:
@@ -37,62 +34,23 @@ def unigram_counts(tokens: torch.Tensor | NDArray[Any], vocab_size: int) -> NDAr
     return counts
 
 
-def norm_frequency_correlation(
-    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any], *, convention: Convention = "seen"
-) -> float:
-    """The Pearson correlation rho of ||e_i|| with log p_i, where p_i is the unigram probability.
+def correlation_with_log(values: Array, p: Array, floor: float | None = None) -> float:
+    """The Pearson correlation of values [V] with log p [V]; NaN if all of one side are equal.
 
-    Args:
-        embeddings: [V, H].
-        counts: [V], counts or probabilities (the total does not matter).
-        convention: ``"seen"`` leaves tokens with zero probability out: they have no log p_i.
-            ``"published"`` correlates all rows with log(p_i + 1e-10), as in arXiv 2502.08441, for
-            comparison with values in the literature. Padding and other tokens that never occur are
-            then points far from all others, at log 1e-10, whose weight depends on the constant.
-
-    It is NaN if all norms or all probabilities are equal.
-
-    Raises:
-        ValueError: if counts do not have the shape [V], are negative or not finite, or if fewer
-            than two are positive; if the convention is neither of the two.
+    Rows with p = 0 have no log p, and are left out. With a floor they are not: all shares of p are
+    then that much larger, as in arXiv 2502.08441, where such rows lie far from all others.
     """
-    return correlation_with_log(row_norms(embeddings), counts, convention)
-
-
-def mean_frequency_correlation(
-    embeddings: Embeddings, counts: torch.Tensor | NDArray[Any]
-) -> float:
-    """The Pearson correlation of e_i . mu with log p_i, between -1 and 1.
-
-    If it is negative, rare tokens lie further in the direction of the mean than frequent tokens,
-    so that it is mostly the rare tokens that shift the mean away from the origin. Arguments, result
-    and errors are those of :func:`norm_frequency_correlation`.
-    """
-    mean = torch.from_numpy(mean_embedding(embeddings))
-    along = np.concatenate([as_array(rows @ mean.to(rows.device)) for rows in blocks(embeddings)])
-    return correlation_with_log(along, counts)
-
-
-def correlation_with_log(
-    values: NDArray[np.float64],
-    counts: torch.Tensor | NDArray[Any],
-    convention: Convention = "seen",
-) -> float:
-    """The correlation of values [V] with log p [V]; see :func:`norm_frequency_correlation`."""
-    if convention not in ("seen", "published"):
-        raise ValueError(f"Invalid convention: {convention!r} ('seen' or 'published')")
-    p = checked_counts(counts, len(values))
-    if convention == "seen":
+    if floor is None:
         values, p = values[p > 0], p[p > 0]
     else:
-        p = p / p.sum() + 1e-10
+        p = p / p.sum() + floor
     with np.errstate(all="ignore"):
         if np.ptp(values) == 0 or np.ptp(p) == 0:
             return float("nan")
     return float(stats.pearsonr(values, np.log(p)).statistic)
 
 
-def checked_counts(counts: torch.Tensor | NDArray[Any], rows: int) -> NDArray[np.float64]:
+def checked_counts(counts: torch.Tensor | NDArray[Any], rows: int) -> Array:
     """Check unigram counts against the number of embeddings; return them as float64 [V]."""
     if isinstance(counts, torch.Tensor):
         counts = counts.detach().cpu().numpy()

@@ -177,11 +177,6 @@ def _largest(item: tuple[str, tuple[int, ...]]) -> tuple[int, str]:
     return -item[1][0] * item[1][1], item[0]
 
 
-def is_embedding(name: str) -> bool:
-    """Whether a tensor has one of the known names of embeddings, after any module prefix."""
-    return f".{name}".endswith((*_INPUT_ENDINGS, *_OUTPUT_ENDINGS))
-
-
 def _named(matrices: Mapping[str, tuple[int, ...]], endings: tuple[str, ...]) -> str | None:
     """The matrix with the first of the known names that occurs, after any module prefix."""
     for ending in endings:
@@ -217,7 +212,6 @@ def _read(weights: Weights, name: str) -> Tensor:
 
 
 _SCALES = ("_scale_inv", "_scale")
-_SCALED = r"(_scale_inv|_scale)$"
 
 
 def _scaled(weights: Weights, name: str, matrix: Tensor, scale_name: str) -> Tensor:
@@ -228,28 +222,24 @@ def _scaled(weights: Weights, name: str, matrix: Tensor, scale_name: str) -> Ten
     """
     scale = weights.read(scale_name).float()
     rows, columns = matrix.shape
-    block = None
-    if scale.numel() == 1:
-        block = [rows, columns]
-    elif tuple(scale.shape) in ((rows,), (rows, 1)):
-        block = [1, columns]
-    elif scale.ndim == 2:
-        config = (weights.config or {}).get("quantization_config")
-        said = config.get("weight_block_size") if isinstance(config, Mapping) else None
-        for size in [said] if said else [[n, n] for n in (128, 64, 32)]:
-            if tuple(scale.shape) == tuple(-(-n // b) for n, b in zip(matrix.shape, size)):
-                block = size
-                break
-    if block is None:
+    config = (weights.config or {}).get("quantization_config")
+    said = config.get("weight_block_size") if isinstance(config, Mapping) else None
+    if scale.numel() == 1 or tuple(scale.shape) in ((rows,), (rows, 1)):
+        blocks = [[rows // len(scale.reshape(-1)), columns]]
+    else:
+        blocks = [said] if said else [[n, n] for n in (128, 64, 32)]
+        blocks = [b for b in blocks if scale.shape == (-(-rows // b[0]), -(-columns // b[1]))]
+    if not blocks:
         raise ValueError(
             f"{weights.source}: {name} {[rows, columns]} has scales {scale_name} "
             f"{list(scale.shape)} in an unknown layout: save the weights in bfloat16"
         )
-    scale = scale.reshape(-(-rows // block[0]), -(-columns // block[1]))
+    height, width = blocks[0]
+    scale = scale.reshape(-(-rows // height), -(-columns // width))
     scaled = torch.empty(matrix.shape)
     for index, of_rows in enumerate(scale):
-        chunk = slice(index * block[0], (index + 1) * block[0])
-        scaled[chunk] = matrix[chunk].float() * of_rows.repeat_interleave(block[1])[:columns]
+        chunk = slice(index * height, (index + 1) * height)
+        scaled[chunk] = matrix[chunk].float() * of_rows.repeat_interleave(width)[:columns]
     return scaled
 
 
@@ -307,7 +297,11 @@ def _join(
     config: Mapping[str, Any] | None,
 ) -> Weights:
     """Join a model's shards; only shards that may contain embeddings are opened."""
-    embeddings = {n: file for n, file in files.items() if is_embedding(re.sub(_SCALED, "", n))}
+    embeddings = {
+        name: file
+        for name, file in files.items()
+        if f".{re.sub('(_scale|_scale_inv)$', '', name)}".endswith(_INPUT_ENDINGS + _OUTPUT_ENDINGS)
+    }
     # Without a known name in the index any of them may have the embeddings.
     opened = {file: open_shard(file) for file in sorted({*(embeddings or files).values()})}
     for name, file in embeddings.items():

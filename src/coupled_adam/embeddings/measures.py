@@ -1,8 +1,8 @@
 """The registry of measures: each is declared once, as a field of :class:`Measures`.
 
 A field holds the number, and its declaration holds everything that a table, a log or a page needs
-to know of it. To add a measure: its function in ``geometry.py`` or ``frequency.py``, its field
-here, its row in ``docs/analyze.md``, and its test.
+to know of it. To add a measure: its field with its function here, its row in ``docs/analyze.md``,
+and its test.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from coupled_adam.embeddings import geometry
+import numpy as np
+from scipy import special
+
 from coupled_adam.embeddings.frequency import correlation_with_log
 from coupled_adam.embeddings.geometry import Array
 from coupled_adam.embeddings.partition import isotropy_of
@@ -106,7 +108,13 @@ class Measure:
 
     def text(self, value: float | None) -> str:
         """Format a value for a table; a dash for None."""
-        return "–" if value is None else fixed(value, self.digits)
+        if value is None:
+            return "–"
+        # A value outside of its healthy range must not be rounded into it.
+        digits = self.digits
+        while not self.is_healthy(value) and self.is_healthy(float(fixed(value, digits))):
+            digits += 1
+        return fixed(value, digits)
 
 
 _PAPER = "arXiv 2502.08441, 125M to 2.6B parameters"
@@ -138,10 +146,24 @@ def _of_length(
     return lambda rows: function(rows) if rows.norms.any() else None
 
 
+def _participation_ratio(values: Array) -> float:
+    shares = (values / values[0]) ** 2
+    return float(shares.sum() ** 2 / (shares**2).sum())
+
+
 def _iso_score(rows: MeasureInputs) -> float | None:
+    # To this the steps of its definition reduce.
     if rows.spread is None or rows.columns == 1:
         return None
-    return geometry.iso_score_of(geometry.participation_ratio_of(rows.spread), rows.columns)
+    return (_participation_ratio(rows.spread) - 1) / (rows.columns - 1)
+
+
+def _explained_variance(rows: MeasureInputs) -> float | None:
+    return None if rows.spread is None else rows.spread[0] ** 2 / (rows.spread**2).sum()
+
+
+def _correlation(values: Array | None, p: Array | None, floor: float | None = None) -> float | None:
+    return None if values is None or p is None else correlation_with_log(values, p, floor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +245,7 @@ class Measures:
         flags=("first", "column", "logged"),
     )
     condition: float | None = _measure(
-        _of_length(lambda rows: geometry.condition_of(rows.values)),
+        _of_length(lambda rows: 100 * rows.values[-1] / rows.values[0]),
         ("condition, 100 σ_min/σ_max", "κ", 2, "higher"),
         meaning="100 × smallest / largest singular value",
         healthy=Healthy(f"6.6 to 9.9 with Coupled Adam, 3.4 to 4.3 with AdamW ({_STUDY})"),
@@ -242,7 +264,7 @@ class Measures:
         flags=("first", "logged"),
     )
     effective_rank: float | None = _measure(
-        _of_length(lambda rows: geometry.effective_rank_of(rows.values)),
+        _of_length(lambda rows: np.exp(special.entr(rows.values / rows.values.sum()).sum())),
         ("effective rank", "", 1, "higher"),
         meaning="exponential of the entropy of the singular values (Roy & Vetterli 2007)",
         healthy=Healthy("H if all directions are used equally (Roy & Vetterli 2007)"),
@@ -256,13 +278,13 @@ class Measures:
         flags=("first", "logged"),
     )
     explained_variance: float | None = _measure(
-        lambda rows: None if rows.spread is None else geometry.explained_variance_of(rows.spread),
+        _explained_variance,
         ("explained variance of the first direction", "", 3, "lower"),
         meaning="the share of the variance along the first principal direction",
         healthy=Healthy("1 / H if all directions vary equally"),
     )
     participation_ratio: float | None = _measure(
-        _of_length(lambda rows: geometry.participation_ratio_of(rows.values)),
+        _of_length(lambda rows: _participation_ratio(rows.values)),
         ("participation ratio", "", 1, "higher"),
         meaning="how many directions have most of the variance",
         healthy=Healthy("H if all directions are used equally; outliers lower it first"),
@@ -282,14 +304,14 @@ class Measures:
         flags=("of_the_mean",),
     )
     norm_frequency_correlation_published: float | None = _measure(
-        lambda rows: _correlation(rows.norms, rows.p, "published"),
+        lambda rows: _correlation(rows.norms, rows.p, 1e-10),
         ("norm vs. log frequency, as published", "", 2, "higher"),
         header="ρ as published",
         meaning="the same correlation over all tokens, with log(p + 1e-10)",
         flags=("logged",),
     )
     mean_frequency_correlation: float | None = _measure(
-        lambda rows: None if rows.along is None else _correlation(rows.along, rows.p),
+        lambda rows: _correlation(rows.along, rows.p),
         ("along the mean vs. log frequency", "", 2, None),
         meaning="correlation of e · μ and log frequency",
         healthy=Healthy(
@@ -319,15 +341,10 @@ class Measures:
         for field in dataclasses.fields(Measures):
             if "function" in field.metadata:
                 number = field.metadata["function"](rows)
-                undefined = isinstance(number, float) and math.isnan(number)
-                numbers[field.name] = None if undefined else number
+                if isinstance(number, float):
+                    number = None if math.isnan(number) else float(number)
+                numbers[field.name] = number
         return cls(**numbers, singular_values=rows.values.tolist())
-
-
-def _correlation(
-    values: Array, p: Array | None, convention: Literal["seen", "published"] = "seen"
-) -> float | None:
-    return None if p is None else correlation_with_log(values, p, convention)
 
 
 MEASURES = {

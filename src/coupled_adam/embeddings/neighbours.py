@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, Progress, alive_rows
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, alive_rows
 from coupled_adam.errors import refused
 from coupled_adam.rendering.tables import Table
 
@@ -58,11 +58,10 @@ class Hubness:
 def nearest(
     embeddings: Embeddings,
     rows: Sequence[int] | NDArray[Any],
-    k: int = 10,
+    k: int = NEIGHBOURS,
     *,
     centered: bool = False,
     keep: Mask | None = None,
-    progress: Progress | None = None,
 ) -> Neighbours:
     """Find the k nearest neighbours of some rows [n] of a matrix [V, H] by cosine similarity.
 
@@ -80,54 +79,75 @@ def nearest(
         ValueError: if a row is not between 0 and V - 1 or has no direction, or k is out of range.
     """
     usable = alive_rows(embeddings)
-    total = len(usable)
     queries = np.asarray(rows, dtype=np.int64)
-    outside = queries[(queries < 0) | (queries >= total)]
+    outside = queries[(queries < 0) | (queries >= len(usable))]
     if len(outside):
-        raise ValueError(f"rows must be between 0 and {total - 1}, but one is {outside[0]}")
+        raise ValueError(f"rows must be between 0 and {len(usable) - 1}, but one is {outside[0]}")
     if not usable[queries].all():
         row = queries[~usable[queries]][0]
         raise ValueError(f"row {row} has no neighbours: zero or not finite")
-    mean, _ = geometry.mean_and_norms(embeddings, usable)
-    shift = mean if centered else torch.zeros_like(mean)
     candidates = usable if keep is None else usable & keep
     if not 1 <= k < candidates.sum():
         raise ValueError(f"k={k} must be from 1 to {int(candidates.sum()) - 1}")
+    mean, _ = geometry.mean_and_norms(embeddings, usable)
+    shift = mean if centered else torch.zeros_like(mean)
     neighbours = np.empty((len(queries), k), np.int64)
     cosines = np.empty((len(queries), k), np.float32)
     # So many at a time that the cosines of a block of the matrix with all of them stay small.
     for start in range(0, len(queries), _QUERIES):
         chunk = slice(start, start + _QUERIES)
-
-        def report(share: float, first: int = start, size: int = len(queries[chunk])) -> None:
-            if progress is not None:
-                progress(int(first + share * size), len(queries))
-
         neighbours[chunk], cosines[chunk] = _search(
-            embeddings, queries[chunk], k, shift, candidates, report
+            embeddings, queries[chunk], k, shift, candidates
         )
     return Neighbours(queries, neighbours, cosines)
 
 
-def hubness(
+def _search(
     embeddings: Embeddings,
-    k: int = 10,
-    *,
-    centered: bool = False,
-    sample: int | None = None,
-    progress: Progress | None = None,
-) -> Hubness:
+    rows: NDArray[np.int64],
+    k: int,
+    mean: torch.Tensor,
+    candidates: Mask,
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The k nearest of some rows, and the cosines, in one pass over the matrix."""
+    queries = _directions(geometry.as_float64(embeddings[rows]), mean)
+    query_rows = torch.from_numpy(rows).to(queries.device)
+    best = torch.full((len(rows), k), -math.inf, device=queries.device)
+    where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)
+    places = torch.from_numpy(np.flatnonzero(candidates)).to(queries.device)
+    for block in geometry.blocks(embeddings, candidates):
+        here, places = places.tensor_split([len(block)])
+        cosines = queries @ _directions(block, mean).T
+        inside = torch.isin(query_rows, here)
+        if inside.any():  # no row is a neighbour of its own
+            column = torch.searchsorted(here, query_rows[inside])
+            cosines[inside.nonzero().squeeze(1), column] = -math.inf
+        # The best so far compete with the best of this block, so that k of each are all it takes.
+        new, index = cosines.topk(min(k, len(block)))
+        best, order = torch.cat([best, new], 1).topk(k)
+        where = torch.cat([where, here[index]], 1).gather(1, order)
+    return where.cpu().numpy(), best.clamp(-1, 1).cpu().numpy()
+
+
+def _directions(rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The rows with the mean subtracted, at unit norm, in float32; zero if nothing is left."""
+    centered = rows - mean
+    norms = centered.norm(dim=1, keepdim=True)
+    # Rows equal to the mean differ from it by rounding errors only.
+    used = norms > 1e-12 * rows.norm(dim=1, keepdim=True)
+    return torch.where(used, centered / norms, 0).float()
+
+
+def hubness(embeddings: Embeddings, k: int = NEIGHBOURS, *, centered: bool = False) -> Hubness:
     """Measure hubness: the skewness of N_k (Radovanovic et al. 2010, JMLR 11).
 
     All of 65,536 rows or fewer are asked, and of more a sample of 4,096, drawn at random with a
-    fixed seed; or a sample of another size. For the other arguments see :func:`nearest`.
+    fixed seed. For the arguments see :func:`nearest`.
     """
     queried = rows = np.flatnonzero(alive_rows(embeddings))
-    if sample is None:
-        sample = len(rows) if len(rows) <= _ALL else _QUERIES
-    if sample < len(rows):
-        queried = np.sort(np.random.default_rng(0).choice(rows, sample, replace=False))
-    neighbours = nearest(embeddings, queried, k, centered=centered, progress=progress).neighbours
+    if len(rows) > _ALL:
+        queried = np.sort(np.random.default_rng(0).choice(rows, _QUERIES, replace=False))
+    neighbours = nearest(embeddings, queried, k, centered=centered).neighbours
     counts = np.bincount(neighbours.reshape(-1), minlength=len(embeddings)).astype(np.float64)
     # That of a sample would be that of its own noise.
     is_exact = len(queried) == len(rows)
@@ -145,36 +165,30 @@ class NeighbourReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The neighbours of each token, and the hubs, as plain values."""
-        name = self.analysis.vocabulary.name
-
-        def near(index: int, neighbours: Neighbours) -> list[dict[str, Any]]:
-            pairs = zip(neighbours.neighbours[index].tolist(), neighbours.cosines[index].tolist())
-            return [{"id": row, "token": name(row), "cosine": cosine} for row, cosine in pairs]
-
-        return {
-            "neighbours": [
-                {
-                    **self.analysis.token(int(row)),
-                    **{variant: near(index, side) for variant, side in self.nearest.items()},
-                }
-                for index, row in enumerate(self.nearest["raw"].rows)
-            ],
-            "hubness": {
-                variant: {
-                    "k": hubs.k,
-                    "skewness": hubs.skewness,
-                    "rows_asked": hubs.queries,
-                    "largest": [
-                        {**self.analysis.token(row), "occurrences": hubs.occurrences[row]}
-                        for row in hubs.largest(NEIGHBOURS).tolist()
-                    ],
-                }
-                for variant, hubs in self.hubs.items()
-            },
+        analysis = self.analysis
+        tokens = [analysis.token(row) for row in self.nearest["raw"].rows.tolist()]
+        for variant, near in self.nearest.items():
+            for token, rows, cosines in zip(tokens, near.neighbours.tolist(), near.cosines):
+                token[variant] = [
+                    {"id": row, "token": analysis.vocabulary.name(row), "cosine": float(cosine)}
+                    for row, cosine in zip(rows, cosines)
+                ]
+        hubness = {
+            variant: {
+                "k": hubs.k,
+                "skewness": hubs.skewness,
+                "rows_asked": hubs.queries,
+                "largest": [
+                    {**analysis.token(row), "occurrences": hubs.occurrences[row]}
+                    for row in hubs.largest(NEIGHBOURS).tolist()
+                ],
+            }
+            for variant, hubs in self.hubs.items()
         }
+        return {"neighbours": tokens, "hubness": hubness}
 
-    def tables(self) -> list[Table]:
-        """The neighbours and the hubs, for the terminal."""
+    def tables(self, number: int) -> list[Table]:
+        """The neighbours of all tokens that were asked for, if any, and the hubs."""
         name, numbers = self.analysis.vocabulary.name, self.to_dict()
         lines, hubs = [], []
         for entry in numbers["neighbours"]:
@@ -189,12 +203,10 @@ class NeighbourReport:
         columns = ["token", "", "neighbours and their cosines"]
         nearest = Table(columns, lines, f"Nearest by cosine: {label}", left=(0, 1, 2))
         columns = ["", "skewness of N_k", f"largest hubs and their N_k (k = {NEIGHBOURS})"]
-        return [nearest, Table(columns, hubs, f"Hubs: {label}", left=(0, 2))]
+        return [*[nearest] * bool(lines), Table(columns, hubs, f"Hubs: {label}", left=(0, 2))]
 
 
-def find_neighbours(
-    analysis: Analysis, tokens: Sequence[str] = (), progress: Progress | None = None
-) -> NeighbourReport:
+def find_neighbours(analysis: Analysis, tokens: Sequence[str] = ()) -> NeighbourReport:
     """Find the neighbours of tokens, or of the ten most frequent ones, and the hubs.
 
     Tokens are as :meth:`Vocabulary.row` takes them. Raises UsageError if one of them is
@@ -209,8 +221,8 @@ def find_neighbours(
     with refused(f"{analysis.model}: "):
         for variant in _VARIANTS:
             centered = variant == "centered"
-            near[variant] = nearest(matrix, rows, NEIGHBOURS, centered=centered)
-            hubs[variant] = hubness(matrix, NEIGHBOURS, centered=centered, progress=progress)
+            near[variant] = nearest(matrix, rows, centered=centered)
+            hubs[variant] = hubness(matrix, centered=centered)
     return NeighbourReport(analysis, near, hubs)
 
 
@@ -223,20 +235,18 @@ class DuplicateReport:
     cosines: NDArray[np.float32]  # [n]
     identical: Mask  # [n], whether the two have the same numbers
 
-    def to_dict(self) -> list[dict[str, Any]]:
+    def to_dict(self) -> dict[str, Any]:
         """The pairs as plain values."""
-        return [
-            {
-                "tokens": [self.analysis.token(row) for row in pair],
-                "cosine": cosine,
-                "identical": identical,
-            }
-            for pair, cosine, identical in zip(
-                self.pairs.tolist(), self.cosines.tolist(), self.identical.tolist()
-            )
-        ]
+        found = zip(self.pairs.tolist(), self.cosines.tolist(), self.identical.tolist())
+        token = self.analysis.token
+        return {
+            "duplicates": [
+                {"tokens": [token(a), token(b)], "cosine": cosine, "identical": identical}
+                for (a, b), cosine, identical in found
+            ]
+        }
 
-    def table(self, number: int) -> Table:
+    def tables(self, number: int) -> list[Table]:
         """The first of the pairs, for the terminal."""
         name = self.analysis.vocabulary.name
         rows = [
@@ -248,15 +258,15 @@ class DuplicateReport:
             f"{self.identical.sum()} are identical"
         )
         columns = ["id", "token", "id", "token", "cosine"]
-        return Table(columns, rows, f"Duplicates: {self.analysis.label}", [note], left=(1, 3))
+        return [Table(columns, rows, f"Duplicates: {self.analysis.label}", [note], left=(1, 3))]
 
 
-def find_duplicates(analysis: Analysis, progress: Progress | None = None) -> DuplicateReport:
+def find_duplicates(analysis: Analysis) -> DuplicateReport:
     """Find the rows whose nearest one has a cosine of at least :data:`DUPLICATE`."""
     matrix = analysis.embeddings.matrix
     alive = np.setdiff1d(np.arange(len(matrix)), analysis.dead)
     with refused(f"{analysis.model}: "):
-        near = nearest(matrix, alive, 1, progress=progress)
+        near = nearest(matrix, alive, 1)
     chosen = near.cosines[:, 0] >= DUPLICATE
     # Two rows that are nearest to each other are one pair.
     pairs = np.sort(np.stack([alive, near.neighbours[:, 0]], 1)[chosen], axis=1)
@@ -265,42 +275,3 @@ def find_duplicates(analysis: Analysis, progress: Progress | None = None) -> Dup
     identical = np.array([torch.equal(matrix[a], matrix[b]) for a, b in pairs.tolist()], np.bool_)
     order = np.lexsort((-cosines, ~identical))
     return DuplicateReport(analysis, pairs[order], cosines[order], identical[order])
-
-
-def _search(
-    embeddings: Embeddings,
-    rows: NDArray[np.int64],
-    k: int,
-    mean: torch.Tensor,
-    candidates: Mask,
-    report: Callable[[float], None],
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """The k nearest of some rows, and the cosines, in one pass over the matrix."""
-    queries = _directions(geometry.as_float64(embeddings[rows]), mean)
-    query_rows = torch.from_numpy(rows).to(queries.device)
-    best = torch.full((len(rows), k), -math.inf, device=queries.device)
-    where = torch.zeros((len(rows), k), dtype=torch.int64, device=queries.device)
-    places = torch.from_numpy(np.flatnonzero(candidates)).to(queries.device)
-    total = len(places)
-    for block in geometry.blocks(embeddings, candidates):
-        here, places = places.tensor_split([len(block)])
-        cosines = queries @ _directions(block, mean).T
-        inside = torch.isin(query_rows, here)
-        if inside.any():  # no row is a neighbour of its own
-            column = torch.searchsorted(here, query_rows[inside])
-            cosines[inside.nonzero().squeeze(1), column] = -math.inf
-        # The best so far compete with the best of this block, so that k of each are all it takes.
-        new, index = cosines.topk(min(k, len(block)))
-        best, order = torch.cat([best, new], 1).topk(k)
-        where = torch.cat([where, here[index]], 1).gather(1, order)
-        report(1 - len(places) / total)
-    return where.cpu().numpy(), best.clamp(-1, 1).cpu().numpy()
-
-
-def _directions(rows: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """The rows with the mean subtracted, at unit norm, in float32; zero if nothing is left."""
-    centred = rows - mean
-    norms = centred.norm(dim=1, keepdim=True)
-    # Rows equal to the mean differ from it by rounding errors only.
-    used = norms > 1e-12 * rows.norm(dim=1, keepdim=True)
-    return torch.where(used, centred / norms, 0).float()

@@ -3,54 +3,29 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows, as_array
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, as_array
 
 _LARGE = 2**34  # multiplications, about a second of a processor core in float64
 _LONG = 40.0  # exponents up to this have errors of about 1e-6 in float32
 
 
-def isotropy(
-    embeddings: Embeddings, *, convention: Literal["sign_safe", "published"] = "sign_safe"
-) -> float:
+def isotropy(embeddings: Embeddings) -> float:
     r"""Isotropy, min_c Z(c) / max_c Z(c) with Z(c) = sum_i exp(c . e_i), from 0 to 1 (isotropic).
 
-    c runs over the eigenvectors of E^T E (Mu & Viswanath 2018; arXiv 2502.08441). As the sign of an
-    eigenvector is arbitrary and Z(c) differs from Z(-c), the published definition depends on the
-    signs that the linear-algebra library happens to return.
-
-    Args:
-        embeddings: [V, H].
-        convention: ``"sign_safe"`` evaluates both signs of every eigenvector. The result is
-            reproducible, and never above the published value for the same eigenvectors.
-            ``"published"`` uses the signs that ``torch.linalg.eigh`` returns, for comparison with
-            values in the literature, which can vary by tens of percent for this reason alone.
+    c runs over the eigenvectors of E^T E [V, H] and their negatives (Mu & Viswanath 2018; arXiv
+    2502.08441). As the sign of an eigenvector is arbitrary and Z(c) differs from Z(-c), the
+    published definition, ``analyze(E).isotropy_published``, depends on the signs that the
+    linear-algebra library happens to return; this one is never above it.
     """
-    if convention not in ("sign_safe", "published"):
-        raise ValueError(f"Invalid convention: {convention!r} ('sign_safe' or 'published')")
-    log_z = _log_partition(embeddings)
-    return isotropy_of(log_z[:1] if convention == "published" else log_z)
-
-
-def isotropy_unit(embeddings: Embeddings) -> float:
-    """The :func:`isotropy` of E divided by its mean row norm, from 0 to 1 (isotropic).
-
-    Z is exponential in the norms, so that of two clouds of the same shape the larger one has the
-    lower :func:`isotropy`. At unit mean norm only the shape counts. Both signs of every eigenvector
-    are evaluated.
-
-    Raises:
-        ValueError: also if every row is zero.
-    """
-    average = float(geometry.row_norms(embeddings).mean())
-    geometry.check_not_zero(average)
-    return isotropy_of(_log_partition(embeddings, average))
+    longest = float(geometry.mean_and_norms(embeddings)[1].max())
+    axes = torch.linalg.eigh(geometry.gram(embeddings))[1]
+    return isotropy_of(log_partitions(embeddings, [Directions(axes, longest, [1.0])])[0][0])
 
 
 def isotropy_of(log_z: Array) -> float:
@@ -69,10 +44,7 @@ class Directions:
 
 
 def log_partitions(
-    embeddings: Embeddings,
-    clouds: Sequence[Directions],
-    keep: Mask | None = None,
-    on_rows: OnRows = None,
+    embeddings: Embeddings, clouds: Sequence[Directions], keep: Mask | None = None
 ) -> list[list[Array]]:
     """Log Z(c) and log Z(-c), [2, n], for each unit of each cloud, in one pass over the rows.
 
@@ -86,7 +58,7 @@ def log_partitions(
     axes = [cloud.axes.T.to(dtype).contiguous() for cloud in clouds]
     centers = [torch.as_tensor(cloud.center).to(axes[0]) for cloud in clouds]
     logs: list[list[Tensor | float]] = [[-math.inf] * len(cloud.units) for cloud in clouds]
-    for block in geometry.blocks(embeddings, keep, on_rows, dtype):
+    for block in geometry.blocks(embeddings, keep, dtype):
         for cloud, directions, center, totals in zip(clouds, axes, centers, logs):
             exponents = directions @ (block - center).T  # [n, rows]
             for index, unit in enumerate(cloud.units):
@@ -103,10 +75,3 @@ def _log_sums(exponents: Tensor, longest: float) -> Tensor:
     z = exponents.exp()
     positive = z.sum(1, dtype=torch.float64)
     return torch.stack([positive, z.reciprocal_().sum(1, dtype=torch.float64)]).log()
-
-
-def _log_partition(embeddings: Embeddings, unit: float = 1.0) -> Array:
-    """Log Z(c) and log Z(-c), [2, H], of E / unit for its eigenvectors c."""
-    _, norms = geometry.mean_and_norms(embeddings)
-    axes = torch.linalg.eigh(geometry.gram(embeddings))[1]
-    return log_partitions(embeddings, [Directions(axes, float(norms.max()), [unit])])[0][0]

@@ -15,13 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.loading import EmbeddingMatrix, Role, load_embeddings
-from coupled_adam.embeddings.undertrained import PASSES, undertrained_tokens
+from coupled_adam.embeddings.undertrained import undertrained_tokens
 from coupled_adam.embeddings.vocabulary import Vocabulary
-from coupled_adam.embeddings.weights import open_file
 from coupled_adam.errors import UsageError, one_line, refused
 from coupled_adam.files import new_folder, write_atomically
 from coupled_adam.runs import MODEL, inner_runs, is_run
@@ -31,18 +30,7 @@ Reason = Literal["not finite", "nearly zero", "under-trained"]
 _NEARLY_ZERO = 0.01  # of the median norm
 _DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.md")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".index.json")
-
-
-@dataclasses.dataclass(frozen=True)
-class Repair:
-    """What to repair.
-
-    To recenter shifts all logits of a position alike, which leaves the softmax as it is.
-    """
-
-    undertrained: bool = False  # also tokens that cannot be told from unused rows
-    recenter: bool = False  # subtract the mean from the output embeddings
-    seed: int = 0  # of the new rows
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_softcap")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +62,7 @@ def why_not(source: str, config: Mapping[str, Any], role: str, recenter: bool = 
     if path.suffix == ".npy" and path.is_file():
         return "--recenter needs a model with output embeddings" if recenter else ""
     names = config.get("architectures")
-    if path.is_file() or not names or not _is_known(names):
+    if path.is_file() or not (names and isinstance(names, list) and _is_known(names[0])):
         return "only folders of models that transformers loads, and .npy files, can be repaired"
     if path.is_dir() and not [*path.glob("*.safetensors"), *path.glob(f"{MODEL}/*.safetensors")]:
         return "it has no safetensors: save the model as safetensors first"
@@ -86,10 +74,9 @@ def why_not(source: str, config: Mapping[str, Any], role: str, recenter: bool = 
         return "--recenter needs output embeddings, and it has none"
     # Capped logits are not shifted alike, and models with images have the text's values in a part.
     text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
-        for cap in ("final_logit_softcapping", "logits_soft_cap", "output_softcap"):
-            if part.get(cap):
-                return f"--recenter would change its function: its logits are capped ({cap})"
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    if caps := [cap for part in parts for cap in _CAPS if part.get(cap)]:
+        return f"--recenter would change its function: its logits are capped ({caps[0]})"
     if role == "tied" and config.get("model_type") != "gpt2":
         return (
             "--recenter would change its function: its embeddings are tied, and it has no learned "
@@ -98,31 +85,23 @@ def why_not(source: str, config: Mapping[str, Any], role: str, recenter: bool = 
     return ""
 
 
-def _is_known(architectures: object) -> bool:
+def _is_known(architecture: object) -> bool:
     """Whether transformers has the class of a model."""
     import transformers  # takes seconds
 
-    name = architectures[0] if isinstance(architectures, list) else None
-    return isinstance(name, str) and hasattr(transformers, name)
+    return isinstance(architecture, str) and hasattr(transformers, architecture)
 
 
-def dead_rows(embeddings: Tensor, on_rows: geometry.OnRows = None) -> dict[int, Reason]:
+def dead_rows(embeddings: Tensor) -> dict[int, Reason]:
     """The rows of a matrix [V, H] that are not finite, or have less than 1 % of the median norm."""
-    finite, norms = geometry.finite_rows(embeddings, on_rows)
+    finite, norms = geometry.finite_rows(embeddings)
     limit = _NEARLY_ZERO * float(np.median(norms[finite])) if finite.any() else 0.0
     # The norm of a row that is not finite is NaN, and above no limit.
     dead = np.flatnonzero(~(norms > limit)).tolist()
     return {row: "nearly zero" if finite[row] else "not finite" for row in dead}
 
 
-def healthy_rows(
-    embeddings: Tensor,
-    count: int,
-    healthy: geometry.Mask,
-    *,
-    seed: int = 0,
-    on_rows: geometry.OnRows = None,
-) -> Tensor:
+def healthy_rows(embeddings: Tensor, count: int, healthy: geometry.Mask, seed: int = 0) -> Tensor:
     """New rows [count, H] for an embedding matrix [V, H], in its dtype.
 
     They are drawn from the normal distribution that has the mean and the covariance of the healthy
@@ -130,8 +109,8 @@ def healthy_rows(
     """
     if healthy.sum() < 2:
         raise ValueError("fewer than two rows are healthy: nothing to model new rows on")
-    mean, norms = geometry.mean_and_norms(embeddings, healthy, on_rows)
-    covariance = geometry.gram(embeddings, mean, healthy, on_rows) / len(norms)
+    mean, norms = geometry.mean_and_norms(embeddings, healthy)
+    covariance = geometry.gram(embeddings, mean, healthy) / len(norms)
     squares, basis = torch.linalg.eigh(covariance)
     generator = torch.Generator().manual_seed(seed)
     draws = torch.randn(count, len(mean), generator=generator, dtype=torch.float64)
@@ -170,9 +149,11 @@ def model_folder(model: str, revision: str | None = None) -> Path:
 def repair_model(
     source: Path,
     out: Path,
-    repair: Repair,
     vocabulary: Callable[[int], Vocabulary],
-    progress: geometry.Progress | None = None,
+    *,
+    undertrained: bool = False,
+    recenter: bool = False,
+    seed: int = 0,
 ) -> list[RepairedMatrix]:
     """Write a copy of a model in which the embeddings that need it are repaired.
 
@@ -185,69 +166,62 @@ def repair_model(
             with a matrix.
         out: the folder or the file to write, which must not exist.
         vocabulary: a function that returns what V rows stand for.
+        undertrained: whether to repair also tokens that cannot be told from unused rows.
+        recenter: whether to subtract the mean from the output embeddings. This shifts all logits of
+            a position alike, which leaves the softmax as it is.
+        seed: of the new rows.
 
     Raises:
         UsageError: if there is no such model, ``out`` exists, or the repair is not possible.
     """
-    is_file = source.is_file()
-    _check_out(source, out)
-    if is_file:
-        if problem := why_not(str(source), {}, "embeddings", repair.recenter):
-            raise UsageError(f"{source}: {problem}")
+    if os.path.lexists(out):
+        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
+    if source.suffix == ".npy" != out.suffix and source.is_file():
+        raise UsageError(f"--out {out} must end in .npy, as {source} does")
+    model = None if source.is_file() else _load(source)
+    entries = [] if model is None else _matrices(model)
+    config, role = (entries[-1].config, entries[-1].role) if entries else ({}, "embeddings")
+    if problem := why_not(str(source), config, role, recenter):
+        raise UsageError(f"{source}: {problem}")
+    if model is None:
         with refused("", (ValueError, OSError)):
-            matrix = open_file(source).read("").clone()
-        entries = [EmbeddingMatrix(matrix, "embeddings", "")]
-    else:
-        model = _load(source, repair.recenter)
-        entries = _matrices(model)
-        if repair.recenter:
-            problem = why_not(str(source), model.config.to_dict(), entries[-1].role, recenter=True)
-            if problem:
-                raise UsageError(f"{source}: {problem}")
-    passes = 4 + PASSES * repair.undertrained  # norms, mean and covariance, mean of what it becomes
-    on_rows = geometry.rows_done(progress, passes * sum(len(entry.matrix) for entry in entries))
+            entries = load_embeddings(source)
     reports = []
     for entry in entries:
         with refused(f"{source}: "):
-            rows = _repair_rows(entry, repair, vocabulary(len(entry.matrix)), on_rows)
-        removed = None
-        if repair.recenter and entry.role != "input":
-            removed = _recenter(entry, model, on_rows)
-        reports.append(RepairedMatrix(entry.role, rows, removed))
-    if is_file:
+            rows = _repair_rows(entry, vocabulary(len(entry.matrix)), undertrained, seed)
+        is_moved = recenter and entry.role != "input"
+        reports.append(
+            RepairedMatrix(entry.role, rows, _recenter(entry, model) if is_moved else None)
+        )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if model is None:
         array = io.BytesIO()
         np.save(array, entries[0].matrix.numpy())
         write_atomically(out, array.getvalue())
     else:
         with new_folder(out, replace=False) as temporary:
             model.save_pretrained(temporary)
-            _copy_the_rest(source, temporary)
+            # The tokenizer, and what else lies beside the weights.
+            for path in source.iterdir():
+                is_new = path.is_file() and not (temporary / path.name).exists()
+                if is_new and not path.name.endswith(_WEIGHTS):
+                    shutil.copy2(path, temporary / path.name)
     return reports
 
 
-def _check_out(source: Path, out: Path) -> None:
-    """Raise UsageError unless the copy can become ``out``."""
-    if os.path.lexists(out):
-        raise UsageError(f"--out {out} exists: the repaired model is written to a new folder")
-    if source.is_file() and source.suffix == ".npy" and out.suffix != ".npy":
-        raise UsageError(f"--out {out} must end in .npy, as {source} does")
-    if not out.parent.is_dir():
-        raise UsageError(f"--out: there is no folder {out.parent}: create it first")
-
-
-def _load(folder: Path, recenter: bool) -> Any:
+def _load(folder: Path) -> Any:
     """The model in a folder, with all of its tensors."""
     import transformers
 
     with refused(f"{folder}: ", (ValueError, OSError)):
         config, _ = transformers.PreTrainedConfig.get_config_dict(folder, local_files_only=True)
-    if problem := why_not(str(folder), config, "tied" if recenter else "", recenter=False):
+    if problem := why_not(str(folder), config, ""):
         raise UsageError(f"{folder}: {problem}")
     with refused("", (ValueError, OSError)):  # a configuration may name another than the stored one
         dtype = load_embeddings(folder)[0].matrix.dtype
-    cls = getattr(transformers, config["architectures"][0])
     try:
-        model, loading = cls.from_pretrained(
+        model, loading = getattr(transformers, config["architectures"][0]).from_pretrained(
             folder,
             dtype=dtype,
             local_files_only=True,
@@ -272,24 +246,19 @@ def _matrices(model: Any) -> list[EmbeddingMatrix]:
         ("input", model.get_input_embeddings()),
         ("output", model.get_output_embeddings()),
     ]
-    layers = {role: layer for role, layer in sides if isinstance(layer, nn.Module)}
-    weights: dict[Role, Any] = {role: layer.weight for role, layer in layers.items()}
+    weights = {role: layer.weight for role, layer in sides if layer is not None}
     if len(weights) == 2 and weights["input"] is weights["output"]:
         weights = {"tied": weights["input"]}
-    names = {parameter: name for name, parameter in model.named_parameters()}
     config = model.config.to_dict()
-    return [EmbeddingMatrix(w.detach(), role, names[w], config) for role, w in weights.items()]
+    return [EmbeddingMatrix(w.detach(), role, "", config) for role, w in weights.items()]
 
 
 def _repair_rows(
-    entry: EmbeddingMatrix,
-    repair: Repair,
-    vocabulary: Vocabulary,
-    on_rows: Callable[[int], object],
+    entry: EmbeddingMatrix, vocabulary: Vocabulary, undertrained: bool, seed: int
 ) -> list[RepairedRow]:
     """Give the rows of a matrix that need it new values, in place."""
     matrix = entry.matrix
-    reasons = dead_rows(matrix, on_rows)
+    reasons = dead_rows(matrix)
     # Rows that belong to no token were hardly trained, and are no model for others.
     healthy = vocabulary.categories != "none"
     healthy[list(reasons)] = False
@@ -297,22 +266,22 @@ def _repair_rows(
         healthy[padding] = False
         if reasons.get(padding) == "nearly zero":
             del reasons[padding]
-    if repair.undertrained:
-        untrained = undertrained_tokens(entry, vocabulary, on_rows=on_rows)
-        if untrained.limit is None:
+    if undertrained:
+        indicated = undertrained_tokens(entry, vocabulary)
+        if indicated.limit is None:
             raise ValueError(
                 "--undertrained needs at least three rows that are known to be unused, such as "
                 "rows without a token, and that resemble each other; there are none"
             )
-        for row in untrained.alike.tolist():
+        for row in indicated.alike.tolist():
             reasons.setdefault(row, "under-trained")
-        healthy[untrained.alike] = False
-        healthy &= ~untrained.unused
+        healthy[indicated.alike] = False
+        healthy &= ~indicated.unused
     rows = sorted(reasons)
     if not rows:
         return []
     before = geometry.as_float64(matrix[rows]).norm(dim=1).tolist()
-    matrix[rows] = healthy_rows(matrix, len(rows), healthy, seed=repair.seed, on_rows=on_rows)
+    matrix[rows] = healthy_rows(matrix, len(rows), healthy, seed)
     after = geometry.as_float64(matrix[rows]).norm(dim=1).tolist()
     return [
         RepairedRow(row, vocabulary.name(row), reasons[row], old if np.isfinite(old) else None, new)
@@ -326,10 +295,10 @@ def padding_row(entry: EmbeddingMatrix) -> int | None:
     return row if isinstance(row, int) and 0 <= row < len(entry.matrix) else None
 
 
-def _recenter(entry: EmbeddingMatrix, model: Any, on_rows: Callable[[int], object]) -> float:
+def _recenter(entry: EmbeddingMatrix, model: Any) -> float:
     """Subtract the mean in place, and return its norm."""
     matrix = entry.matrix
-    mean = geometry.mean_and_norms(matrix, on_rows=on_rows)[0]
+    mean = geometry.mean_and_norms(matrix)[0]
     # What is taken from each tied input embedding, each of GPT-2's positions gives back.
     changed = [(matrix, -mean)]
     if entry.role == "tied":
@@ -338,12 +307,3 @@ def _recenter(entry: EmbeddingMatrix, model: Any, on_rows: Callable[[int], objec
         for chunk in geometry.row_slices(*rows.shape):
             rows[chunk] = (rows[chunk].double() + shift).to(rows.dtype)
     return float(mean.norm())
-
-
-def _copy_the_rest(folder: Path, copy: Path) -> None:
-    """Copy the tokenizer and what else lies beside the weights, but not what is there already."""
-    for path in folder.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            target = copy / path.name
-            if not target.exists():
-                shutil.copy2(path, target)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +15,7 @@ from torch import Tensor, nn
 from coupled_adam.embeddings import geometry
 from coupled_adam.embeddings.diagnosis import Advice, diagnose
 from coupled_adam.embeddings.frequency import checked_counts
-from coupled_adam.embeddings.geometry import (
-    Array,
-    Mask,
-    OnRows,
-    alive_rows,
-    as_array,
-    top_directions,
-)
+from coupled_adam.embeddings.geometry import Array, Mask, alive_rows, as_array, top_directions
 from coupled_adam.embeddings.loading import load_embeddings, model_embeddings
 from coupled_adam.embeddings.measures import MEASURES, MeasureInputs, Measures
 from coupled_adam.embeddings.partition import Directions, log_partitions
@@ -34,7 +26,6 @@ from coupled_adam.runs import COUNTS
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.axes import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,8 +57,7 @@ class EmbeddingReport(Measures):
         return f"{self.diagnosis}\n{self.table()}"
 
     def _repr_html_(self) -> str:
-        """The diagnosis, the table, and the spectra if matplotlib is installed."""
-        return f"<p>{html.escape(self.diagnosis)}</p>{self.table().__html__()}{self._spectra()}"
+        return f"<p>{html.escape(self.diagnosis)}</p>{self.table().__html__()}"
 
     @property
     def diagnosis(self) -> str:
@@ -115,45 +105,19 @@ class EmbeddingReport(Measures):
     def _variants(self) -> tuple[Measures, Measures, Measures]:
         return self, self.centered, self.all_but_the_top
 
-    def _spectra(self) -> str:
-        """The singular values of the three variants as an image; empty without matplotlib."""
-        try:
-            from coupled_adam.embeddings.pictures import plot_spectrum
-            from coupled_adam.rendering.pictures import single
-        except ModuleNotFoundError:  # it is not needed for anything else here
-            return ""
-
-        def draw(ax: "Axes") -> None:
-            for number, label in enumerate(("as is", "- mean", "- top directions")):
-                values = np.array(self._variants[number].singular_values)
-                if values.any():
-                    plot_spectrum(ax, values, f"C{number}", label)
-
-        picture = single(draw, "singular values")
-        return f'<img alt="{picture.caption}" src="{picture.data}">'
-
     def to_dict(self) -> dict[str, Any]:
         """The attributes as a dict of dicts."""
         return dataclasses.asdict(self)
 
-    def to_json(self) -> str:
-        """The attributes as a JSON object, in full precision; None becomes null."""
-        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
-
-
-PASSES = 4
-"""How often :func:`analyze` passes over the rows."""
-
 
 def analyze(
     embeddings: geometry.Embeddings | nn.Module | str | Path,
-    counts: torch.Tensor | NDArray[Any] | None = None,
+    counts: Tensor | NDArray[Any] | None = None,
     *,
     sets: Sets | None = None,
     token_ids: TokenIds | None = None,
-    keep: torch.Tensor | NDArray[Any] | None = None,
+    keep: Tensor | NDArray[Any] | None = None,
     directions: int | None = None,
-    on_rows: OnRows = None,
 ) -> EmbeddingReport:
     """Measure an embedding matrix as it is, centered, and without its top principal directions.
 
@@ -174,8 +138,6 @@ def analyze(
             :func:`single_tokens`.
         keep: [V] booleans; rows with False, such as padding, are left out of all measures.
         directions: as for :func:`all_but_the_top`.
-        on_rows: called with the number of rows of each block that a pass is done with: together
-            :data:`PASSES` times the number of rows that are measured.
 
     Raises:
         ValueError: if ``embeddings`` is not a non-empty matrix of finite real numbers, or all of
@@ -183,19 +145,18 @@ def analyze(
             ``directions`` is not between 0 and H; if a file cannot be read.
         OSError: if there is no such file or model.
     """
-    inputs = _inputs(embeddings, counts, sets, token_ids, keep)
-    columns = inputs.matrix.shape[1]
+    inputs = _resolve(embeddings, counts, sets, token_ids, keep)
+    rows, columns = inputs.matrix.shape
     top = top_directions(columns, directions)
-    spectra = _spectra(inputs, columns - top, on_rows)
-    clouds = _clouds(inputs, spectra, on_rows)
-    log_z = _log_z(inputs, spectra, clouds, on_rows)
-    as_is, centered, without_top = _measures(inputs, spectra, clouds, log_z)
-    rows, used = len(inputs.matrix), len(spectra.norms)
+    variants = _spectra(inputs, top)
+    along = _norms_and_angles(inputs, variants)
+    _partitions(inputs, variants)
+    as_is, centered, without_top = _measures(inputs, variants, along)
     return EmbeddingReport(
         **vars(as_is),
         vocab_size=rows,
         hidden_size=columns,
-        excluded_rows=rows - used,
+        excluded_rows=rows - len(along),
         unseen_tokens=inputs.unseen,
         centered=centered,
         all_but_the_top=without_top,
@@ -205,7 +166,7 @@ def analyze(
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """What is measured: the arguments of :func:`analyze`, checked."""
+    """What is measured: the arguments of :func:`analyze`, found and checked."""
 
     matrix: geometry.Embeddings  # [V, H]
     keep: Mask | None  # [V]
@@ -216,7 +177,7 @@ class _Inputs:
     vectors: Array  # [words, H]
 
 
-def _inputs(
+def _resolve(
     embeddings: geometry.Embeddings | nn.Module | str | Path,
     counts: Tensor | NDArray[Any] | None,
     sets: Sets | None,
@@ -240,7 +201,8 @@ def _inputs(
         raise ValueError("keep must be True for at least one row")
     p = None if counts is None else checked_counts(counts, rows)
     unseen = None if p is None else int((p == 0).sum())
-    p = p if p is None or measured is None else p[measured]
+    if p is not None and measured is not None:
+        p = checked_counts(p[measured], int(measured.sum()))
     words: list[str] = []
     vectors = np.zeros((0, columns))
     if sets is not None:
@@ -250,158 +212,129 @@ def _inputs(
     return _Inputs(embeddings, measured, p, unseen, sets, words, vectors)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spectra:
-    """The mean, and the eigenvalues (ascending) and eigenvectors of E^T E, with and without it."""
+@dataclasses.dataclass
+class _Variant:
+    """The rows in one of their three forms, and what the passes find out about them."""
 
-    mean: Tensor  # [H]
-    norms: Tensor  # [rows], of the rows as they are
-    squares: Tensor  # [H]
-    axes: Tensor  # [H, H]
-    centered_squares: Tensor
-    centered_axes: Tensor
-    left: int  # how many of the centered axes are left without the top ones
+    mean: Tensor  # [H], what is subtracted from each row
+    top: Tensor  # [H, n], the directions that are removed then
+    squares: Tensor  # [H], the eigenvalues of E^T E, ascending but for those that are removed
+    axes: Tensor  # [H, H], and its eigenvectors
+    floor: float  # what is not longer is a zero with rounding errors
+    norms: Tensor  # [rows]
+    directions: Tensor  # [H], the sum of the rows at unit norm
+    log_z: Sequence[Array] = ()  # of the rows as they are, and at unit mean norm
+
+    def of(self, block: Tensor) -> Tensor:
+        """Rows of the matrix [n, H] in this form."""
+        block = block - self.mean
+        return block - block @ self.top @ self.top.T
 
     @property
-    def top(self) -> Tensor:
-        """The principal directions that are removed, [H, n]."""
-        return self.centered_axes[:, self.left :]
+    def unit(self) -> float:
+        """The mean norm; 1 if all rows are zero."""
+        return float(self.norms.mean()) or 1.0
+
+    @property
+    def singular_values(self) -> Array:
+        """The min(V, H) singular values, descending, from their squares."""
+        squares = as_array(self.squares.sort(descending=True).values)
+        values: Array = np.sqrt(np.clip(squares, 0, None))[: len(self.norms)]
+        return values
+
+    @property
+    def mean_cosine(self) -> float:
+        """The mean cosine over all pairs of rows; NaN for fewer than two that are not zero."""
+        used = int((self.norms > 0).sum())
+        # The squared sum contains every pair twice, and each row paired with itself.
+        pairs = used * (used - 1)
+        return (float((self.directions**2).sum()) - used) / pairs if pairs else math.nan
 
 
-def _spectra(inputs: _Inputs, left: int, on_rows: OnRows) -> _Spectra:
-    """Two passes, for the mean and for E^T E with the mean removed."""
-    mean, norms = geometry.mean_and_norms(inputs.matrix, inputs.keep, on_rows)
-    geometry.check_not_zero(float(norms.max()))
-    gram = geometry.gram(inputs.matrix, mean, inputs.keep, on_rows)
+def _spectra(inputs: _Inputs, top: int) -> list[_Variant]:
+    """The three variants, after two passes: for the mean, and for E^T E with the mean removed."""
+    mean, norms = geometry.mean_and_norms(inputs.matrix, inputs.keep)
+    geometry.check_not_zero(norms)
+    gram = geometry.gram(inputs.matrix, mean, inputs.keep)
+    squares, axes = torch.linalg.eigh(gram)
     # Adding the mean's part is exact; subtracting it from the raw sum would cancel digits.
-    squares, axes = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
-    centered_squares, centered_axes = torch.linalg.eigh(gram)
-    return _Spectra(mean, norms, squares, axes, centered_squares, centered_axes, left)
-
-
-class _RowNorms:
-    """The norms and the mean cosine of the rows of one variant, block by block."""
-
-    def __init__(self, rows: int, floor: float) -> None:
-        self.floor = floor  # what is not longer is a zero with rounding errors
-        self.norms = torch.zeros(rows, dtype=torch.float64)
-        self.angles = geometry.Angles()
-
-    def add(self, vectors: Tensor, start: int) -> None:
-        """Add a block of rows [rows, H], of which the first is number ``start``."""
-        norms = vectors.norm(dim=1)
-        norms = torch.where(norms > self.floor, norms, 0)
-        self.norms[start : start + len(norms)] = norms
-        self.angles.add(vectors, norms, self.floor)
-
-    @property
-    def units(self) -> tuple[float, float]:
-        """What the rows are divided by for the two isotropies: 1, and their mean norm."""
-        return 1.0, float(self.norms.mean()) or 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Clouds:
-    """The rows of the three variants, and e_i . mu."""
-
-    as_is: _RowNorms
-    centered: _RowNorms
-    without_top: _RowNorms
-    along: Tensor  # [rows]
-
-
-def _clouds(inputs: _Inputs, spectra: _Spectra, on_rows: OnRows) -> _Clouds:
-    """A pass for the norms and angles of each variant."""
-    rows, floor = len(spectra.norms), 1e-12 * float(spectra.norms.max())
-    clouds = _Clouds(
-        _RowNorms(rows, 0.0),
-        _RowNorms(rows, floor),
-        _RowNorms(rows, floor),
-        torch.empty_like(spectra.norms),
+    raw = torch.linalg.eigh(gram + len(norms) * torch.outer(mean, mean))
+    left = len(mean) - top
+    squares_left = torch.cat([squares[:left], torch.zeros_like(squares[left:])])
+    forms = (
+        (torch.zeros_like(mean), axes[:, :0], *raw, 0.0),
+        (mean, axes[:, :0], squares, axes, 1e-12 * float(norms.max())),
+        (mean, axes[:, left:], squares_left, axes, 1e-12 * float(norms.max())),
     )
-    start, top = 0, spectra.top
-    for block in geometry.blocks(inputs.matrix, inputs.keep, on_rows):
-        clouds.along[start : start + len(block)] = block @ spectra.mean
-        clouds.as_is.add(block, start)
-        block = block - spectra.mean
-        clouds.centered.add(block, start)
-        clouds.without_top.add(block - block @ top @ top.T, start)
+    return [
+        _Variant(center, removed, s, c, floor, torch.zeros_like(norms), torch.zeros_like(mean))
+        for center, removed, s, c, floor in forms
+    ]
+
+
+def _norms_and_angles(inputs: _Inputs, variants: list[_Variant]) -> Array:
+    """A pass for the norms and directions of each variant; returns e_i . mu, [rows]."""
+    along, start = torch.empty_like(variants[0].norms), 0
+    for block in geometry.blocks(inputs.matrix, inputs.keep):
+        chunk = slice(start, start + len(block))
         start += len(block)
-    return clouds
+        along[chunk] = block @ variants[1].mean
+        for variant in variants:
+            rows = variant.of(block)
+            norms = rows.norm(dim=1)
+            used = norms > variant.floor
+            variant.norms[chunk] = torch.where(used, norms, 0)
+            variant.directions += torch.where(used, 1 / norms, 0) @ rows
+    return as_array(along)
 
 
-def _log_z(
-    inputs: _Inputs, spectra: _Spectra, clouds: _Clouds, on_rows: OnRows
-) -> tuple[list[Array], list[Array], list[Array]]:
+def _partitions(inputs: _Inputs, variants: list[_Variant]) -> None:
     """A pass for log Z of each variant, as it is and at unit mean norm, which needs the norms."""
-    longest, longest_centered = (float(c.norms.max()) for c in (clouds.as_is, clouds.centered))
-    unit, without_top_unit = clouds.centered.units[1], clouds.without_top.units[1]
-    as_is, centered = log_partitions(
+    as_is, centered, without_top = variants
+    longest, longest_centered = (float(v.norms.max()) for v in (as_is, centered))
+    units = 1.0, centered.unit, without_top.unit
+    as_is.log_z, (*centered.log_z, log_z_at_unit) = log_partitions(
         inputs.matrix,
         [
-            Directions(spectra.axes, longest, clouds.as_is.units),
-            Directions(
-                spectra.centered_axes, longest_centered, (1.0, unit, without_top_unit), spectra.mean
-            ),
+            Directions(as_is.axes, longest, (1.0, as_is.unit)),
+            Directions(centered.axes, longest_centered, units, centered.mean),
         ],
         inputs.keep,
-        on_rows,
     )
     # Without the top directions c . e_i is the same for all others, and 0 along these.
-    rows, without_top = len(spectra.norms), []
-    for log_z in (centered[0], centered[2]):
-        changed = log_z.copy()
-        changed[:, spectra.left :] = math.log(rows)
-        without_top.append(changed)
-    return as_is, centered[:2], without_top
+    removed = np.arange(len(as_is.mean)) >= len(as_is.mean) - without_top.top.shape[1]
+    nothing = math.log(len(as_is.norms))
+    without_top.log_z = [
+        np.where(removed, nothing, log_z) for log_z in (centered.log_z[0], log_z_at_unit)
+    ]
 
 
-def _measures(
-    inputs: _Inputs,
-    spectra: _Spectra,
-    clouds: _Clouds,
-    log_z: tuple[list[Array], list[Array], list[Array]],
-) -> tuple[Measures, Measures, Measures]:
+def _measures(inputs: _Inputs, variants: list[_Variant], along: Array) -> list[Measures]:
     """The measures of the three variants."""
-    rows, columns = len(spectra.norms), len(spectra.mean)
-    squares_without_top = spectra.centered_squares.clone()
-    squares_without_top[spectra.left :] = 0
-    centered_vectors = inputs.vectors - as_array(spectra.mean)
-    top = as_array(spectra.top)
-    vectors = inputs.vectors, centered_vectors, centered_vectors - centered_vectors @ top @ top.T
-    variants = []
-    for cloud, squares, logs, words in zip(
-        (clouds.as_is, clouds.centered, clouds.without_top),
-        (spectra.squares, spectra.centered_squares, squares_without_top),
-        log_z,
-        vectors,
-    ):
+    as_is, centered, _ = variants
+    found = []
+    for variant in variants:
         # IsoScore is that of the covariance, by definition.
-        is_raw = cloud is clouds.as_is
-        spread, moved = (spectra.centered_squares, clouds.centered) if is_raw else (squares, cloud)
-        variants.append(
-            Measures.compute(
-                MeasureInputs(
-                    columns=columns,
-                    norms=as_array(cloud.norms),
-                    mean_norm=float(spectra.mean.norm()) if is_raw else 0.0,
-                    values=geometry.singular_values_of(squares.sort().values, rows),
-                    spread=geometry.singular_values_of(spread.sort().values, rows)
-                    if moved.norms.any()
-                    else None,
-                    log_z=logs[0],
-                    unit_log_z=logs[1],
-                    mean_cosine=cloud.angles.mean_cosine(),
-                    along=as_array(clouds.along) if is_raw else None,
-                    p=inputs.p,
-                    word_similarity=None
-                    if inputs.sets is None
-                    else similarity_of(inputs.words, words, inputs.sets, cloud.floor),
-                )
-            )
+        spread = centered if variant is as_is else variant
+        similarity = None
+        if inputs.sets is not None:
+            words = as_array(variant.of(torch.from_numpy(inputs.vectors).to(variant.mean)))
+            similarity = similarity_of(inputs.words, words, inputs.sets, variant.floor)
+        measured = MeasureInputs(
+            columns=len(variant.mean),
+            norms=as_array(variant.norms),
+            mean_norm=float(centered.mean.norm()) if variant is as_is else 0.0,
+            values=variant.singular_values,
+            spread=spread.singular_values if spread.norms.any() else None,
+            log_z=variant.log_z[0],
+            unit_log_z=variant.log_z[1],
+            mean_cosine=variant.mean_cosine,
+            along=along if variant is as_is else None,
+            p=inputs.p,
+            word_similarity=similarity,
         )
-    as_is, centered, without_top = variants
-    return as_is, centered, without_top
+        found.append(Measures.compute(measured))
+    return found
 
 
 def _matrix_of(module: nn.Module) -> Tensor:

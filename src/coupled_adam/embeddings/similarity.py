@@ -66,6 +66,7 @@ class WordSimilarityReport:
         return dataclasses.asdict(self)
 
 
+# The files in which sets were published, by name, and their SHA-256.
 _PUBLISHED = {
     "MEN": "MEN_dataset_lemma_form_full",
     "RW": "rw.txt",
@@ -73,7 +74,6 @@ _PUBLISHED = {
     "WordSim-353 similarity": "wordsim_similarity_goldstandard.txt",
     "WordSim-353 relatedness": "wordsim_relatedness_goldstandard.txt",
 }
-"""The files in which sets were published, by name."""
 _SHA256 = {
     "MEN": "d13c9c666691944c29aa4bdee7128fa69eb5f9734603f8c6048d1bc2ca08465a",
     "RW": "f38941b02b85cf20e9d857ab4ee06ee0dfcb1c9ce0df6c546f1134fc5e625dae",
@@ -102,10 +102,11 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
         OSError: if a file cannot be read.
     """
     names = {file: name for name, file in _PUBLISHED.items()}
-    if Path(place).is_file():
-        return {names.get(Path(place).name, Path(place).stem): _read(Path(place))}
+    folder = Path(place)
+    if folder.is_file():
+        return {names.get(folder.name, folder.stem): _read(folder)}
     found: dict[str, Path] = {}
-    for path in sorted(Path(place).rglob("*")):
+    for path in sorted(folder.rglob("*")):
         if path.is_file() and (path.name in names or path.suffix in (".csv", ".tsv")):
             name = names.get(path.name, path.stem)
             if name in found:
@@ -116,13 +117,9 @@ def read_word_similarity(place: Path | str) -> dict[str, WordSimilaritySet]:
             f"{place} has no word-similarity set: no .csv or .tsv file, and none of "
             f"{', '.join(_PUBLISHED.values())}"
         )
-    return {name: _read(found[name]) for name in sorted(found, key=_order)}
-
-
-def _order(name: str) -> tuple[bool, int, str]:
-    """The published sets first, in the paper's order."""
-    published = [*_PUBLISHED]
-    return name not in published, published.index(name) if name in published else 0, name
+    # The published sets first, in the paper's order.
+    order = [*(name for name in _PUBLISHED if name in found), *sorted(found.keys() - _PUBLISHED)]
+    return {name: _read(found[name]) for name in order}
 
 
 def download_word_similarity(folder: Path | str | None = None) -> Path:
@@ -214,12 +211,10 @@ def similarity_of(
     words: Sequence[str], vectors: Array, sets: Sets, floor: float = 0.0
 ) -> WordSimilarityReport:
     """The scores of words with the vectors [words, H]; vectors up to the floor count as zero."""
-    largest = np.abs(vectors).max(axis=1, initial=0)
-    directions = {}
-    for i in np.flatnonzero(largest > floor).tolist():
-        # Scaled, as the squares of tiny and of huge numbers would underflow or overflow in float64.
-        direction = vectors[i] / largest[i]
-        directions[words[i]] = direction / np.linalg.norm(direction)
+    norms = np.linalg.norm(vectors, axis=1)
+    directions = {
+        word: vector / norm for word, vector, norm in zip(words, vectors, norms) if norm > floor
+    }
     scores = {name: _score(entry, directions) for name, entry in sets.items()}
     mean = _mean([score.r for score in scores.values()])
     return WordSimilarityReport(scores, mean, _mean([s.spearman for s in scores.values()]))

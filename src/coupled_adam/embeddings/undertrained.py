@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from coupled_adam.embeddings import geometry
-from coupled_adam.embeddings.geometry import Array, Embeddings, Mask, OnRows, Progress, rows_done
+from coupled_adam.embeddings.geometry import Array, Embeddings, Mask
 from coupled_adam.embeddings.loading import EmbeddingMatrix
 from coupled_adam.embeddings.verification import Verification, verify
 from coupled_adam.embeddings.vocabulary import CATEGORIES, Vocabulary
@@ -46,9 +46,6 @@ BY_ROLE: dict[str, Indicator] = {
     "tied": "cosine_centered",
 }
 """The indicator that finds most in benchmarks/results/undertrained_tokens.json."""
-
-PASSES = 4
-"""How often :func:`undertrained` reads all rows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +75,6 @@ def undertrained(
     among: Mask | None = None,
     share: float = 0.02,
     order_by: Indicator | None = None,
-    on_rows: OnRows = None,
 ) -> Undertrained:
     """Find the rows that resemble those of unused tokens; rows of the matrix [V, H] may be NaN.
 
@@ -103,7 +99,7 @@ def undertrained(
     among = geometry.as_mask("among", np.ones(rows, bool) if among is None else among, rows)
     if not 0 < share <= 1:
         raise ValueError(f"share={share} must be above 0 and at most 1")
-    finite, norms = geometry.finite_rows(embeddings, on_rows)
+    finite, norms = geometry.finite_rows(embeddings)
     healthy = finite & (norms > 0)
     if not healthy.any():
         raise ValueError("no row of embeddings is finite and different from zero")
@@ -116,8 +112,7 @@ def undertrained(
     indicators: dict[Indicator, Array] = {"norm": norms}
     limit = None
     if reference.any():
-        others, limit = _compared(embeddings, finite, healthy, reference, order_by, on_rows)
-        indicators |= others
+        indicators, limit = _compared(embeddings, finite, healthy, reference, order_by)
     # Rows that are known to be unused are the reference, and need not be found.
     choice = among & finite & ~reference
     values = np.where(choice, indicators[order_by], np.inf)
@@ -137,37 +132,50 @@ def undertrained(
 
 
 def _compared(
-    embeddings: Embeddings,
-    finite: Mask,
-    healthy: Mask,
-    reference: Mask,
-    order_by: Indicator,
-    on_rows: OnRows,
+    embeddings: Embeddings, finite: Mask, healthy: Mask, reference: Mask, order_by: Indicator
 ) -> tuple[dict[Indicator, Array], float | None]:
     """The indicators that compare all rows with the reference, and the highest of its own rows."""
-    mean = geometry.mean_and_norms(embeddings, healthy, on_rows)[0]
-    axes = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy, on_rows))[1]
-    frame = mean, axes[:, -1]
+    mean = geometry.mean_and_norms(embeddings, healthy)[0]
+    first = torch.linalg.eigh(geometry.gram(embeddings, mean, healthy))[1][:, -1]
     mean_unused = geometry.mean_and_norms(embeddings, reference)[0]
-    indicators: dict[Indicator, Array] = {
-        name: np.full(len(finite), np.nan) for name in INDICATORS if name != "norm"
-    }
+    indicators: dict[Indicator, Array] = {name: np.full(len(finite), np.nan) for name in INDICATORS}
     places = np.flatnonzero(finite)
-    for block in geometry.blocks(embeddings, finite, on_rows):
+    for block in geometry.blocks(embeddings, finite):
         here, places = np.split(places, [len(block)])
-        for name, values in indicators.items():
-            values[here] = geometry.as_array(_indicator(name, block, mean_unused, *frame))
+        for name, values in _indicators(block, mean_unused, mean, first).items():
+            indicators[name][here] = geometry.as_array(values)
     unused_rows = geometry.as_float64(embeddings[np.flatnonzero(reference)])
     count = len(unused_rows)
     if count < 3:
         return indicators, None
     # The mean without a row follows from that of all of them.
     means_of_others = (mean_unused * count - unused_rows) / (count - 1)
-    return indicators, float(_indicator(order_by, unused_rows, means_of_others, *frame).max())
+    own = _indicators(unused_rows, means_of_others, mean, first)[order_by]
+    return indicators, float(own.max())
+
+
+def _indicators(
+    rows: Tensor, reference: Tensor, mean: Tensor, first: Tensor
+) -> dict[Indicator, Tensor]:
+    """The indicators of rows [n, H], relative to one vector [H], or to one for each row."""
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        scale = a.norm(dim=-1) * b.norm(dim=-1)
+        # A row without a direction resembles nothing.
+        return 1 - torch.where(scale > 0, (a * b).sum(-1) / scale, 0)
+
+    a, b = (x - (x @ first).unsqueeze(-1) * first for x in (rows, reference))
+    return {
+        "norm": rows.norm(dim=1),
+        "distance": (rows - reference).norm(dim=1),
+        "cosine": distance(rows, reference),
+        "cosine_without_first": distance(a, b),
+        "cosine_centered": distance(rows - mean, reference - mean),
+    }
 
 
 def undertrained_tokens(
-    entry: EmbeddingMatrix, vocabulary: Vocabulary, share: float = 0.02, on_rows: OnRows = None
+    entry: EmbeddingMatrix, vocabulary: Vocabulary, share: float = 0.02
 ) -> Undertrained:
     """As :func:`undertrained`, for a model's matrix: its reachable tokens, by its role."""
     return undertrained(
@@ -176,7 +184,6 @@ def undertrained_tokens(
         among=vocabulary.categories == "ok",
         share=share,
         order_by=BY_ROLE.get(entry.role) if vocabulary.unused.any() else None,
-        on_rows=on_rows,
     )
 
 
@@ -198,16 +205,23 @@ class UndertrainedReport:
         """The counts of each category, and all rows that are named, as plain values."""
         result, vocabulary, asked = self.indicated, self.analysis.vocabulary, self.verification
         alike = {*result.alike.tolist()}
+        tokens = [
+            {
+                **self.analysis.token(row),
+                **{name: float(values[row]) for name, values in result.indicators.items()},
+                "like_unused": row in alike,
+            }
+            for row in self.rows
+        ]
         verified: dict[str, Any] = {}
-        answers: dict[int, dict[str, Any]] = {}
         if asked is not None:
             verified = {
                 "can_verify": asked.is_able,
                 "controls_repeated": asked.control_probabilities.tolist(),
             }
-            said = zip(asked.rows.tolist(), asked.probabilities.tolist(), asked.verdicts())
-            answers = {row: {"repeated": p, "verdict": verdict} for row, p, verdict in said}
-        return {
+            for token, p, verdict in zip(tokens, asked.probabilities.tolist(), asked.verdicts()):
+                token |= {"repeated": p, "verdict": verdict}
+        named = {
             "categories": dict(collections.Counter(vocabulary.categories.tolist())),
             "surplus_tokens": vocabulary.surplus,
             "unused_rows": int(result.unused.sum()),
@@ -215,29 +229,22 @@ class UndertrainedReport:
             "order_by": result.order_by,
             "limit": result.limit,
             **verified,
-            "tokens": [
-                {
-                    **self.analysis.token(row),
-                    **{name: float(values[row]) for name, values in result.indicators.items()},
-                    "like_unused": row in alike,
-                    **answers.get(row, {}),
-                }
-                for row in self.rows
-            ],
+            "tokens": tokens,
         }
+        return {"diagnosis": self.diagnosis, "undertrained": named}
 
-    def table(self, number: int) -> Table:
+    def tables(self, number: int) -> list[Table]:
         """The first of the rows that are named, for the terminal."""
-        result, numbers = self.indicated, self.to_dict()
-        has_verdicts, has_counts = self.verification is not None, self.analysis.counts is not None
-        kinds = numbers["categories"]
+        result, vocabulary = self.indicated, self.analysis.vocabulary
+        named = self.to_dict()["undertrained"]
+        kinds = named["categories"]
         counted = ", ".join(f"{kinds[name]} {name}" for name in CATEGORIES if name in kinds)
         notes = [
             f"rows by category: {counted}",
             f"{len(result.candidates)} candidates, the lowest by {INDICATORS[result.order_by]}",
         ]
-        if numbers["surplus_tokens"]:
-            notes.append(f"{numbers['surplus_tokens']} tokens of the tokenizer have no row")
+        if vocabulary.surplus:
+            notes.append(f"{vocabulary.surplus} tokens of the tokenizer have no row")
         if len(result.dead):
             notes.append(f"{len(result.dead)} rows are zero or not finite")
         # Without a limit nothing tells a rare token from an unused one, which should be said.
@@ -248,24 +255,27 @@ class UndertrainedReport:
             )
         else:
             notes.append(
-                f"{len(result.alike)} tokens cannot be told from the {numbers['unused_rows']} "
-                "rows that are known to be unused (marked with *)"
+                f"{len(result.alike)} tokens cannot be told from the {result.unused.sum()} "
+                "rows that are known to be unused (marked with *); the others may be merely rare, "
+                "or well trained"
             )
         # The verdict is what was asked for: narrow windows show it, and scroll for the rest.
-        columns = ["id", "token", "category", *["repeated", "verdict"] * has_verdicts]
-        columns += [INDICATORS[k].replace("principal component", "PC") for k in result.indicators]
-        columns += ["count"] * has_counts
+        asked = ["repeated", "verdict"] if self.verification is not None else []
+        counts = ["count"] if self.analysis.counts is not None else []
+        shown = [INDICATORS[k].replace("principal component", "PC") for k in result.indicators]
         rows = []
-        for token in numbers["tokens"][:number]:
+        for token in named["tokens"][:number]:
             cells = [f"{'*' if token['like_unused'] else ''}{token['id']}"]
-            cells += [self.analysis.vocabulary.name(token["id"]), token["category"]]
-            cells += [f"{token['repeated']:.2%}", token["verdict"]] if has_verdicts else []
+            cells += [vocabulary.name(token["id"]), token["category"]]
+            cells += [f"{token['repeated']:.2%}", token["verdict"]] if asked else []
             cells += [f"{token[name]:.4f}" for name in result.indicators]
-            cells += [f"{token['count']:g}"] if has_counts else []
+            cells += [f"{token['count']:g}" for _ in counts]
             rows.append(cells)
+        columns = ["id", "token", "category", *asked, *shown, *counts]
         title = f"Under-trained tokens: {self.analysis.label}"
-        left = (1, 2, 4) if has_verdicts else (1, 2)
-        return Table(columns, rows, title, ["; ".join(notes)], left=left)
+        return [
+            Table(columns, rows, title, ["; ".join(notes)], left=(1, 2, 4) if asked else (1, 2))
+        ]
 
     @property
     def diagnosis(self) -> list[str]:
@@ -274,21 +284,15 @@ class UndertrainedReport:
         return [*self.analysis.diagnosis, *([] if asked is None else [asked.sentence])]
 
 
-def find_undertrained(
-    analysis: Analysis, progress: Progress | None = None, *, share: float = 0.02
-) -> UndertrainedReport:
+def find_undertrained(analysis: Analysis, share: float = 0.02) -> UndertrainedReport:
     """Find the under-trained tokens of an analysis; UsageError if no row is finite and not zero."""
-    on_rows = rows_done(progress, PASSES * len(analysis.embeddings.matrix))
     with refused(f"{analysis.model}: "):
-        result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share, on_rows)
+        result = undertrained_tokens(analysis.embeddings, analysis.vocabulary, share)
     return UndertrainedReport(analysis, result)
 
 
 def verify_undertrained(
-    undertrained: UndertrainedReport,
-    model: PreTrainedModel,
-    length: int,
-    progress: Progress | None = None,
+    undertrained: UndertrainedReport, model: PreTrainedModel, length: int
 ) -> UndertrainedReport:
     """Ask the model to repeat the under-trained tokens, and as many that are well trained.
 
@@ -306,21 +310,5 @@ def verify_undertrained(
     best = best[: -(-len(best) // 2)]
     size = min(len(rows), len(best))
     controls = np.sort(np.random.default_rng(0).choice(best, size, replace=False))
-    asked = verify(model, analysis.tokenizer, rows, controls, length=length, progress=progress)
+    asked = verify(model, analysis.tokenizer, rows, controls, length=length)
     return dataclasses.replace(undertrained, verification=asked)
-
-
-def _indicator(
-    name: Indicator, rows: Tensor, reference: Tensor, mean: Tensor, first: Tensor
-) -> Tensor:
-    """An indicator of rows [n, H], relative to one vector [H], or to one for each row."""
-    if name in ("norm", "distance"):
-        lengths: Tensor = (rows if name == "norm" else rows - reference).norm(dim=1)
-        return lengths
-    if name == "cosine_without_first":
-        rows, reference = (x - (x @ first).unsqueeze(-1) * first for x in (rows, reference))
-    elif name == "cosine_centered":
-        rows, reference = rows - mean, reference - mean
-    scale = rows.norm(dim=-1) * reference.norm(dim=-1)
-    # A row without a direction resembles nothing.
-    return 1 - torch.where(scale > 0, (rows * reference).sum(-1) / scale, 0)

@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-import json
+import mmap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def _read_text(path: Path) -> tuple[list[str] | None, Vectors]:
     if not rows or promised not in (None, len(rows)):
         instead = "" if promised is None else f" instead of the {promised} that its first line says"
         raise ValueError(f"{path} has {len(rows)} vectors{instead}")
-    return words if has_words else _words_beside(path, len(rows)), np.stack(rows)
+    return words if has_words else None, np.stack(rows)
 
 
 def _numbers(fields: list[str]) -> Vectors | None:
@@ -70,45 +70,27 @@ def _numbers(fields: list[str]) -> Vectors | None:
         return None
 
 
-def _words_beside(path: Path, rows: int) -> list[str] | None:
-    """The tokens in the metadata that ``analyze --export`` writes beside a TSV of vectors."""
-    metadata = path.with_name(f"{path.stem}-metadata.tsv")
-    if not metadata.exists():
-        return None
-    header, *lines = metadata.read_text(encoding="utf-8").rstrip("\n").split("\n")
-    with readable(f"{metadata} has no column token for the {rows} vectors of {path.name}"):
-        column = header.split("\t").index("token")
-        words = [str(json.loads(f'"{line.split(chr(9))[column]}"')) for line in lines]
-        if len(words) != rows:
-            raise ValueError(f"it has {len(words)} lines")
-    return words
-
-
 def _read_binary(path: Path) -> tuple[list[str], Vectors]:
     """word2vec's own format: V and H, then a word, a space and H float32 numbers for each row."""
-    content = np.memmap(path, np.uint8, mode="r")
-    head = bytes(content[:64]).split(b"\n")[0]
-    if not head.replace(b" ", b"").isdigit():
-        raise ValueError(
-            f"{path} is fastText's own format, with subwords: take its .vec, or convert it with "
-            "gensim: load_facebook_vectors(FILE).save_word2vec_format('vectors.vec')"
-        )
-    rows, columns = map(int, head.split())
-    if rows * columns * 4 > len(content) or not rows * columns:
-        raise ValueError(f"{path} is too short for the {rows} x {columns} vectors that it promises")
-    matrix, words, start = np.empty((rows, columns), np.float32), [], len(head) + 1
-    for row in range(rows):
-        end, piece = start, b""
-        while b" " not in piece and len(piece) < 2**16:  # the longest words have a few hundred
-            piece = bytes(content[start : end + 256])
-            end += 256
-        word, space, _ = piece.partition(b" ")
-        numbers = bytes(content[start + len(word) + 1 : start + len(word) + 1 + 4 * columns])
-        if not space or len(numbers) < 4 * columns:
-            raise ValueError(f"{path} ends within row {row} of {rows}")
-        matrix[row] = np.frombuffer(numbers, "<f4")
-        words.append(word.lstrip(b"\n").decode(errors="replace"))
-        start += len(word) + 1 + 4 * columns
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        head = content[:64].split(b"\n")[0]
+        if not head.replace(b" ", b"").isdigit():
+            raise ValueError(
+                f"{path} is fastText's own format, with subwords: take its .vec, or convert it "
+                "with gensim: load_facebook_vectors(FILE).save_word2vec_format('vectors.vec')"
+            )
+        rows, columns = map(int, head.split())
+        if rows * columns * 4 > len(content) or not rows * columns:
+            raise ValueError(f"{path} is too short for the {rows} x {columns} vectors it promises")
+        matrix, words, start = np.empty((rows, columns), np.float32), [], len(head) + 1
+        for row in range(rows):
+            end = content.find(b" ", start)
+            numbers = content[end + 1 : end + 1 + 4 * columns]
+            if end < 0 or len(numbers) < 4 * columns:
+                raise ValueError(f"{path} ends within row {row} of {rows}")
+            matrix[row] = np.frombuffer(numbers, "<f4")
+            words.append(content[start:end].lstrip(b"\n").decode(errors="replace"))
+            start = end + 1 + 4 * columns
     return words, matrix
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from coupled_adam.embeddings.geometry import Array, Progress, rows_done
+from coupled_adam.embeddings.geometry import Array
 from coupled_adam.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def verify(
     controls: NDArray[np.int64],
     *,
     length: int = _LONGEST,
-    progress: Progress | None = None,
 ) -> Verification:
     """Ask a causal language model to repeat tokens [n], and well-trained ones (controls) [m].
 
@@ -97,14 +96,12 @@ def verify(
         raise UsageError(
             f"--verify: {model.name_or_path} takes only {length} tokens, and a prompt needs more"
         )
-    on_rows = rows_done(progress, len(prompts) * len(tokens))
     highest = np.zeros(len(tokens))
     for prompt in prompts:
         size = max(1, _BATCH // len(prompt))
         for start in range(0, len(tokens), size):
             batch = slice(start, start + size)
             highest[batch] = np.maximum(highest[batch], _repeated(model, prompt, tokens[batch]))
-            on_rows(len(tokens[batch]))
     return Verification(rows, highest[: len(rows)], controls, highest[len(rows) :])
 
 

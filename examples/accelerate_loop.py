@@ -1,4 +1,4 @@
-"""LEAN for the token embeddings with Accelerate: gradient accumulation, clipping, saving and loading the state.
+"""LEAN for the token embeddings with Accelerate: accumulation, clipping, saving and loading.
 
     accelerate launch examples/accelerate_loop.py --steps 300 --out /tmp/accelerate
 

@@ -1,4 +1,4 @@
-"""LEAN for the token embeddings in a plain PyTorch loop, with a schedule, gradient clipping and a checkpoint.
+"""LEAN for the token embeddings in a plain PyTorch loop: schedule, clipping and a checkpoint.
 
     python examples/pytorch_loop.py --steps 300 --checkpoint /tmp/run.pt
 

@@ -79,7 +79,8 @@ class Laboratory:
             if metrics.exists() and metrics.stat().st_ino != before:  # a resumed run writes it anew
                 last = metrics.read_text().rpartition('{"step": ')[2].partition(",")[0]
                 if last and int(last) >= step:
-                    os.killpg(processes[0].pid, number)
+                    with contextlib.suppress(ProcessLookupError):  # the codes say that it ended
+                        os.killpg(processes[0].pid, number)
                     stderr = "".join(process.communicate()[1] for process in processes)
                     assert all(process.returncode == code for process in processes), stderr
                     return stderr

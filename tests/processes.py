@@ -105,11 +105,12 @@ class Process:
 
     def until(self, text, timeout=200):
         """Wait until it has said something on its standard output."""
-        deadline = time.monotonic() + timeout
+        deadline, has_ended = time.monotonic() + timeout, False
         while text not in self._outputs[0].read_text():
-            assert self.returncode is None, self.communicate()
+            assert not has_ended, self.communicate()
             assert time.monotonic() < deadline, text
             time.sleep(0.01)
+            has_ended = self.returncode is not None  # after which it is read once more
 
     def send_signal(self, number):
         """Nothing happens where it has ended, as in subprocess.Popen; the server reaps it first."""

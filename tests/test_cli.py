@@ -480,6 +480,8 @@ def test_a_key_of_the_recipe_is_an_option(monkeypatch):
         ["m.npy", "--neighbours", "king", "queen", "--exclude", "padding,unseen"],
         ["--exclude=padding,unseen", "--neighbours", "king", "queen", "m.npy"],
         ["--exclude", "padding,unseen", "--neighbours", "king", "queen", "m.npy", "--show", "5"],
+        ["--neighbours", "king", "queen", "m.npy", "--exclude", "padding,unseen"],
+        ["--neighbours", "king", "queen", "--exclude", "padding", "unseen", "m.npy"],
         ["--exclude", "padding", "unseen", "--neighbours", "king", "queen", "--", "m.npy"],
     ],
 )
@@ -544,17 +546,6 @@ def test_recipes(capsys, monkeypatch):
         "Skylion007/openwebtext",
     ):
         assert words in listed
-
-
-def test_a_recipe_is_printed(capsys):
-    assert main(["recipes", "350M-10B"]) == 0
-    printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed == {**load_recipe("350M-10B").to_dict(), "variant": None}
-
-
-def test_a_misspelt_recipe(capsys):
-    assert main(["recipes", "350M-10b"]) == 2
-    assert "did you mean 350M-10B?" in capsys.readouterr().err
 
 
 def test_import_needs_torch_alone():

@@ -1,8 +1,6 @@
 """Files and folders are complete or absent, and locks end with their process."""
 
 import errno
-import os
-import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -98,7 +96,7 @@ def test_a_folder_has_one_writer(tmp_path):
     process.until("locked")
     with pytest.raises(UsageError, match="is in use by another process"):
         files.sole_writer(tmp_path).__enter__()
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     for _ in range(2):
         with files.sole_writer(tmp_path):

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import study.run
 import torch
-import yaml
 from safetensors.torch import load_file
 from scipy import stats
 from study import experts, figures, masked_lm, muon, referee, rows, tables, toy_example
@@ -30,7 +29,7 @@ from coupled_adam.errors import PreemptedError, UsageError
 from coupled_adam.lab.data.corpus import prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
 from coupled_adam.lab.models import build_model, output_embeddings
-from coupled_adam.lab.recipe import override, parse_recipe
+from coupled_adam.lab.recipe import override, recipe_from
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.checkpoints import Checkpoints
 from coupled_adam.lab.training.config import Execution
@@ -178,7 +177,7 @@ def test_the_command_runs_what_has_no_result(text_file, tmp_path, monkeypatch, c
     }
     for name, entry in found.items():
         expected = recipe_of(entries[name], text_file.name)
-        assert parse_recipe(yaml.safe_dump(entry["recipe"]), name) == expected
+        assert recipe_from(entry["recipe"], name) == expected
         for run in entry["seeds"].values():
             assert run["tokens"] == 4 * 4 * 16
             assert {"test_loss", "seconds", "environment"} <= run.keys()
@@ -535,7 +534,7 @@ def test_results_are_of_the_questions_as_they_are(question):
     complete = found.keys() == QUESTIONS[question].keys()
     for name, entry in found.items():
         recipe = recipe_of(QUESTIONS[question][name], entry["recipe"]["data"]["text"])
-        recorded = parse_recipe(yaml.safe_dump(entry["recipe"]), name)
+        recorded = recipe_from(entry["recipe"], name)
         assert recorded in (recipe, dataclasses.replace(recipe, variant=None))
         assert {*entry["seeds"]} <= {"1", "2", "3", "4", "5", "6"}
         complete &= {*entry["seeds"]} >= {"1", "2", "3"}

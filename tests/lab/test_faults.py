@@ -7,7 +7,6 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
 import time
 from pydoc_data.topics import topics
 from unittest.mock import Mock
@@ -41,7 +40,7 @@ def error(stderr):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A run of 40 steps with its recipe and corpus, and one of another seed."""
+    """A run of 40 steps with its recipe and corpus."""
     folder = tmp_path_factory.mktemp("finished")
     text, path = folder / "text.txt", folder / "small.yaml"
     text.write_text("\n\n".join(sorted(topics.values(), key=len)[-3:]))
@@ -56,9 +55,7 @@ seeds: [1]
 """)
     recipe = load_recipe(str(path))
     corpus = prepare_corpus(recipe, folder / "cache")
-    for seed in (1, 2):
-        run = Run(recipe, "coupled_adam", seed, folder / str(seed))
-        train(run, corpus, Execution(log=()))
+    train(Run(recipe, "coupled_adam", 1, folder / "run"), corpus, Execution(log=()))
     return folder, recipe, corpus
 
 
@@ -66,7 +63,7 @@ seeds: [1]
 def unfinished(finished, tmp_path):
     """The run as if it had been killed before its model was saved, and a way to continue it."""
     folder, recipe, corpus = finished
-    run = shutil.copytree(folder / "1", tmp_path / "run")
+    run = shutil.copytree(folder / "run", tmp_path / "run")
     shutil.rmtree(run / "model")
 
     def go_on(**options):
@@ -103,7 +100,7 @@ def test_a_damaged_checkpoint_is_refused(unfinished, finished, content, tmp_path
     assert {p: p.read_bytes() for p in run.rglob("step-*")} == before
     path.unlink()
     continued = go_on()
-    expected = load_file(finished[0] / "1" / "model" / "model.safetensors")
+    expected = load_file(finished[0] / "run" / "model" / "model.safetensors")
     assert all(torch.equal(tensor, continued[name]) for name, tensor in expected.items())
 
 
@@ -120,26 +117,21 @@ def test_a_folder_of_others_is_refused(unfinished):
     go_on()
 
 
-def test_a_comparison_that_fails_makes_no_folder(finished, tmp_path, monkeypatch):
-    """What cannot start, for want of a text for instance, leaves nothing behind."""
+def test_a_comparison_that_cannot_go_on_changes_nothing(finished, tmp_path, monkeypatch):
+    """What fails for want of a text makes no folder, and leaves one that is resumed as it was."""
     _, recipe, _ = finished
-    out = tmp_path / "runs" / "new" / "out"
-    monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=UsageError("no text")))
-    with pytest.raises(UsageError, match="no text"):
-        comparison.compare(recipe, out, execution=Execution(log=()), cache=tmp_path / "cache")
-    assert not (tmp_path / "runs").exists()
-
-
-def test_a_resumed_comparison_that_fails_changes_nothing(finished, tmp_path, monkeypatch):
-    _, recipe, _ = finished
-    (tmp_path / "comparison.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
-    before = (tmp_path / "comparison.yaml").read_bytes()
+    begun, new = tmp_path / "begun", tmp_path / "runs" / "new"
+    begun.mkdir()
+    (begun / "comparison.yaml").write_text(yaml.safe_dump(recipe.to_dict()))
+    before = (begun / "comparison.yaml").read_bytes()
     monkeypatch.setattr(comparison, "prepare_corpus", Mock(side_effect=UsageError("no text")))
     more = dataclasses.replace(recipe, seeds=[1, 2])
-    options = {"execution": Execution(log=()), "cache": tmp_path / "cache", "resume": True}
-    with pytest.raises(UsageError, match="no text"):
-        comparison.compare(more, tmp_path, **options)
-    assert (tmp_path / "comparison.yaml").read_bytes() == before
+    options = {"execution": Execution(log=()), "cache": tmp_path / "cache"}
+    for out in (new, begun):
+        with pytest.raises(UsageError, match="no text"):
+            comparison.compare(more, out, resume=out == begun, **options)
+    assert [*tmp_path.iterdir()] == [begun]
+    assert [path.read_bytes() for path in begun.iterdir()] == [before]
 
 
 def test_another_environment_is_recorded_and_warned_of(unfinished):
@@ -185,18 +177,18 @@ def test_another_text_is_refused(unfinished, finished, tmp_path):
 
 def test_two_runs_of_one_folder(lab):
     """The second refuses while the first is there, and may when that has been killed."""
-    (first,) = lab.start("cut", *ARM, *SHORT)
+    (first,) = lab.start("cut", *ARM, *LONG)
     metrics = lab.folder / "cut" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() and time.monotonic() < deadline and first.poll() is None:
         time.sleep(0.01)
     os.killpg(first.pid, signal.SIGSTOP)
-    stderr = lab.run("cut", *ARM, *SHORT, "--resume", code=2)
+    stderr = lab.run("cut", *ARM, *LONG, "--resume", code=2)
     assert "cut is in use by another process: wait for it" in error(stderr)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    lab.run("cut", *ARM, *SHORT, "--resume")
-    lab.assert_equal("cut", *ARM, *SHORT)
+    lab.run("cut", *ARM, *LONG, "--resume")
+    lab.assert_equal("cut", *ARM, *LONG)
 
 
 def test_two_comparisons_in_one_folder(finished, tmp_path):
@@ -326,53 +318,6 @@ def test_a_disk_that_is_full_for_the_model(unfinished, monkeypatch):
             go_on()
     assert not [*run.glob(".model-*")]
     go_on()
-
-
-def in_namespace(script, *arguments, **options):
-    """A shell in namespaces of its own, where it may mount; skips where the kernel forbids that."""
-    unshare = shutil.which("unshare")
-    allowed = (
-        unshare
-        and not subprocess.run(
-            [unshare, "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True
-        ).returncode
-    )
-    if not allowed:
-        pytest.skip("needs to mount in a user namespace")
-    command = [unshare, "-rm", "sh", "-ec", script, "sh", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("room", [1.5, 2.5])
-def test_a_disk_that_is_full(lab, room):
-    """On a disk with room for so many checkpoints: the whole ones stay, and are continued."""
-    arguments = [*ARM, *SHORT, "--logger"]
-    lab.run("whole", *arguments)
-    sizes = [p.stat().st_size for p in (lab.folder / "whole").glob("checkpoints/*")]
-    disk, out = lab.folder / "disk", lab.folder / "cut"
-    disk.mkdir()
-    script = """
-mount -t tmpfs -o size=$1 tmpfs "$2"
-code=0
-shift 2
-"$@" || code=$?
-cp -r "$DISK/cut" "$OUT"
-exit $code
-"""
-    result = in_namespace(
-        script,
-        int(room * max(sizes)) + 32768,
-        disk,
-        *lab.command("disk/cut", *arguments),
-        env={**os.environ, "DISK": str(disk), "OUT": str(out), "OMP_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 1, result.stderr
-    assert "No space left on device" in error(result.stderr)
-    assert "what was finished is kept, continue with --resume" in error(result.stderr)
-    assert len(lab.checkpoints("cut")) == min(int(room), 2)
-    lab.run("cut", *arguments, "--resume")
-    lab.assert_equal("cut", *arguments)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import yaml
 from torch import nn
 
 from coupled_adam import LEAN, CoupledAdamW, embedding_parameters
-from coupled_adam.cli.recipes import explained
+from coupled_adam.cli import main
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import meanings
 from coupled_adam.lab.arms import OPTIMIZERS
@@ -16,7 +16,6 @@ from coupled_adam.lab.models import build_model, count_parameters, parameters
 from coupled_adam.lab.recipe import (
     load_recipe,
     override,
-    parse_recipe,
     recipe_from,
     recipe_names,
 )
@@ -76,7 +75,7 @@ def test_a_recipe_builds_the_model_it_claims(name):
     assert model.config.max_position_embeddings == recipe.training.sequence_length
     for arm in recipe.arms:
         recipe.arm(arm).optimizer(model, recipe.training)
-    assert parse_recipe(yaml.safe_dump(recipe.to_dict()), "again") == recipe
+    assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "again") == recipe
 
 
 @pytest.mark.parametrize(
@@ -165,11 +164,6 @@ def test_a_model_is_tried_out(values, said):
     try_out(llama, "cpu")
     with pytest.raises(UsageError, match=f"llama cannot be trained with these values.*{said}"):
         try_out(override(llama, {"model.config": values}), "cpu")
-
-
-def test_gpt2_has_no_config_of_its_own():
-    with pytest.raises(UsageError, match=r"model.config=.* is not for gpt2"):
-        override(load_recipe("tiny"), {"model.config": {"n_inner": 8}})
 
 
 def test_stablelm_is_layernorm_swiglu_and_whole_rotation():
@@ -410,6 +404,8 @@ def given(*words):
         (["seeds=[1, 1]"], "seeds=[1, 1] must be different"),
         (["name=../evil"], "name='../evil' must be letters"),
         (["model.n_head=7"], "model.n_embd=64 must be a multiple of model.n_head=7"),
+        (["model.architecture=stablelm", "model.n_embd=66"], "makes heads of odd width"),
+        (["model.config={n_inner: 8}"], "model.config={'n_inner': 8} is not for gpt2"),
         (["model.n_positions=32"], "training.sequence_length=64 must not exceed model.n_position"),
         (["training.tokens=3"], "give one of training.steps and training.tokens"),
         (["training.tokens=2047", "training.steps=null"], "is less than one batch of 32 x 64"),
@@ -430,6 +426,9 @@ def given(*words):
         (["arms.x={optimizer: muon, coupled: false, zero_sum: true}"], "need coupled=true"),
         (["arms.x.optimizer.class_path=os.system"], "must be one of adamw"),
         (["variant=.x:V"], "variant='.x:V' must be module:name"),
+        (["seeds=[-1]"], "seeds.0=-1: Input should be greater than or equal to 0"),
+        (["name=1"], "name=1: Input should be a valid string"),
+        (['training.schedule="\\e[2J"'], "training.schedule= [2J: Input should be 'cosine'"),
         (["data.text=2001-02-30"], "is not YAML: day is out of range"),
         (["data.text=" + 1000 * "["], "is not YAML: it is nested too deeply"),
         (["model={n_layer: 3, n_layer: 4}"], "the key n_layer is given twice"),
@@ -439,12 +438,7 @@ def test_errors(words, message):
     with pytest.raises(UsageError) as error:
         override(load_recipe("tiny"), given(*words))
     assert message in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_stablelm_needs_even_heads():
-    with pytest.raises(UsageError, match="heads of odd width"):
-        override(load_recipe("tiny-stablelm"), {"model.n_embd": 66})
+    assert str(error.value).isprintable()  # no line ends, and nothing that a terminal obeys
 
 
 def test_lists_of_values_make_arms():
@@ -457,7 +451,7 @@ def test_lists_of_values_make_arms():
     last = recipe.arms["coupled_adam-4"]
     assert last == {"optimizer": "coupled_adam", "lr_factor": 4, "lr": 0.01}
     assert recipe.arm("coupled_adam-3").label == "Coupled Adam, f = 4, lr 0.001"
-    assert parse_recipe(yaml.safe_dump(recipe.to_dict()), "again") == recipe
+    assert recipe_from(yaml.safe_load(yaml.safe_dump(recipe.to_dict())), "again") == recipe
     with pytest.raises(UsageError, match=r"arms.x\*.lr matches no arm of the recipe: there are ad"):
         override(recipe, {"arms.x*.lr": 1})
 
@@ -545,37 +539,20 @@ def test_a_recipe_cannot_make_us_wait(text, message, tmp_path):
         load_recipe(str(path))
 
 
-def test_messages_hold_no_control_characters():
-    with pytest.raises(UsageError) as error:
-        override(load_recipe("tiny"), given('training.schedule="\\e[2J"'))
-    assert str(error.value).isprintable()
-
-
 def test_numbers_that_are_text_in_plain_values():
     values = load_recipe("tiny").to_dict()
     text = {**values, "training": {**values["training"], "lr": "0.25"}, "seeds": [4]}
     assert recipe_from(text, "here").training.lr == 0.25
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"seeds": [-1]}, r"here.*seeds.0=-1"),
-        ({"name": 1}, "here.*name=1: Input should be a valid string"),
-        ({1: 2}, "here must consist of keys and values"),
-    ],
-    ids=str,
-)
-def test_plain_values_that_are_wrong(wrong, message):
-    with pytest.raises(UsageError, match=message):
-        recipe_from({**load_recipe("tiny").to_dict(), **wrong}, "here")
+    with pytest.raises(UsageError, match="here must consist of keys and values"):
+        recipe_from({1: 2}, "here")
 
 
 @pytest.mark.parametrize("name", ["tiny", "124M-20B-sgd"])
-def test_a_recipe_is_printed_with_the_meaning_of_each_key(name):
+def test_a_recipe_is_printed_with_the_meaning_of_each_key(name, capsys):
     recipe = load_recipe(name)
-    printed = explained(recipe)
-    assert parse_recipe(printed, "printed") == recipe
+    assert main(["recipes", name]) == 0
+    printed = capsys.readouterr().out
+    assert recipe_from(yaml.safe_load(printed), "printed") == recipe
     assert list(yaml.safe_load(printed)) == [*recipe.to_dict(), "variant"]
     assert max(map(len, printed.splitlines())) <= 100
     lines = [line.strip() for line in printed.splitlines()]

@@ -78,11 +78,6 @@ def test_command(run, gpt2, tmp_path, capsys):
     assert all(name in shown.splitlines()[0] for name in ("adamw-seed-1", "coupled-seed-1", "gpt2"))
 
 
-def test_neither_a_run_nor_a_model(tmp_path, capsys):
-    assert main(["evaluate", "--sample", str(tmp_path / "x")]) == 2
-    assert "x is neither a run (config.yaml) nor a model" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("width", "lines"), [(80, 2), (40, 4)])
 def test_side_by_side(width, lines):
     """Columns, or one below the other; what controls a terminal is not printed."""

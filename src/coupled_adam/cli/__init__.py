@@ -29,6 +29,9 @@ from coupled_adam.errors import (
 PREEMPTED = 75
 """The exit code after SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later"."""
 
+RESUMABLE = ("compare", "train")
+"""The commands that continue with ``--resume``."""
+
 COMMANDS = {
     "compare": "compare optimizers of the embeddings on real text",
     "train": "train and evaluate one run of a comparison",
@@ -57,7 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     name = words[0] if words else ""
-    resumable = name in ("compare", "train")
     try:
         if name in ("-h", "--help", "--version"):
             print(_overview() if name != "--version" else _version())
@@ -68,10 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _sigterm_raises():
             command.run(options)
         sys.stdout.flush()
+        return 0
     except PreemptedError as error:
         # It may come once more while Python ends, which should not change the exit code.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        advice = "continue with --resume" if resumable else "run the command again"
+        advice = "continue with --resume" if name in RESUMABLE else "run the command again"
         _say(f"{one_line(error, longest=None)}; {advice}")
         return PREEMPTED
     except KeyboardInterrupt:
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        advice = "; add --resume to the command to continue" if resumable else ""
+        advice = "; add --resume to the command to continue" if name in RESUMABLE else ""
         print(file=sys.stderr)  # a second Ctrl-C may have kept the bar from ending its line
         _say(f"interrupted{advice}")
         return 130
@@ -88,40 +91,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
-    except UsageError as error:
-        message = one_line(error, longest=None)
-        # Texts are keys of a recipe, which the user may have given by an option.
-        for option in ("text", "tokens"):
-            if f"--{option}" in words:
-                message = message.replace(f"data.{option}=", f"--{option} ")
-        return _failed(error, 2, message)
-    except TrainingError as error:
-        return _failed(error, 1, one_line(error, longest=None))
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("coupled_adam."):
-            raise
-        reason = error.msg.partition(":")[0]
-        return _failed(error, 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'")
-    except OSError as error:
-        if error.errno is None:
+    except Exception as error:
+        code, message = _explained(error, name, words)
+        if not code:  # a bug
             raise
         # If standard output is on the full disk, Python could not flush it at its end either.
         try:
             sys.stdout.flush()
         except OSError:
             _discard_output()
-        path = error.filename2 or error.filename  # where something was to be renamed to
-        reason = os.strerror(error.errno) + (f": {printable(str(path))}" if path else "")
-        if error.errno == errno.ENAMETOOLONG:
-            return _failed(error, 2, reason)
-        return _failed(error, 1, reason + _kept(resumable))
-    except (MemoryError, RuntimeError) as error:
-        # torch's error for a CPU is a RuntimeError, which only its message tells from others.
-        out_of_memory = isinstance(error, MemoryError) or "OutOfMemoryError" in repr(type(error))
-        if not out_of_memory and "DefaultCPUAllocator" not in str(error):
-            raise
-        return _failed(error, 1, f"out of memory: {one_line(error)}{_kept(resumable)}")
-    return 0
+        # The first process says what all of them know.
+        rank = other_rank()
+        if rank is not None and not is_on_all_ranks(error):
+            print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
+        _say(f"error: {message}")
+        return code
+
+
+def _explained(error: Exception, command: str, words: Sequence[str]) -> tuple[int, str]:
+    """The exit code and the message of an error; 0 and nothing if it is a bug."""
+    kept = "; what was finished is kept, continue with --resume"
+    kept = kept if command in RESUMABLE else ""
+    match error:
+        case UsageError():
+            message = one_line(error, longest=None)
+            # Texts are keys of a recipe, which the user may have given by an option.
+            for option in ("text", "tokens"):
+                if f"--{option}" in words:
+                    message = message.replace(f"data.{option}=", f"--{option} ")
+            return 2, message
+        case TrainingError():
+            return 1, one_line(error, longest=None)
+        case ModuleNotFoundError() if not (error.name or "").startswith("coupled_adam."):
+            reason = error.msg.partition(":")[0]
+            return 2, f"{reason}; install it with: pip install 'coupled-adam[lab]'"
+        case OSError() if error.errno is not None:
+            path = error.filename2 or error.filename  # where something was to be renamed to
+            reason = os.strerror(error.errno) + (f": {printable(str(path))}" if path else "")
+            return (2, reason) if error.errno == errno.ENAMETOOLONG else (1, reason + kept)
+        case MemoryError() | RuntimeError():
+            # torch's error for a CPU is a RuntimeError, which only its message tells from others.
+            out_of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+            if out_of_memory or "DefaultCPUAllocator" in str(error):
+                return 1, f"out of memory: {one_line(error)}{kept}"
+    return 0, ""
 
 
 def load_command(name: str) -> ModuleType:
@@ -161,20 +174,6 @@ def _version() -> str:
     from coupled_adam import __version__
 
     return f"coupled-adam {__version__}"
-
-
-def _failed(error: BaseException, code: int, message: str) -> int:
-    """Say what went wrong; the first process says what all of them know. Returns the code."""
-    rank = other_rank()
-    if rank is None:
-        _say(f"error: {message}")
-    elif not is_on_all_ranks(error):
-        print(f"coupled-adam: error: process {rank}: {message}", file=sys.stderr)
-    return code
-
-
-def _kept(resumable: bool) -> str:
-    return "; what was finished is kept, continue with --resume" if resumable else ""
 
 
 def _say(message: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from coupled_adam.cli.options import (
     CacheOption,
@@ -32,6 +32,8 @@ from coupled_adam.fields import Count, NotNegative, WholeNumber
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from coupled_adam.lab.evaluation.downstream import Downstream
 
 _NARROWEST = 24  # characters of a column; with less, texts are printed one below the other
 
@@ -83,7 +85,6 @@ def run(options: Options) -> None:
     """Evaluate, and print the numbers; or print texts."""
     from coupled_adam.embeddings.analysis import word_similarity_sets
     from coupled_adam.lab.data.corpus import prepare_corpus
-    from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
     from coupled_adam.lab.evaluation.evaluate import evaluate_model, evaluate_run
     from coupled_adam.lab.evaluation.evaluation_table import evaluation_table
     from coupled_adam.lab.evaluation.loading import recipe_of_run
@@ -96,44 +97,30 @@ def run(options: Options) -> None:
     if others:
         raise UsageError(f"one model is evaluated at a time, without --sample: {model}, {others}")
     options.check_files(out=options.out)
-    target = options.usable_device()
-    folder = Path(model)
-    name = options.word_similarity
-    sets = None if name is None else word_similarity_sets(name)
-    downstream = None
-    if options.lm_eval is not None:
-        downstream = Downstream(options.lm_eval or PAPER_TASKS, options.lm_eval_path, options.limit)
-    elif options.lm_eval_path is not None or options.limit is not None:
-        name = "--limit" if options.lm_eval_path is None else "--lm-eval-path"
-        raise UsageError(f"{name} needs --lm-eval, with the names of the tasks")
+    published, folder = options.word_similarity, Path(model)
+    asked: dict[str, Any] = {
+        "batches": options.batches,
+        "device": options.usable_device(),
+        "sets": None if published is None else word_similarity_sets(published),
+        "downstream": _downstream(options),
+    }
+    written = options.out
     if is_run(folder):
         if options.text is not None or options.out is not None or options.revision is not None:
             raise UsageError(
                 f"--text, --out and --revision are for models; {folder} is a run, which has its "
                 "own text and output file"
             )
+        recipe, written = recipe_of_run(folder, options.variant), folder / EVALUATION
         # The corpus is prepared only if there is no test loss yet.
-        recipe = recipe_of_run(folder, options.variant)
         result = evaluate_run(
             folder,
             lambda: prepare_corpus(recipe, options.cache_folder()),
-            batches=options.batches,
-            sets=sets,
-            downstream=downstream,
-            device=target,
             variant=options.variant,
+            **asked,
         )
     else:
-        result = evaluate_model(
-            model,
-            revision=options.revision,
-            text=options.text,
-            batches=options.batches,
-            sets=sets,
-            downstream=downstream,
-            device=target,
-        )
-    written = folder / EVALUATION if is_run(folder) else options.out
+        result = evaluate_model(model, revision=options.revision, text=options.text, **asked)
     # The numbers are shown even if the file cannot be written after all.
     try:
         if options.out is not None:
@@ -147,9 +134,20 @@ def run(options: Options) -> None:
         print_path("all numbers:", written)
 
 
+def _downstream(options: Options) -> Downstream | None:
+    """The downstream tasks that are asked for."""
+    from coupled_adam.lab.evaluation.downstream import PAPER_TASKS, Downstream
+
+    if options.lm_eval is not None:
+        return Downstream(options.lm_eval or PAPER_TASKS, options.lm_eval_path, options.limit)
+    for option, value in (("--limit", options.limit), ("--lm-eval-path", options.lm_eval_path)):
+        if value is not None:
+            raise UsageError(f"{option} needs --lm-eval, with the names of the tasks")
+    return None
+
+
 def _sample(options: Options) -> None:
     """Let the models write texts, and print them."""
-    from coupled_adam.lab.comparison import runs_to_sample
     from coupled_adam.lab.evaluation.loading import (
         load_model,
         load_model_tokenizer,
@@ -165,14 +163,13 @@ def _sample(options: Options) -> None:
         raise UsageError(f"--prompt {options.prompt!r} is not UTF-8") from None
     target = options.usable_device()
     texts = {}
-    for name in (folder for place in options.models for folder in runs_to_sample(place)):
+    for name in (folder for place in options.models for folder in _finished_runs(place)):
         source = str(Path(name) / MODEL) if is_run(Path(name)) else name
         model = load_model(source, target, options.revision)
         require_causal(model, source)
-        tokenizer = load_model_tokenizer(source, options.revision)
         texts[name] = sample(
             model,
-            tokenizer,
+            load_model_tokenizer(source, options.revision),
             options.prompt,
             tokens=options.tokens,
             temperature=options.temperature,
@@ -186,6 +183,28 @@ def _sample(options: Options) -> None:
     else:
         terminal = console()
         terminal.print(side_by_side(options.prompt, texts, terminal.width))
+
+
+def _finished_runs(name: str) -> list[str]:
+    """The finished runs of a comparison with one seed, a run for each arm; or ``name`` itself.
+
+    The seed is the first one for which most arms have finished.
+
+    Raises:
+        UsageError: it is the folder of a comparison, and none of its runs has finished.
+    """
+    from coupled_adam.lab.comparison import stored_recipe
+    from coupled_adam.runs import MODEL, run_name
+
+    recipe = stored_recipe(Path(name))
+    if recipe is None:
+        return [name]
+    folders = [[Path(name) / run_name(arm, seed) for arm in recipe.arms] for seed in recipe.seeds]
+    finished = [[str(run) for run in runs if (run / MODEL).exists()] for runs in folders]
+    most = max(finished, key=len)
+    if not most:
+        raise UsageError(f"{name}: none of its runs has finished; continue it with --resume")
+    return most
 
 
 def side_by_side(prompt: str, texts: dict[str, str], width: int) -> RenderableType:

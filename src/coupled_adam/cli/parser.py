@@ -5,7 +5,6 @@ A field's type says what is typed, and the docstring of its class what it means:
 """
 
 import argparse
-import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -20,29 +19,20 @@ T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises its errors, with the options as the user types them."""
+    """Raises its errors instead of printing the usage and leaving."""
 
     def __init__(self, prog: str, description: str | None) -> None:
         super().__init__(
             prog=prog,
             description=description,
             allow_abbrev=False,
+            exit_on_error=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise a UsageError instead of printing the usage and leaving."""
-        unknown = re.match(r"unrecognized arguments: -*([^\s=]+)", message)
-        if unknown:
-            # The key of a recipe may have been given without its section, as --lr.
-            name = unknown[1].replace("-", "_")
-            options = [option for action in self._actions for option in action.option_strings]
-            near = [option for option in options if option.endswith(f".{name}")]
-            near = near or difflib.get_close_matches(f"--{unknown[1]}", options, n=1, cutoff=0.7)
-            message += (
-                f"; did you mean {' or '.join(near)}?" if near else f"; see {self.prog} --help"
-            )
-        raise UsageError(re.sub(r"^argument (\S+): ", r"\1: ", message))
+        """Raise a UsageError."""
+        raise UsageError(message)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +48,14 @@ def parsed(options: type[T], parser: Parser, words: Sequence[str]) -> T:
     key = re.compile(r"((model|data|training|arms)\..*|variant)=")
     words = [f"--{word}" if key.match(word) else word for word in words]
     add_arguments(parser, options, words)
-    values = vars(_namespace(parser, words))
+    try:
+        namespace, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error.argument_name}: {error.message}") from None
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {_hint(parser, unknown[0])}")
+    values = vars(namespace)
+    _take_from_a_list(parser, options, values)
     for name, value in values.items():
         require(value != "", f"--{name.replace('_', '-')} is empty: give a value, or leave it out")
     keys = {key: values.pop(key) for key in [*values] if "." in key}
@@ -71,23 +68,51 @@ def parsed(options: type[T], parser: Parser, words: Sequence[str]) -> T:
     return checked(options, values, shown)
 
 
-def _namespace(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """The values in a command line, in which the argument without a name may follow a list.
+def _hint(parser: Parser, word: str) -> str:
+    """What an unknown option may have been meant as."""
+    name = word.lstrip("-").partition("=")[0]
+    options = [option for action in parser._actions for option in action.option_strings]
+    # The key of a recipe may have been given without its section, as --lr.
+    near = [option for option in options if option.endswith(f".{name.replace('-', '_')}")]
+    near = near or difflib.get_close_matches(f"--{name}", options, n=1, cutoff=0.7)
+    return f"did you mean {' or '.join(near)}?" if near else f"see {parser.prog} --help"
 
-    argparse gives all words after an option of several values to that option.
+
+def _take_from_a_list(parser: Parser, options: type[Any], values: dict[str, Any]) -> None:
+    """Take the argument without a name from the list before it.
+
+    argparse gives all words after an option of several values to that option, so that in
+    ``--neighbours king MODEL`` the model is a neighbour. The values are in the order in which their
+    options were typed.
     """
-    try:
-        return parser.parse_args(words)
-    except UsageError as error:
-        if "required" in str(error):
-            # The last of the words that can be taken out is the one that was meant.
-            for place in range(len(words) - 1, -1, -1):
-                if not words[place].startswith("-"):
-                    with contextlib.suppress(UsageError):
-                        return parser.parse_args(
-                            [words[place], *words[:place], *words[place + 1 :]]
-                        )
-        raise
+    fields = {field.name: field for field in dataclasses.fields(options)}
+    hints = get_type_hints(options, include_extras=True)
+    for action in parser._actions:
+        if action.option_strings or action.dest in values:
+            continue
+        lists = [
+            value
+            for name, value in values.items()
+            if isinstance(value, list) and value
+            # A word that belongs to the list, as in --exclude padding, is no model.
+            if not {*value[-1].split(",")} <= {*get_args(_parts(hints[name])[0])}
+        ]
+        if lists:
+            values[action.dest] = [lists[-1].pop()] if action.nargs == "*" else lists[-1].pop()
+        elif fields[action.dest].default is dataclasses.MISSING:
+            parser.error(f"the following arguments are required: {action.metavar}")
+
+
+def _parts(kind: Any) -> tuple[Any, bool, list[Any]]:
+    """The type of a value, whether a field is a list of such values, and the marks of its type."""
+    marks: list[Any] = []
+    # None stands for an option that is left out, and is nothing that can be typed.
+    if type(None) in get_args(kind):
+        (kind,) = [member for member in get_args(kind) if member is not type(None)]
+    if get_origin(kind) is Annotated:
+        kind, *marks = get_args(kind)
+    is_list = get_origin(kind) is list
+    return get_args(kind)[0] if is_list else kind, is_list, marks
 
 
 def add_arguments(parser: Parser, options: type[Any], words: Sequence[str] = ()) -> None:
@@ -115,22 +140,14 @@ def _add_argument(
 ) -> None:
     # What is not given is left to the dataclass, whose type checks the rest.
     settings: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, text)}
-    marks: list[Any] = []
-    # None stands for an option that is left out, and is nothing that can be typed.
-    if type(None) in get_args(kind):
-        (kind,) = [member for member in get_args(kind) if member is not type(None)]
-    if get_origin(kind) is Annotated:
-        kind, *marks = get_args(kind)
+    kind, is_list, marks = _parts(kind)
     position = next((mark for mark in marks if isinstance(mark, Positional)), None)
-    if get_origin(kind) is list:
-        settings["nargs"] = "*" if position is None else "+"
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal and "nargs" not in settings:
+    if is_list:
+        settings["nargs"] = "*"
+    elif get_origin(kind) is Literal:
         settings["choices"] = get_args(kind)
-    if position is not None:
-        if field.default is None:
-            settings["nargs"] = "?"
-        group.add_argument(field.name, metavar=position.metavar, **settings)
+    if position is not None:  # "?" as it may be in a list, see _take_from_a_list
+        group.add_argument(field.name, metavar=position.metavar, **{"nargs": "?", **settings})
         return
     if kind is bool:
         settings["action"] = "store_true"

@@ -46,14 +46,14 @@ def expanded(arms: Mapping[str, Any]) -> dict[str, Any]:
 
 _SHOWN: dict[str, Callable[[Any], str]] = {
     "second_moment_scale": lambda scale: f"n = {-math.log2(scale):g}",
-    "row_exponent": lambda exponent: f"a = {exponent:g}",
-    "zero_sum": lambda _: "zero-sum",
-    "couple": lambda side: f"{side} only",
-    "lr_factor": lambda factor: f"f = {factor:g}",
-    "embedding_weight_decay": lambda decay: f"decay {decay:g}",
-    "beta1": lambda beta: f"beta1 {beta:g}",
-    "beta2": lambda beta: f"beta2 {beta:g}",
-    "lr": lambda lr: f"lr {lr:g}",
+    "row_exponent": "a = {:g}".format,
+    "zero_sum": "zero-sum".format,
+    "couple": "{} only".format,
+    "lr_factor": "f = {:g}".format,
+    "embedding_weight_decay": "decay {:g}".format,
+    "beta1": "beta1 {:g}".format,
+    "beta2": "beta2 {:g}".format,
+    "lr": "lr {:g}".format,
 }
 """How the options are shown in an arm's label, in this order; others are not."""
 
@@ -83,13 +83,56 @@ class Arm:
         )
         return ", ".join([self.name, *shown])
 
-    def tuned(self, training: Training) -> Training:
-        """The training with the arm's learning rate: each optimizer has one that suits it."""
-        return training if self.lr is None else dataclasses.replace(training, lr=self.lr)
+    def optimizer(self, model: "nn.Module", training: Training, **options: Any) -> "Optimizer":
+        """Create the arm's optimizer for the trainable parameters of a model.
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create the arm's optimizer for the trainable parameters of a model."""
-        raise NotImplementedError
+        Args:
+            options: more of :meth:`create`.
+        """
+        if self.lr is not None:  # each optimizer has a rate that suits it
+            training = dataclasses.replace(training, lr=self.lr)
+        return self.create(model, training, **options)
+
+    def create(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create the optimizer for a training with the arm's learning rate."""
+        from coupled_adam import CoupledAdamW
+
+        groups = self.groups(model, training)
+        return CoupledAdamW(groups, training.lr, training.betas, training.eps)
+
+    def group_options(self, training: Training) -> dict[str, Any]:
+        """The arm's own options of :func:`coupled_adam.param_groups`."""
+        return {"embeddings": {"lr": self.lr_factor * training.lr}}
+
+    def groups(self, model: "nn.Module", training: Training) -> "ParamGroups":
+        """The groups of :func:`coupled_adam.param_groups`; positions decay if they are to."""
+        from coupled_adam import param_groups
+
+        decay = training.weight_decay
+        positions = _learned_positions(model) if training.decay_positions else {}
+        groups = param_groups(
+            model, weight_decay=decay, exclude=[*positions], **self.group_options(training)
+        )
+        if positions:
+            groups.append(_uncoupled(positions, decay))
+        return groups
+
+
+def _learned_positions(model: "nn.Module") -> "dict[str, nn.Parameter]":
+    """The trained tables of embeddings that are not of tokens, by name."""
+    from torch import nn
+
+    from coupled_adam import embedding_parameters
+
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {*embedding_parameters(model).values()}
+    return {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
+
+
+def _uncoupled(parameters: "dict[str, nn.Parameter]", weight_decay: float) -> dict[str, Any]:
+    """A group of parameters by name, as :func:`coupled_adam.param_groups` makes them."""
+    names = {"params": [*parameters.values()], "param_names": [*parameters]}
+    return {**names, "coupled": False, "weight_decay": weight_decay}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,27 +149,23 @@ class AdamWArm(Arm):
     beta1: Beta | None = None
     beta2: Beta | None = None
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create torch's AdamW with the groups of :func:`coupled_adam.param_groups`."""
+    def group_options(self, training: Training) -> dict[str, Any]:
+        """The rate, the betas and the weight decay of the embeddings."""
+        own = self.beta1, self.beta2
+        betas = tuple(usual if b is None else b for b, usual in zip(own, training.betas))
+        return {
+            "embeddings": {"lr": self.lr_factor * training.lr, "betas": betas},
+            "embedding_weight_decay": self.embedding_weight_decay,
+        }
+
+    def create(self, model: "nn.Module", training: Training) -> "Optimizer":
+        """Create torch's AdamW with the groups that Coupled Adam has."""
         from torch.optim import AdamW
 
-        training = self.tuned(training)
         groups = self.groups(model, training)
         for group in groups:
             del group["coupled"]
         return AdamW(groups, training.lr, training.betas, training.eps)
-
-    def groups(self, model: "nn.Module", training: Training, **options: Any) -> "ParamGroups":
-        """The groups of the model's parameters, with the arm's options for its embeddings."""
-        own = self.beta1, self.beta2
-        betas = tuple(usual if b is None else b for b, usual in zip(own, training.betas))
-        return _param_groups(
-            model,
-            training,
-            {"lr": self.lr_factor * training.lr, "betas": betas},
-            embedding_weight_decay=self.embedding_weight_decay,
-            **options,
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,20 +184,14 @@ class CoupledAdamArm(AdamWArm):
     zero_sum: bool = False
     couple: Literal["both", "input", "output"] = "both"
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create CoupledAdamW with the groups of :func:`coupled_adam.param_groups`."""
-        from coupled_adam import CoupledAdamW
+    create = Arm.create
 
-        training = self.tuned(training)
-        return CoupledAdamW(
-            self.groups(model, training, couple=self.couple),
-            training.lr,
-            training.betas,
-            training.eps,
-            second_moment_scale=self.second_moment_scale,
-            row_exponent=self.row_exponent,
-            zero_sum=self.zero_sum,
-        )
+    def group_options(self, training: Training) -> dict[str, Any]:
+        """AdamW's options, and Coupled Adam's own."""
+        options = super().group_options(training)
+        names = ("second_moment_scale", "row_exponent", "zero_sum")
+        options["embeddings"] |= {name: getattr(self, name) for name in names}
+        return {**options, "couple": self.couple}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,45 +202,11 @@ class LeanArm(Arm):
     always_shown = ("lr_factor",)  # which is not 1
     lr_factor: Positive = 2.0
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
-        """Create CoupledAdamW with the options of LEAN for the token embeddings."""
-        from coupled_adam import LEAN, CoupledAdamW
+    def group_options(self, training: Training) -> dict[str, Any]:
+        """LEAN's options, with the arm's rate."""
+        from coupled_adam import LEAN
 
-        training = self.tuned(training)
-        groups = _param_groups(model, training, LEAN | {"lr_factor": self.lr_factor})
-        return CoupledAdamW(groups, training.lr, training.betas, training.eps)
-
-
-def _param_groups(
-    model: "nn.Module", training: Training, embeddings: dict[str, Any], **options: Any
-) -> "ParamGroups":
-    """The groups of :func:`coupled_adam.param_groups`; positions decay if the recipe says so."""
-    from coupled_adam import param_groups
-
-    positions = _learned_positions(model) if training.decay_positions else {}
-    groups = param_groups(
-        model, embeddings, weight_decay=training.weight_decay, exclude=[*positions], **options
-    )
-    if positions:
-        decayed = {"coupled": False, "weight_decay": training.weight_decay}
-        groups.append({**_named(positions), **decayed})
-    return groups
-
-
-def _learned_positions(model: "nn.Module") -> "dict[str, nn.Parameter]":
-    """The trained tables of embeddings that are not of tokens, by name."""
-    from torch import nn
-
-    from coupled_adam import embedding_parameters
-
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    tables -= {*embedding_parameters(model).values()}
-    return {name: p for name, p in model.named_parameters() if p in tables and p.requires_grad}
-
-
-def _named(parameters: "dict[str, nn.Parameter]") -> dict[str, Any]:
-    """The parameters of a group, as :func:`coupled_adam.param_groups` lists them."""
-    return {"params": [*parameters.values()], "param_names": [*parameters]}
+        return {"embeddings": LEAN | {"lr_factor": self.lr_factor}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,19 +227,15 @@ class SGDArm(Arm):
         if self.nesterov and (self.momentum == 0 or self.dampening != 0):
             raise ValueError("nesterov=true needs momentum above 0 and dampening=0")
 
-    def optimizer(self, model: "nn.Module", training: Training) -> "Optimizer":
+    def create(self, model: "nn.Module", training: Training) -> "Optimizer":
         """Create an AdamW that uses SGD for the group of the token embeddings."""
         from coupled_adam.lab.embedding_sgd import EmbeddingSGD
 
-        training = self.tuned(training)
-        groups = _param_groups(model, training, {"lr": self.lr_factor * training.lr})
+        groups = self.groups(model, training)
+        names = ("momentum", "dampening", "nesterov")
         for group in groups:
             if group.pop("coupled"):
-                group["sgd"] = {
-                    "momentum": self.momentum,
-                    "dampening": self.dampening,
-                    "nesterov": self.nesterov,
-                }
+                group["sgd"] = {name: getattr(self, name) for name in names}
         return EmbeddingSGD(groups, training.lr, training.betas, training.eps)
 
 
@@ -269,20 +264,16 @@ class MuonArm(Arm):
         """Muon with what has the other matrices."""
         return "Muon with Coupled Adam" if self.coupled else "Muon with AdamW"
 
-    def optimizer(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
+    def create(self, model: "nn.Module", training: Training, **groups: Any) -> "Optimizer":
         """Create :class:`coupled_adam.MuonWithCoupledAdam`, with more of its ``groups``."""
         from coupled_adam import MuonWithCoupledAdam
 
-        training = self.tuned(training)
+        names = ("lr_factor", "row_exponent", "zero_sum")
         positions = _learned_positions(model)
         optimizer = MuonWithCoupledAdam(
             model,
             training.lr,
-            embeddings={
-                "lr_factor": self.lr_factor,
-                "row_exponent": self.row_exponent,
-                "zero_sum": self.zero_sum,
-            },
+            embeddings={name: getattr(self, name) for name in names},
             exclude=[*positions],
             weight_decay=training.weight_decay,
             betas=training.betas,
@@ -291,8 +282,7 @@ class MuonArm(Arm):
         )
         if positions:
             decay = training.weight_decay if training.decay_positions else 0.0
-            group = {**_named(positions), "coupled": False, "weight_decay": decay}
-            optimizer.add_param_group(group)
+            optimizer.add_param_group(_uncoupled(positions, decay))
         for group in optimizer.param_groups:
             group["coupled"] = self.coupled and group.get("coupled", False)
         return optimizer

@@ -6,7 +6,7 @@ The folder holds ``comparison.yaml`` (the recipe), a run folder for each arm and
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from coupled_adam import files
 from coupled_adam.errors import DivergedError, UsageError
 from coupled_adam.lab.data.corpus import Corpus, prepare_corpus
 from coupled_adam.lab.evaluation.evaluate import evaluate_run
-from coupled_adam.lab.recipe import Recipe, differences, parse_recipe
+from coupled_adam.lab.recipe import Recipe, differences, load_recipe
 from coupled_adam.lab.reporting.report import Report, report
 from coupled_adam.lab.run import Run
 from coupled_adam.lab.training.config import Execution
@@ -29,35 +29,13 @@ from coupled_adam.lab.training.distributed import (
 )
 from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
-from coupled_adam.runs import COMPARISON, MODEL, REPORT, run_name
+from coupled_adam.runs import COMPARISON, REPORT, run_name
 
 
 def stored_recipe(out: Path) -> Recipe | None:
     """The recipe of a comparison folder; None if it is not one."""
-    try:
-        text = (out / COMPARISON).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return parse_recipe(text, str(out / COMPARISON))
-
-
-def runs_to_sample(name: str) -> list[str]:
-    """The finished runs of a comparison with one seed, a run for each arm; or ``name`` itself.
-
-    The seed is the first one for which most arms have finished.
-
-    Raises:
-        UsageError: it is the folder of a comparison, and none of its runs has finished.
-    """
-    recipe = stored_recipe(Path(name))
-    if recipe is None:
-        return [name]
-    folders = [[Path(name) / run_name(arm, seed) for arm in recipe.arms] for seed in recipe.seeds]
-    finished = [[str(run) for run in runs if (run / MODEL).exists()] for runs in folders]
-    most = max(finished, key=len)
-    if not most:
-        raise UsageError(f"{name}: none of its runs has finished; continue it with --resume")
-    return most
+    path = out / COMPARISON
+    return load_recipe(str(path)) if path.is_file() else None
 
 
 def compare(
@@ -93,29 +71,17 @@ def compare(
     """
     with contextlib.ExitStack() as locks:
         with process_group(execution.device):
-            content = on_rank_zero(lambda: _extended(recipe, out, resume)).to_dict()
-            corpus = prepare_and_claim(out / COMPARISON, content, recipe, cache, locks)
+            whole = on_rank_zero(lambda: _extended(recipe, out, resume))
+            # Before the folder is made, so that a text that is mistyped leaves none behind.
+            corpus = on_every_rank(lambda: prepare_corpus(recipe, cache))
+            on_rank_zero(lambda: _claim(out, whole, locks))
             runs = [
                 Run(recipe, arm, seed, out / run_name(arm, seed))
                 for seed in recipe.seeds
                 for arm in recipe.arms
             ]
             on_start()
-            diverged: list[DivergedError] = []
-            finished = []
-            with Progress(runs) as progress:
-                for run in runs:
-                    try:
-                        train(run, corpus, execution, progress)
-                    except DivergedError as error:  # on all processes alike
-                        diverged.append(error)
-                        continue
-                    finished.append(run)
-                    # At once if no other process has to wait for it; otherwise after the group.
-                    if world_size() == 1:
-                        progress.say("testing")
-                        evaluate_trained(run, corpus, execution)
-                progress.say("done")
+            finished, diverged = _train_all(runs, corpus, execution)
             is_first = rank() == 0
         if not is_first:
             return None
@@ -129,6 +95,28 @@ def compare(
         if diverged:
             raise diverged[0]
         return written
+
+
+def _train_all(
+    runs: Sequence[Run], corpus: Corpus, execution: Execution
+) -> tuple[list[Run], list[DivergedError]]:
+    """Train all runs; return those that are finished, and how the others have diverged."""
+    finished: list[Run] = []
+    diverged: list[DivergedError] = []
+    with Progress(runs) as progress:
+        for run in runs:
+            try:
+                train(run, corpus, execution, progress)
+            except DivergedError as error:  # on all processes alike
+                diverged.append(error)
+                continue
+            finished.append(run)
+            # At once if no other process has to wait for it; otherwise after the group.
+            if world_size() == 1:
+                progress.say("testing")
+                evaluate_trained(run, corpus, execution)
+        progress.say("done")
+    return finished, diverged
 
 
 def train_and_evaluate(
@@ -150,36 +138,23 @@ def evaluate_trained(run: Run, corpus: Corpus, execution: Execution) -> dict[str
     return evaluate_run(run.folder, corpus, device=execution.device, variant=run.recipe.variant)
 
 
-def prepare_and_claim(
-    file: Path, content: dict[str, Any], recipe: Recipe, cache: Path, locks: contextlib.ExitStack
-) -> Corpus:
-    """Prepare the corpus, then claim the folder of a comparison, and describe it.
-
-    A text that is mistyped, for example, thus leaves no folder behind.
-
-    Args:
-        file: what describes the folder; written with its content.
-        locks: the folder is locked until it closes.
+def _claim(out: Path, recipe: Recipe, locks: contextlib.ExitStack) -> None:
+    """Make the folder of a comparison, lock it until ``locks`` closes, and describe it.
 
     Raises:
-        UsageError: if the text cannot be used, or the folder is in use or not writable.
+        UsageError: the folder is in use or not writable.
     """
-    corpus, out = on_every_rank(lambda: prepare_corpus(recipe, cache)), file.parent
-
-    def claim() -> None:
-        try:
-            # The lock is a file in the folder, and ends with this process however that ends.
-            out.mkdir(parents=True, exist_ok=True)
-            locks.enter_context(files.sole_writer(out))
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-            raise UsageError(
-                f"--out {out} cannot be written ({reason}): choose another folder"
-            ) from None
-        files.write_atomically(file, yaml.safe_dump(content, sort_keys=False))
-
-    on_rank_zero(claim)
-    return corpus
+    try:
+        # The lock is a file in the folder, and ends with this process however that ends.
+        out.mkdir(parents=True, exist_ok=True)
+        locks.enter_context(files.sole_writer(out))
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UsageError(
+            f"--out {out} cannot be written ({reason}): choose another folder"
+        ) from None
+    text = yaml.safe_dump(recipe.to_dict(), sort_keys=False)
+    files.write_atomically(out / COMPARISON, text)
 
 
 def check_unused(out: Path, kind: str, resume: bool) -> None:

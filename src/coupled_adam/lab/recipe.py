@@ -197,11 +197,6 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str
     return {key: both for key, both in values.items() if both[0] != both[1]}
 
 
-def parse_recipe(text: str, source: str) -> Recipe:
-    """Read a complete recipe from YAML text; ``source`` is its name in errors."""
-    return recipe_from(read_yaml(text, source), source)
-
-
 def recipe_from(values: Any, source: str) -> Recipe:
     """A complete recipe from plain values; ``source`` is its name in errors.
 

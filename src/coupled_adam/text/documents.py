@@ -1,10 +1,12 @@
-"""The documents of text files, which ``datasets`` reads, and of Python's own documentation."""
+"""The documents of text files, and of Python's own documentation."""
 
 import ast
+import bz2
 import csv
-import glob
+import gzip
 import itertools
 import json
+import lzma
 import sys
 import sysconfig
 import warnings
@@ -15,14 +17,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from coupled_adam.errors import UsageError, did_you_mean, one_line
 
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
 if TYPE_CHECKING:
-    from datasets import IterableDataset
+    from pyarrow import RecordBatch, Table
 
 T = TypeVar("T")
 PLAIN = (".txt", ".md", ".rst")
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_OPEN: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": zstd.open,
+}
+"""How the files of each compression are opened."""
 
 
 def documents(path: Path, separator: str | None = None, column: str = "text") -> Iterator[str]:
@@ -80,14 +93,12 @@ def visible_files(folder: Path) -> list[Path]:
     )
 
 
-def row_texts(rows: "IterableDataset", column: str) -> Iterator[str]:
+def column_texts(tables: "Iterable[Table | RecordBatch]", column: str) -> Iterator[str]:
     """Yield the texts in a column; UsageError if there is no such column, or it holds no text."""
 
     def values() -> Iterator[Any]:
-        # As Arrow's tables, so that other columns are not converted; short ones, as not all of a
-        # text may be needed.
-        for table in rows.with_format("arrow").iter(batch_size=100):
-            _check_column(table.column_names, column)
+        for table in tables:
+            _check_column(table.schema.names, column)
             # datasets makes quoted JSON of all texts in a column that holds something else as well.
             if "json" in str(table.schema.field(column).type):
                 raise UsageError(f"column {column!r} is not text in all of its rows")
@@ -174,14 +185,17 @@ def library_files() -> list[Path]:
 def _format(path: Path) -> str:
     """The file extension that tells the format, without that of a compression."""
     # The last two, as in text.jsonl.gz; a name may have more dots before them.
-    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _COMPRESSED]
+    suffixes = [suffix for suffix in path.suffixes[-2:] if suffix not in _OPEN]
     return suffixes[-1] if suffixes else ""
 
 
 def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[str]:
     kind = _format(path)
     if kind == ".parquet":
-        yield from row_texts(_rows("parquet", path), column)
+        from pyarrow import parquet
+
+        with _OPEN.get(path.suffix, open)(path, "rb") as file:
+            yield from column_texts(parquet.ParquetFile(file).iter_batches(1000), column)
     elif kind in (".jsonl", ".json"):
         yield from _texts(_json_values(_lines(path), column), column)
     elif kind in _DELIMITERS:
@@ -193,27 +207,13 @@ def _file_documents(path: Path, separator: str | None, column: str) -> Iterator[
         yield from separated(map("".join, chunks), separator)
 
 
-def _rows(kind: str, path: Path, **options: Any) -> "IterableDataset":
-    """The rows of a file, which is unpacked while it is read."""
-    import datasets  # this takes a second
-
-    # What it logs as an error is also raised.
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    files = [glob.escape(str(path.absolute()))]  # it takes names for patterns
-    return datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
-
-
 def _lines(path: Path) -> Iterator[str]:
-    """The lines of plain text, with their ends."""
-    for line in row_texts(_rows("text", path, keep_linebreaks=True, encoding="utf-8-sig"), "text"):
-        if "\0" in line:
-            raise UsageError("NUL characters are in it, which text has not: unpack an archive")
-        yield line
-
-
-# datasets has readers of JSON and CSV, too. That of JSON refuses rows with a key that earlier ones
-# have not, and makes quoted JSON of texts near a row of another type; that of CSV takes rows that
-# are too short or too long.
+    """The lines of a text, which is unpacked while it is read, with their ends."""
+    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8-sig") as file:
+        for line in file:
+            if "\0" in line:
+                raise UsageError("NUL characters are in it, which text has not: unpack an archive")
+            yield line
 
 
 def _json_values(lines: Iterator[str], column: str) -> Iterator[Any]:
@@ -268,6 +268,6 @@ def _readable(path: Path) -> Iterator[None]:
     """Put a path before the message of an error, and make it a UsageError."""
     try:
         yield
-    except Exception as error:  # datasets lets those of all libraries pass with which it reads
+    except Exception as error:  # each format has its own
         reason = getattr(error, "strerror", None) or one_line(error, 300)
         raise UsageError(f"{path}: {reason}") from None

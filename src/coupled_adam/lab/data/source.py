@@ -16,10 +16,10 @@ from tqdm import tqdm
 from coupled_adam.errors import UsageError, one_line, refused
 from coupled_adam.lab.sections import Data
 from coupled_adam.text.documents import (
+    column_texts,
     documents,
     library_files,
     python_documentation,
-    row_texts,
     text_files,
     visible_files,
 )
@@ -224,7 +224,10 @@ def _hub_documents(data: Data, split: str, revision: str | None) -> Iterator[str
         if data.shuffle_seed is not None:
             rows = rows.shuffle(seed=data.shuffle_seed, buffer_size=10_000)
         empty = True
-        for text in filter(str.strip, row_texts(rows, data.column)):
+        # As Arrow's tables, so that other columns are not converted; short ones, as not all of a
+        # text may be needed.
+        tables = rows.with_format("arrow").iter(batch_size=100)
+        for text in filter(str.strip, column_texts(tables, data.column)):
             empty = False
             yield text
         if empty:

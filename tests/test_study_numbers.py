@@ -234,6 +234,35 @@ def test_what_the_page_says_of_zero_sum():
             assert p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, abs=5.1e-3)
 
 
+def test_settings_that_were_written_down_first():
+    """The n that validation chooses with seed 4, each loss and difference, and their mean."""
+    *lines, mean = rows("settings")[2:]
+    differences = []
+    for setting, *cells in lines:
+        losses = []
+        for arm, n, shown in (("adamw 0 0.999", *cells[:2]), ("lean 0 0.99", *cells[2:4])):
+            start = f"{setting.strip('`')} {arm} n="
+            tried = [name for name in results("settings") if name.startswith(start)]
+            assert len(tried) == 2
+            best = min(tried, key=lambda name: runs("settings", name)[4]["valid_loss"])
+            assert best == start + n
+            of_seed = {
+                seed: COLUMNS["L of test documents ↓"](run)
+                for seed, run in runs("settings", best).items()
+            }
+            assert sorted(of_seed) == [4, 5, 6]
+            check(shown, [*of_seed.values()])
+            losses.append([of_seed[seed] for seed in (4, 5, 6)])
+        test = stats.ttest_rel(losses[1], losses[0])
+        differences.append(np.mean(np.subtract(losses[1], losses[0])))
+        assert float(cells[4]) == pytest.approx(differences[-1], abs=5.1e-4)
+        assert float(cells[5].removeprefix("< ")) == pytest.approx(test.pvalue, rel=0.06, abs=1e-3)
+    test = stats.ttest_1samp(differences, 0)
+    expected = [np.mean(differences), *test.confidence_interval()]
+    assert numbers(mean[5]) == pytest.approx(expected, abs=5.1e-4)
+    assert float(mean[6]) == pytest.approx(test.pvalue, rel=0.06)
+
+
 def test_other_rates_after_20_million_tokens():
     text = PAGE.split("Other rates change little")[1].split("n = 1, 2 and 3")[0]
     settings = [("adamw 0 0.999", 1), ("adamw 0 0.999", 2)]

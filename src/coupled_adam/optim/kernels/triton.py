@@ -8,10 +8,12 @@ what its programs have summed. All sums have a fixed order, so that results are 
 every call, and nothing waits for the device, so that a step can be captured in a CUDA graph.
 """
 
+import contextlib
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
@@ -66,7 +68,7 @@ def sum_squares(matrix: CoupledMatrix, unscaled: bool) -> Sums:
     sums = None if matrix.is_lean else _empty(grad, parts, columns)
     row_sums = _empty(grad, across, rows) if matrix.is_lean else None
     if columns:
-        with _device_of(grad):
+        with _launching_on(grad):
             _sums[across, parts](
                 grad, *grad.stride(), sums, row_sums, rows, columns, *block, **_OPTIONS
             )
@@ -81,7 +83,7 @@ def apply(matrix: CoupledMatrix, sums: Sums | None, scalars: Scalars) -> Tensor 
     assert not isinstance(matrix.beta1, Tensor)
     assert not isinstance(matrix.beta2, Tensor)
     total = None
-    with _device_of(matrix.param):
+    with _launching_on(matrix.param):
         if matrix.is_lean:
             total = _apply_lean(matrix, None if sums is None else sums.weights, scalars)
         else:
@@ -271,9 +273,40 @@ def _block(matrix: Tensor, block: tuple[int, int]) -> tuple[int, int]:
     return block if matrix.stride(1) == 1 else (block[1], block[0])
 
 
-def _device_of(x: Tensor) -> Any:
-    """Make a tensor's device the current one, on which Triton launches."""
-    return torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x)
+@contextlib.contextmanager
+def _launching_on(x: Tensor) -> Iterator[None]:
+    """Make a tensor's device the current one, on which Triton launches.
+
+    While a CUDA graph is captured, a kernel that would have to be compiled raises an error instead.
+    """
+    with torch.xpu.device_of(x) if x.is_xpu else torch.cuda.device_of(x):
+        if not _is_capturing(x):
+            yield
+            return
+        # What Triton calls before it compiles; in Triton 3.3 it has another place.
+        is_old = not hasattr(triton, "knobs")
+        hooks, name = (
+            (triton.JITFunction, "cache_hook")
+            if is_old
+            else (triton.knobs.runtime, "jit_cache_hook")
+        )
+        before = getattr(hooks, name)
+        setattr(hooks, name, _refuse_to_compile)
+        try:
+            yield
+        finally:
+            setattr(hooks, name, before)
+
+
+def _is_capturing(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_to_compile(**_: Any) -> NoReturn:
+    raise RuntimeError(
+        "a step is captured in a CUDA graph, but none with the same options was taken before, so "
+        "that its kernels are not compiled: take a step before the capture"
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

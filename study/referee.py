@@ -226,7 +226,7 @@ def settings_table() -> Table:
         for n, losses in zip(setting.factors, setting.losses):
             cells += [str(n), shorthand([*losses.values()], 3)]
         p = p_text(None if paired is None else paired.p)
-        rows.append([f"`{setting.name}`", *cells, f"{setting.difference:+.3f}", p])
+        rows.append([setting.name, *cells, f"{setting.difference:+.3f}", p])
     differences = [setting.difference for setting in settings()]
     test = stats.ttest_1samp(differences, 0)
     low, high = test.confidence_interval()

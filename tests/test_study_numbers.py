@@ -261,6 +261,14 @@ def test_settings_that_were_written_down_first():
     expected = [np.mean(differences), *test.confidence_interval()]
     assert numbers(mean[5]) == pytest.approx(expected, abs=5.1e-4)
     assert float(mean[6]) == pytest.approx(test.pvalue, rel=0.06)
+    of = {line[0].strip("`"): difference for line, difference in zip(lines, differences)}
+    shapes = [of[name] for name in ("untied", "rotary", "H=32", "H=128", "V=16384")]
+    page = (ROOT / "docs/practice.md").read_text(encoding="utf-8").split("## What `LEAN` costs")[1]
+    shown = [
+        numbers(line.split("|")[3]) for line in page.splitlines() if "written-down-first" in line
+    ]
+    expected_there = [[of[n]] for n in ("64k", "16k", "1.2M")] + [[min(shapes), max(shapes)]]
+    assert shown == [pytest.approx(numbers_, abs=5.1e-4) for numbers_ in expected_there]
     readmes = [
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/study/README.md")
     ]

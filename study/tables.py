@@ -399,18 +399,23 @@ def _versions(question: str) -> Table:
 
 
 ZERO_SUM = {
-    "zero_sum": ("betas", "one_pass"),
-    "zero_sum_untied": ("betas_untied", "zero_sum_untied"),
+    "zero_sum": ("betas", ("peers", "centered adamw 0 0.999"), "one_pass"),
+    "zero_sum_untied": (
+        "betas_untied",
+        ("zero_sum_untied", "adam zero sum"),
+        "zero_sum_untied",
+    ),
 }
-"""By question, where AdamW, and LEAN with zero-sum updates, have runs in the same model."""
+"""By question, where AdamW, and AdamW and LEAN with zero-sum updates, have runs."""
 
 
 def _zero_sum(question: str) -> Table:
-    """Optimizers with and without zero-sum updates; AdamW with them has runs in the tied model."""
-    of_adamw, of_lean = ZERO_SUM[question]
-    rules = {"AdamW, 0, 0.999": (of_adamw, "adamw 0 0.999")}
-    if question == "zero_sum":
-        rules["AdamW, 0, 0.999, zero-sum"] = ("peers", "centered adamw 0 0.999")
+    """Optimizers with and without zero-sum updates."""
+    of_adamw, centered, of_lean = ZERO_SUM[question]
+    rules = {
+        "AdamW, 0, 0.999": (of_adamw, "adamw 0 0.999"),
+        "AdamW, 0, 0.999, zero-sum": centered,
+    }
     rules |= {
         "LEAN without zero-sum": (question, "plain delayed free"),
         "LEAN": (of_lean, "plain delayed"),

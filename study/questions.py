@@ -70,6 +70,12 @@ def _steps(steps: int) -> dict[str, Any]:
     return {"training.steps": steps, "training.evaluate_every": steps // 6}
 
 
+ROTARY: dict[str, Any] = {"model.architecture": "stablelm", "model.intermediate_size": 192}
+NARROW = _size(n_embd=32, n_layer=2, n_head=1, lr=5e-3)
+WIDE = _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3)
+"""Models of another shape, which several questions have."""
+
+
 TEN_MILLION: dict[str, Any] = {
     **_size(n_embd=256, n_layer=8, n_head=8, lr=2e-3),
     "model.vocab_size": 16384,
@@ -319,10 +325,10 @@ def _longer_core_rates() -> dict[str, Entry]:
 
 def _other_models() -> dict[str, Entry]:
     """The same in a model that is not tied, has rotary positions, is larger, or beside Muon."""
-    larger = {"1.1M": _size(n_embd=128, n_layer=3, n_head=4, lr=3e-3)}
+    larger = {"1.1M": WIDE}
     settings: dict[str, dict[str, Any]] = {
         "untied": {"model.tied": False},
-        "rotary": {"model.architecture": "stablelm", "model.intermediate_size": 192},
+        "rotary": ROTARY,
         **larger,
     }
     half = {"a=0.5": {**COUPLED, "row_exponent": 0.5, "zero_sum": True}}
@@ -402,17 +408,13 @@ SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "1.2M": (_steps(600), (6, 8)),
     "untied": ({"model.tied": False, **_steps(1200)}, (4, 6)),
     "rotary": (
-        {
-            "model.architecture": "stablelm",
-            "model.intermediate_size": 192,
-            **_steps(1200),
-        },
+        {**ROTARY, **_steps(1200)},
         (6, 8),
     ),
-    "H=32": ({**_size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), **_steps(1200)}, (5, 7)),
+    "H=32": ({**NARROW, **_steps(1200)}, (5, 7)),
     "16k": (_batch(256, 300), (7, 8)),
     "64k": (_batch(1024, 75), (8, 9)),
-    "H=128": ({**_size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), **_steps(1200)}, (5, 7)),
+    "H=128": ({**WIDE, **_steps(1200)}, (5, 7)),
     "V=16384": ({"model.vocab_size": 16384, **_steps(1200)}, (5, 7)),
 }
 """The settings of the test that was written down first: what differs, and the two n of each arm."""
@@ -522,12 +524,8 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "batch_64k_steps": _betas(_at_rates(WITH_AND_WITHOUT_MOMENTUM, (7, 9)), **_batch(1024, 300)),
     "betas_longer": _betas(FINALISTS, **_steps(9768)),
     "betas_48M": _betas((("adamw", (0.0, 0.999), 2), ("a=0.75", (0.0, 0.99), 2)), **_steps(23436)),
-    "betas_H=32": _betas(
-        _elsewhere((2,), (2,)), **_size(n_embd=32, n_layer=2, n_head=1, lr=5e-3), **_steps(9768)
-    ),
-    "betas_H=128": _betas(
-        _elsewhere((2,), (2,)), **_size(n_embd=128, n_layer=3, n_head=4, lr=3e-3), **_steps(9768)
-    ),
+    "betas_H=32": _betas(_elsewhere((2,), (2,)), **NARROW, **_steps(9768)),
+    "betas_H=128": _betas(_elsewhere((2,), (2,)), **WIDE, **_steps(9768)),
     "betas_V=16384": _betas(_elsewhere((2,), (2,)), **{"model.vocab_size": 16384}, **_steps(9768)),
     "betas_eps": {
         f"eps={eps:g} {name}": entry
@@ -541,7 +539,7 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
     "betas_untied": _betas(_elsewhere((2, 4, 6), (2, 4)), **{"model.tied": False}, **_steps(2400)),
     "betas_rotary": _betas(
         _elsewhere((2, 4, 6), (2, 4)),
-        **{"model.architecture": "stablelm", "model.intermediate_size": 192},
+        **ROTARY,
         **_steps(2400),
     ),
     "one_pass": _rules(dict.fromkeys(LEANS, (3, 4, 5)), **_steps(2400)),

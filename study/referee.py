@@ -220,14 +220,15 @@ def settings() -> list[Setting]:
 def settings_table() -> Table:
     """Each setting, and the mean of the differences with the 95 % interval of Student's t."""
     rows: list[list[str | Cell]] = []
-    for setting in settings():
+    compared = settings()
+    for setting in compared:
         paired = paired_t_test(setting.losses[1], setting.losses[0])
         cells = []
         for n, losses in zip(setting.factors, setting.losses):
             cells += [str(n), shorthand([*losses.values()], 3)]
         p = p_text(None if paired is None else paired.p)
         rows.append([setting.name, *cells, f"{setting.difference:+.3f}", p])
-    differences = [setting.difference for setting in settings()]
+    differences = [setting.difference for setting in compared]
     test = stats.ttest_1samp(differences, 0)
     low, high = test.confidence_interval()
     mean = np.mean(differences)

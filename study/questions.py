@@ -215,6 +215,7 @@ RULES: dict[str, tuple[float, float]] = {
     "ember zero sum": (0.0, 0.999),
     "adafactor free": (0.0, 0.999),
     "balanced free": (0.95, 0.999),
+    "balanced 0 free": (0.0, 0.999),
 }
 """The rules of :mod:`study.table_rules`, with the betas of each in its paper; LEAN has five."""
 
@@ -248,12 +249,12 @@ def _peers(**overrides: Any) -> dict[str, Entry]:
     # A frequent token's row of a matrix or column of unit norm is larger than with Adam, and all
     # of a sign's rows are.
     settings: dict[str, Iterable[tuple[float, float, int]]] = {
-        "row_moment": ((0.0, 0.99, 5), (0.0, 0.999, 4), (0.0, 0.999, 5)),
+        "row_moment": (*((0.0, 0.99, n) for n in (4, 5, 6)), (0.0, 0.999, 4), (0.0, 0.999, 5)),
         "lion": ((0.9, 0.99, 0),),
         "sign": ((0.9, 0.95, 0),),
         "matrix": ((0.0, 0.95, 2), (0.9, 0.95, 2)),
         "rows": ((0.0, 0.95, 4), (0.9, 0.95, 4)),
-        "columns": ((0.0, 0.95, 2), (0.9, 0.95, 2)),
+        "columns": (*((0.0, 0.95, n) for n in (0, 2, 4)), (0.9, 0.95, 2)),
     }
     peers = {
         f"{rule} {beta1:g} {beta2:g} n={n}": Entry(
@@ -430,6 +431,19 @@ def _settings() -> dict[str, Entry]:
     }
 
 
+def _widths() -> dict[str, Entry]:
+    """LEAN in models that differ in nothing but their width, at rates around the best."""
+    return {
+        f"H={width} {name}": entry
+        for width in (32, 64, 128)
+        for name, entry in _betas(
+            _at_rates((("lean", (0.0, 0.99)),), (4, 5, 6, 7, 8)),
+            **_size(n_embd=width, n_layer=2, n_head=width // 32, lr=5e-3),
+            **_steps(1200),
+        ).items()
+    }
+
+
 QUESTIONS: dict[str, dict[str, Entry]] = {
     "learning_rate": {
         f"lr={lr:g} {arm}": Entry(options, {"training.lr": lr})
@@ -584,9 +598,11 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         )
     },
     "table_rules": _rules(
-        {"adafactor free": (3, 5, 7), "balanced free": (3, 5, 7)}, **_steps(2400)
+        dict.fromkeys(("adafactor free", "balanced free", "balanced 0 free"), (3, 5, 7)),
+        **_steps(2400),
     ),
     "settings": _settings(),
+    "width": _widths(),
     "warmup": _warmup(),
     "switching": {
         name: Entry(ADAMW, variant=_variant("switching", name))
@@ -609,5 +625,6 @@ UNFINISHED = (
     "paper_ratio_longer",
     "paper_ratio_rates",
     "settings",
+    "width",
 )
 """Questions that have no result yet, or not with all names and seeds."""

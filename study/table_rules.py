@@ -176,3 +176,4 @@ WEIGHTED_DELAYED_FREE = _lean("weighted", "delayed", zero_sum=False)
 EMBER_FREE, EMBER_ZERO_SUM = (table("ember", zero_sum=z) for z in (False, True))
 ADAM_ZERO_SUM = table("adam", zero_sum=True)
 ADAFACTOR_FREE, BALANCED_FREE = (table(r, zero_sum=False) for r in ("adafactor", "balanced"))
+BALANCED_0_FREE = BALANCED_FREE  # the momentum is the arm's beta1

@@ -73,7 +73,7 @@ def one_line(error: object, longest: int | None = 600) -> str:
     return f"{text[: longest // 2]} ... {text[-(longest // 2) :]}"
 
 
-def did_you_mean(name: str, names: Iterable[str], otherwise: str, most: int = 1) -> str:
-    """A hint at the names that are most like an unknown one, at most so many; or another hint."""
-    near = difflib.get_close_matches(name, [*names], n=most)
-    return f"did you mean {' or '.join(near)}?" if near else otherwise
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """The name that is most like an unknown one; if none is, another hint, or all names."""
+    near = difflib.get_close_matches(name, names := [*names], n=1)
+    return f"did you mean {near[0]}?" if near else otherwise or f"there are {', '.join(names)}"

@@ -216,8 +216,8 @@ def test_torchrun(lab):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc")
 def test_memory_is_kept_from_step_to_step(lab):
     """Logits of 40 MB are 10,000 pages; to get them anew at least twice in each step would show."""
-    size = ["model.vocab_size=10000", "training.batch_size=16", "training.sequence_length=64"]
-    options = ["--arm", "adamw", *size, "training.evaluate_every=30"]
+    size = ["--model.vocab_size=10000", "--training.batch_size=16", "--training.sequence_length=64"]
+    options = ["--arm", "adamw", *size, "--training.evaluate_every=30"]
     faults = []
     for steps in (10, 30):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -231,7 +231,7 @@ def test_sharded_run_is_killed_and_resumed(lab):
 
     AdamW's second moments are those of one process.
     """
-    options = ["--arm", "adamw", *EXACT, "--steps", 100, "training.evaluate_every=10"]
+    options = ["--arm", "adamw", *EXACT, "--steps", 100, "--training.evaluate_every=10"]
     sharded = [*options, "--strategy", "fsdp2"]
     lab.run("one", *options)
     lab.stop("cut", *sharded, step=30, number=signal.SIGKILL, code=-9, processes=2)
@@ -265,8 +265,8 @@ def test_processes_and_accumulation_may_change_on_resume(lab):
     ],
 )
 def test_what_is_not_finite_stops_the_run(lab, arm, lr, problem):
-    arguments = ["--arm", arm, f"training.lr={lr}", "training.evaluate_every=1"]
-    stderr = lab.run("run", *arguments, "training.warmup=1", code=1)
+    arguments = ["--arm", arm, f"--training.lr={lr}", "--training.evaluate_every=1"]
+    stderr = lab.run("run", *arguments, "--training.warmup=1", code=1)
     (line,) = [line for line in stderr.splitlines() if line.startswith("coupled-adam: error:")]
     assert f"{problem} at step " in line or f"{problem} (" in line
     assert "the last checkpoint is kept" in line
@@ -297,11 +297,11 @@ def test_compiled(lab):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--arm", "muon", "arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
-        ["--arm", "in", "model.tied=false", "arms.in={optimizer: coupled_adam, couple: input}"],
-        ["--arm", "adamw", "model.architecture=stablelm", "training.precision=bf16-mixed"],
-        ["--arm", "coupled_adam", "model.bias=false", "training.schedule=wsd"],
-        ["--arm", "coupled_adam", "training.schedule=constant", "training.warmup=0.1"],
+        ["--arm", "muon", "--arms.muon={optimizer: muon, row_exponent: 0.5, zero_sum: true}"],
+        ["--arm", "in", "--model.tied=false", "--arms.in={optimizer: coupled_adam, couple: input}"],
+        ["--arm", "adamw", "--model.architecture=stablelm", "--training.precision=bf16-mixed"],
+        ["--arm", "coupled_adam", "--model.bias=false", "--training.schedule=wsd"],
+        ["--arm", "coupled_adam", "--training.schedule=constant", "--training.warmup=0.1"],
     ],
     ids=lambda arguments: arguments[1] + " " + arguments[2].partition("=")[0],
 )
@@ -330,7 +330,7 @@ def hub(tmp_path):
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer._tokenizer, eos_token="<|endoftext|>"
     ).save_pretrained(tmp_path / "tokenizer")
-    return [f"data.hub={folder}", f"data.tokenizer={tmp_path / 'tokenizer'}"]
+    return [f"--data.hub={folder}", f"--data.tokenizer={tmp_path / 'tokenizer'}"]
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,15 @@ def hub(tmp_path):
 def test_the_papers_recipes_made_small(tmp_path, hub, recipe, arm):
     """All of a recipe but its size: data set, tokenizer, bf16, warmup, evaluation in batches."""
     lab = Laboratory(tmp_path, recipe, None)
-    small = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.intermediate_size=32"]
-    small += ["model.vocab_size=512", "training.batch_size=4", "training.sequence_length=64"]
-    small += ["training.evaluate_every=10", "data.held_out=0.1", "training.lr=1e-2"]
-    small += ["training.warmup=4"]
+    small = [
+        "--model.n_layer=1",
+        "--model.n_head=2",
+        "--model.n_embd=16",
+        "--model.intermediate_size=32",
+    ]
+    small += ["--model.vocab_size=512", "--training.batch_size=4", "--training.sequence_length=64"]
+    small += ["--training.evaluate_every=10", "--data.held_out=0.1", "--training.lr=1e-2"]
+    small += ["--training.warmup=4"]
     lab.run("run", "--arm", arm, "--steps", 30, *small, *hub, "--micro-batch-size", 2)
     metrics = lab.metrics("run")
     losses = [line["train_loss"] for line in metrics if "train_loss" in line]
@@ -425,9 +430,9 @@ def test_a_variant_is_named_in_the_recipe(lab, variants, small_recipe, tmp_path,
     own = tmp_path / "own.yaml"
     own.write_text(f"extends: {small_recipe}\nvariant: doubled:LOSS\n")
     arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
-    lab.run("plain", *arguments, "training.max_grad_norm=.inf")
+    lab.run("plain", *arguments, "--training.max_grad_norm=.inf")
     plain = first_loss(lab.metrics("plain"))
-    lab.run("run", *arguments, "--recipe", own, "training.max_grad_norm=.inf")
+    lab.run("run", *arguments, "--recipe", own, "--training.max_grad_norm=.inf")
     assert first_loss(lab.metrics("run")) == pytest.approx(2 * plain, rel=1e-2)
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert config["recipe"]["variant"] == "doubled:LOSS"
@@ -460,7 +465,7 @@ def test_a_variant_is_named_in_the_recipe(lab, variants, small_recipe, tmp_path,
 @pytest.mark.usefixtures("variants")
 def test_what_is_no_variant(name, said, lab):
     arguments = ["--arm", "adamw", "--steps", 10, "--logger"]
-    stderr = lab.run("new", *arguments, f"variant={name}", code=2)
+    stderr = lab.run("new", *arguments, f"--variant={name}", code=2)
     assert f"variant={name}" in stderr
     assert said in stderr
 

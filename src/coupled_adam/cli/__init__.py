@@ -139,22 +139,18 @@ def _explained(error: Exception, command: str, words: Sequence[str]) -> tuple[in
 
 def load_command(name: str) -> ModuleType:
     """The module of a command; UsageError if there is none of this name."""
-    commands = f"there are {', '.join(COMMANDS)}"
     if not name or name.startswith("-"):
-        raise UsageError(f"name a command first: {commands}")
+        raise UsageError(f"name a command first: there are {', '.join(COMMANDS)}")
     if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS, commands)
-        raise UsageError(f"there is no command {one_line(name, 50)!r}: {hint}")
+        raise UsageError(f"there is no command {name!r}: {did_you_mean(name, COMMANDS)}")
     return importlib.import_module(f"coupled_adam.cli.{name}")
 
 
 def parse(name: str, command: ModuleType, words: Sequence[str]) -> object:
-    """The options of a command; its docstring is the description in its help."""
-    from coupled_adam.cli.parser import Parser, parsed
+    """The options in the words of a command line."""
+    from coupled_adam.cli.parser import parsed
 
-    parser = Parser(f"coupled-adam {name}", command.__doc__)
-    options: object = parsed(command.Options, parser, words)
-    return options
+    return parsed(name, command, words)
 
 
 def _overview() -> str:

@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
     ModelOptions,
     OverwriteOption,
     TokenizerOption,
-    Words,
     WordSimilarityOption,
     check_output,
     write_file,
 )
-from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_table, working
 from coupled_adam.errors import UsageError, printable
 from coupled_adam.fields import Count, WholeNumber
@@ -67,13 +65,13 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
         vectors and metadata for the embedding projector (.tsv).
     """
 
-    models: Annotated[list[str], Positional("MODEL")]
+    models: list[str] = field(metadata={"metavar": "MODEL"})
     tensor: str | None = None
     counts: Path | None = None
     text: Path | None = None
     tokens: list[Path] | None = None
     token_dtype: Literal["uint16", "uint32", "int64"] | None = None
-    exclude: Words[Literal["padding", "unseen"]] | None = None
+    exclude: list[Literal["padding", "unseen"]] | None = None
     top: WholeNumber | None = None
     all: bool = False
     undertrained: bool = False

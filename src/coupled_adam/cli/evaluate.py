@@ -13,19 +13,17 @@ examples: coupled-adam evaluate runs/tiny/lean-seed-1 --batches 50
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from coupled_adam.cli.options import (
     CacheOption,
     ModelOptions,
     OverwriteOption,
-    Words,
     WordSimilarityOption,
     write_file,
 )
-from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_path, print_table
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, NotNegative, WholeNumber
@@ -71,9 +69,9 @@ class Options(WordSimilarityOption, SampleOptions, ModelOptions, OverwriteOption
     out: write a model's results to this JSON file.
     """
 
-    models: Annotated[list[str], Positional("MODEL")]
+    models: list[str] = field(metadata={"metavar": "MODEL"})
     batches: Count | None = None
-    lm_eval: Words[str] | None = None
+    lm_eval: list[str] | None = None
     lm_eval_path: Path | None = None
     limit: Count | None = None
     text: Path | None = None

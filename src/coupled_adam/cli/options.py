@@ -8,9 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Any, Literal
 
 from coupled_adam.cli.terminal import print_path, quiet_libraries
 from coupled_adam.errors import TrainingError, UsageError, did_you_mean
@@ -23,17 +21,6 @@ if TYPE_CHECKING:
     from coupled_adam.lab.training.config import Execution
 
 DEFAULT_RECIPE = "demo"
-
-
-T = TypeVar("T")
-
-
-def _split(words: list[str]) -> list[str]:
-    return [word for several in words for word in several.split(",")]
-
-
-# Commas may separate the words, too.
-Words = Annotated[list[T], BeforeValidator(_split)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +180,7 @@ class RunOptions(CacheOption, DeviceOption):
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     micro_batch_size: Count | None = None
     compile: bool = False
-    logger: Words[Literal["tensorboard", "wandb"]] = dataclasses.field(
+    logger: list[Literal["tensorboard", "wandb"]] = dataclasses.field(
         default_factory=lambda: ["tensorboard"]
     )
     # The keys of the recipe that are given, with their values as YAML.
@@ -284,8 +271,8 @@ class Selection:
     seeds: one number N is the seeds 1 to N; several numbers are these seeds.
     """
 
-    arms: Words[str] | None = None
-    seeds: Words[Seed] | None = None
+    arms: list[str] | None = None
+    seeds: list[Seed] | None = None
 
     def selected(self, recipe: Recipe) -> Recipe:
         """The recipe with these arms and seeds; UsageError if it cannot have them."""
@@ -300,6 +287,6 @@ class Selection:
 def arm_name(name: str, recipe: Recipe) -> str:
     """The name, which must be that of an arm of the recipe; otherwise UsageError is raised."""
     if name not in recipe.arms:
-        hint = did_you_mean(name, recipe.arms, f"its arms are {', '.join(recipe.arms)}")
+        hint = did_you_mean(name, recipe.arms)
         raise UsageError(f"recipe {recipe.name!r} has no arm {name!r}: {hint}")
     return name

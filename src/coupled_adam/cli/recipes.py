@@ -8,9 +8,8 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import print_table
 from coupled_adam.fields import meanings
 
@@ -25,7 +24,7 @@ class Options:
     name: the recipe to print (default: list all of them).
     """
 
-    name: Annotated[str, Positional("NAME")] | None = None
+    name: str | None = dataclasses.field(default=None, metadata={"metavar": "NAME"})
 
 
 def run(options: Options) -> None:

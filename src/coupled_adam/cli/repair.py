@@ -13,10 +13,9 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
-from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import console, print_path, print_table, working
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, WholeNumber
@@ -39,7 +38,7 @@ class Options(TokenizerOption, ModelOptions):
     show: how many rows the table names.
     """
 
-    model: Annotated[str, Positional("MODEL")]
+    model: str = dataclasses.field(metadata={"metavar": "MODEL"})
     out: Path
     undertrained: bool = False
     recenter: bool = False

@@ -7,12 +7,11 @@ example: coupled-adam report runs/124M-5B runs/124M-10B --out report
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from coupled_adam.cli.options import check_output
-from coupled_adam.cli.parser import Positional
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
@@ -27,7 +26,7 @@ class Options:
         paper's Table 7.
     """
 
-    folders: Annotated[list[Path], Positional("DIR")]
+    folders: list[Path] = field(metadata={"metavar": "DIR"})
     out: Path | None = None
     bold: Literal["adamw", "all"] = "adamw"
 

@@ -59,7 +59,7 @@ class Downstream:
             manager = TaskManager(include_path=path)
         for name in names:
             if name not in manager.all_tasks:
-                hint = did_you_mean(name, manager.all_tasks, "see lm-eval ls tasks", most=3)
+                hint = did_you_mean(name, manager.all_tasks, "see lm-eval ls tasks")
                 raise UsageError(f"--lm-eval {name}: no such task: {hint}")
         self.names = list(dict.fromkeys(names))
         self.limit = limit

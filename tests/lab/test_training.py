@@ -147,7 +147,7 @@ def test_killed_and_resumed_runs_equal_an_uninterrupted_one(lab, arm):
     lab.stop(*arguments, step=20, number=signal.SIGKILL, code=-signal.SIGKILL)
     arguments.append("--resume")
     stderr = lab.stop(*arguments, step=60, number=signal.SIGINT, code=130)
-    assert "interrupted; add --resume" in stderr
+    assert "interrupted; continue with --resume" in stderr
     stderr = lab.stop(*arguments, step=100, number=signal.SIGTERM, code=75)
     assert "stopped by SIGTERM after step" in stderr
     lab.stop(*arguments, step=140, number=signal.SIGKILL, code=-signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_ctrl_c_waits_for_the_loggers(lab, monkeypatch):
         said = lab.run("run", "--arm", "adamw", *LONG, code=130)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "interrupted; add --resume" in said
+    assert "interrupted; continue with --resume" in said
     assert lab.metrics("run")[-1]["step"] == told[-1] == 20
 
 

@@ -20,7 +20,7 @@ from coupled_adam.cli.options import (
     OverwriteOption,
     TokenizerOption,
     WordSimilarityOption,
-    check_output,
+    check_outputs,
     write_file,
 )
 from coupled_adam.cli.terminal import console, print_table, working
@@ -136,8 +136,8 @@ def run(options: Options) -> None:
     if not options.undertrained:  # these were for a map alone
         answers = [answer for answer in answers if not isinstance(answer, UndertrainedReport)]
     try:
-        for file in files:
-            write_file(*file)
+        for path, content in files:
+            write_file(path, content)
     finally:  # the numbers are shown even if a file cannot be written after all
         if options.json:
             print(analysis_tables.analyses_json(analyses, answers, comparisons))
@@ -195,29 +195,29 @@ def _files(
     analyses: Sequence[Analysis],
     undertrained: Sequence[UndertrainedReport],
     comparisons: Sequence[Comparison],
-) -> list[tuple[str, Path, str | bytes]]:
-    """The option, the name and the content of each file that is asked for."""
-    files: list[tuple[str, Path, str | bytes]] = []
+) -> list[tuple[Path, str | bytes]]:
+    """The name and the content of each file that is asked for."""
+    files: list[tuple[Path, str | bytes]] = []
     if options.csv is not None:
         from coupled_adam.embeddings.analysis_tables import analyses_csv
 
-        files.append(("--csv", options.csv, analyses_csv(analyses)))
+        files.append((options.csv, analyses_csv(analyses)))
     if options.html is not None:
         from coupled_adam.embeddings.analysis_page import analyses_page
 
         listed = undertrained if options.undertrained else []
-        files.append(("--html", options.html, analyses_page(analyses, listed)))
+        files.append((options.html, analyses_page(analyses, listed)))
     if options.export is not None:
         from coupled_adam.embeddings.explorer import export
 
         with working("neighbours for the export"):
             exported = export(undertrained, comparisons, str(options.export))
-        files += [("--export", Path(name), content) for name, content in exported.items()]
+        files += [(Path(name), content) for name, content in exported.items()]
     if options.explore is not None:
         from coupled_adam.embeddings.explorer import explorer_page
 
         with working("neighbours for the map"):
-            files.append(("--explore", options.explore, explorer_page(undertrained, comparisons)))
+            files.append((options.explore, explorer_page(undertrained, comparisons)))
     return files
 
 
@@ -244,14 +244,12 @@ def _check(options: Options) -> None:
     names = [n for n in ("counts", "text", "tokens") if getattr(options, n) is not None]
     if len(names) > 1:
         raise UsageError(f"--{' and --'.join(names)} exclude each other: pass only one of them")
-    options.check_revision(options.models)
     if options.verify and not options.undertrained:
         raise UsageError("--verify is about under-trained tokens: add --undertrained")
     if options.compare and len(options.models) != 2:
         raise UsageError(f"--compare needs two models, not {len(options.models)}")
-    options.check_files(
-        csv=options.csv, html=options.html, explore=options.explore, export=options.export
-    )
+    files = {name: getattr(options, name) for name in ("csv", "html", "explore", "export")}
+    check_outputs(options.overwrite, **files)
     if options.explore or options.export:
         from coupled_adam.embeddings.explorer import check_installed, metadata_file
 
@@ -259,4 +257,4 @@ def _check(options: Options) -> None:
         check_installed(options.explore is not None, export_to)
         if export_to is not None and export_to.endswith(".tsv"):
             beside = Path(metadata_file(export_to))
-            check_output("--export", beside, overwrite=options.overwrite)
+            check_outputs(options.overwrite, export=beside)

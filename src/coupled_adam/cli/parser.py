@@ -30,19 +30,19 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; did you mean {options[near[0]]}?" if near else message)
 
 
-def parsed(name: str, command: ModuleType, words: Sequence[str]) -> Any:
+def parsed(command: ModuleType, words: Sequence[str]) -> Any:
     """The options in a command line; UsageError if one is unknown, missing or out of range."""
-    values = vars(make_parser(name, command, words).parse_args(words))
+    values = vars(make_parser(command, words).parse_args(words))
     keys = {key: values.pop(key) for key in [*values] if "." in key}
     if keys:
         values["keys"] = keys
     return checked(command.Options, values, shown=_typed)
 
 
-def make_parser(name: str, command: ModuleType, words: Sequence[str] = ()) -> Parser:
+def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
     """The parser of a command; ``words`` may name arms and their options."""
     parser = Parser(
-        f"coupled-adam {name}",
+        f"coupled-adam {command.__name__.rpartition('.')[2]}",
         description=command.__doc__,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_output
+from coupled_adam.cli.options import ModelOptions, TokenizerOption, check_outputs
 from coupled_adam.cli.terminal import console, print_path, print_table, working
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, WholeNumber
@@ -57,11 +57,10 @@ def run(options: Options) -> None:
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
 
-    options.check_revision([options.model])
     if options.batches is not None and options.text is None:
         raise UsageError("--batches is for the loss: name a text for it with --text")
     target = options.usable_device()
-    check_output("--out", options.out)
+    check_outputs(out=options.out)
     out, text = options.out, options.text
     folder = model_folder(options.model, options.revision)
     if text is not None and folder.is_file():

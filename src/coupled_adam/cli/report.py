@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from coupled_adam.cli.options import check_output
+from coupled_adam.cli.options import check_outputs
 from coupled_adam.cli.terminal import print_path, print_table
 from coupled_adam.errors import UsageError
 
@@ -40,7 +40,7 @@ def run(options: Options) -> None:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder")
     out = options.out or options.folders[0] / REPORT
-    check_output("--out", out)
+    check_outputs(out=out)
     written = report(options.folders, out, options.bold)
     print_table(written)
     print_path("the whole report:", written.page)

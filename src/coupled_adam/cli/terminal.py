@@ -78,4 +78,4 @@ def quiet_libraries() -> None:
 
 def _warning(message: Warning | str, *_: object) -> str:
     """A warning as users see it, without the place in the source that it comes from."""
-    return f"coupled-adam: warning: {one_line(message, longest=None)}\n"
+    return f"coupled-adam: warning: {one_line(message)}\n"

@@ -123,7 +123,7 @@ def prepare_corpus(recipe: Recipe, cache: Path) -> Corpus:
     except OSError as error:
         raise UsageError(
             f"the corpus cannot be written to the cache {cache} ({error.strerror or error}): "
-            "make room, or choose another folder with --cache or COUPLED_ADAM_CACHE"
+            "make room, or choose another folder with COUPLED_ADAM_CACHE"
         ) from None
     except ValueError as error:
         raise UsageError(f"{folder} is damaged ({error}): remove it") from None

@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.checkpoint.api import CheckpointException
 
 from coupled_adam.embeddings.weights import open_distributed
-from coupled_adam.errors import PreemptedError, TrainingError, UsageError, on_all_ranks, one_line
+from coupled_adam.errors import PreemptedError, TrainingError, UsageError, one_line
 from coupled_adam.lab.training.distributed import any_rank, on_rank_zero, rank
 from coupled_adam.runs import CHECKPOINTS, by_step, step_name
 
@@ -136,11 +136,9 @@ def _explained(error: BaseException, path: Path) -> BaseException:
     number, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
     cause = _cause(failure, path)
     reason = os.strerror(cause.errno) if isinstance(cause, OSError) and cause.errno else cause
-    return on_all_ranks(
-        TrainingError(
-            f"process {number}: {one_line(reason)}: {path}; what was finished is kept, "
-            "continue with --resume"
-        )
+    return TrainingError(
+        f"process {number}: {one_line(reason)}: {path}; what was finished is kept, continue with "
+        "--resume"
     )
 
 

@@ -11,7 +11,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-from coupled_adam.errors import TrainingError, UsageError, on_all_ranks
+from coupled_adam.errors import TrainingError, UsageError
 
 T = TypeVar("T")
 
@@ -61,9 +61,7 @@ def process_group(device: str) -> Iterator[None]:
         yield
         return
     if ":" in device:
-        raise on_all_ranks(
-            UsageError(f"--device {device} is for one process: each of several has its own GPU")
-        )
+        raise UsageError(f"--device {device} is for one process: each of several has its own GPU")
     # Which torchrun has set, and srun has not.
     os.environ["MASTER_ADDR"] = environment.main_address
     os.environ["MASTER_PORT"] = str(environment.main_port)
@@ -116,7 +114,7 @@ def on_every_rank(function: Callable[[], T]) -> T:
         dist.all_gather_object(failures, failure)
     for number, message in enumerate(failures):
         if message is not None:
-            raise on_all_ranks(UsageError(f"process {number}: {message}" if number else message))
+            raise UsageError(f"process {number}: {message}" if number else message)
     return cast(T, result)
 
 
@@ -137,9 +135,9 @@ def on_rank_zero(function: Callable[[], T]) -> T:
         if rank() == 0:
             result = function()
     except UsageError as error:
-        failure = on_all_ranks(UsageError(str(error)))
+        failure = UsageError(str(error))
     except BaseException as error:
-        failure = on_all_ranks(TrainingError(f"rank 0 failed: {error}"))
+        failure = TrainingError(f"rank 0 failed: {error}")
         raise
     finally:
         outcome = [(result, failure)]

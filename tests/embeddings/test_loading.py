@@ -500,7 +500,6 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     for arguments, message in (
         (["someone/else"], "someone/else: there is no such folder here, nor a model on the hub"),
         (["someone/model", "--revision", "v2"], "this is not in its cache here"),
-        ([str(hub.folder), "--revision", "v2"], "--revision is for models on the hub, and"),
         ([str(hub.folder), "--batches", "2"], "--batches is for the loss: name a text for it"),
         ([str(runs)], f"is not a model, but holds runs: name one, such as {runs}/seed-1"),
     ):

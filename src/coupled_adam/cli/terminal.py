@@ -65,7 +65,6 @@ def quiet_libraries() -> None:
     """
     warnings.formatwarning = _warning  # type: ignore[assignment]  # its arguments are given by place
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

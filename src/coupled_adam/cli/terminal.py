@@ -33,10 +33,9 @@ def print_path(label: str, path: Path) -> None:
 
 def print_table(table: RenderableType) -> None:
     """Print a complete table, or a report: lines too long for the terminal are not cut off."""
-    # rich cuts off what is wider than the terminal; the terminal itself would wrap it.
     terminal = console()
-    wide = terminal.measure(table, options=terminal.options.update(width=1000)).maximum
-    terminal.width = max(terminal.width, wide)
+    needed = terminal.measure(table, options=terminal.options.update(width=1000)).minimum
+    terminal.width = max(terminal.width, needed)
     terminal.print(table)
 
 
@@ -54,25 +53,23 @@ def working(label: str) -> Iterator[None]:
 def other_rank() -> str | None:
     """The number of this process if it is one of several, but not the first; otherwise None."""
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
-    return None if rank == "0" else printable(rank)
+    return None if rank == "0" else rank
 
 
 def quiet_libraries() -> None:
     """Hide the messages and progress bars of libraries, and print each warning as one line.
 
-    Libraries that are imported later read the environment variables; those that are already
-    imported are configured directly.
+    Libraries that are imported later read the environment; the others are configured directly.
     """
     warnings.formatwarning = _warning  # type: ignore[assignment]  # its arguments are given by place
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    for name in ("lm_eval", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        sys.modules["transformers"].logging.disable_progress_bar()
 
 
 def _warning(message: Warning | str, *_: object) -> str:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from coupled_adam.errors import one_line
 
@@ -32,13 +33,17 @@ def reach_hub() -> None:
 def download_model(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Download a model's files with names of these patterns, but for those in subfolders."""
     from huggingface_hub import snapshot_download
+    from tqdm.asyncio import tqdm_asyncio
+
+    class Bar(tqdm_asyncio):  # type: ignore[type-arg]
+        """Shown even where the hub's own bars are hidden."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": None, "leave": False})
 
     reach_hub()
-    return Path(
-        snapshot_download(
-            name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"]
-        )
-    )
+    kept: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": ["*/*"]}
+    return Path(snapshot_download(name, revision=revision, tqdm_class=Bar, **kept))
 
 
 def hub_error(error: BaseException) -> str:

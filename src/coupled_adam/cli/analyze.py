@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from coupled_adam.cli.options import (
-    ModelOptions,
-    OverwriteOption,
+    MeasuringOptions,
     TokenizerOption,
-    WordSimilarityOption,
     check_outputs,
     write_file,
 )
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOption):
+class Options(TokenizerOption, MeasuringOptions):
     """The options of ``coupled-adam analyze``.
 
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a

@@ -18,13 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.options import (
-    ModelOptions,
-    OverwriteOption,
-    WordSimilarityOption,
-    check_outputs,
-    write_file,
-)
+from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
 from coupled_adam.cli.terminal import console, print_path, print_table
 from coupled_adam.errors import UsageError, printable
 from coupled_adam.fields import Count, NotNegative, WholeNumber
@@ -35,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(WordSimilarityOption, ModelOptions, OverwriteOption):
+class Options(MeasuringOptions):
     """The options of ``coupled-adam evaluate``.
 
     models: the folder of a run or of a model, or its id on the hub; with --sample several, and

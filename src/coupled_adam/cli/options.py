@@ -42,16 +42,6 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OverwriteOption:
-    """What becomes of files.
-
-    overwrite: replace files that exist.
-    """
-
-    overwrite: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceOption:
     """Where it is computed.
 
@@ -98,14 +88,16 @@ class TokenizerOption:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WordSimilarityOption:
-    """Word similarity.
+class MeasuringOptions(ModelOptions):
+    """How models are measured, and what becomes of files.
 
     word_similarity: a folder with word-similarity sets as published; 'download' downloads and keeps
         them.
+    overwrite: replace files that exist.
     """
 
     word_similarity: str | None = None
+    overwrite: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

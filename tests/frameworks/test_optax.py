@@ -200,25 +200,6 @@ def test_the_rest_is_optax_adamw():
     close(actual["head"]["kernel"].T, truth[1].embeddings)
 
 
-def test_labels_with_the_structure_of_a_callable_model():
-    """As models of equinox are: neither they nor their labels are functions that label."""
-
-    @functools.partial(
-        jax.tree_util.register_dataclass, data_fields=["wte", "bias"], meta_fields=[]
-    )
-    class Model:
-        def __init__(self, wte, bias):
-            self.wte, self.bias = wte, bias
-
-        def __call__(self):
-            raise AssertionError
-
-    params = Model(jnp.asarray(matrix()), jnp.zeros(3))
-    tx = optimizer(Model("coupled", "adamw"))
-    params, _ = train(tx, params, [Model(jnp.asarray(g), jnp.zeros(3)) for g in gradients()])
-    close(params.wte, expected().embeddings)
-
-
 def warmup(t):
     """A rate that begins with 0 and has jumps."""
     return jnp.array([0, 1e-3, 1e-2, 3e-3])[jnp.minimum(t // 3, 3)]

@@ -14,7 +14,13 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from coupled_adam.errors import UsageError
-from coupled_adam.fields import checked, meanings, sections
+from coupled_adam.fields import checked, meanings
+
+_KEYS = """\
+Any key of the recipe is an option, too: --training.lr 1e-3. --arms.lean.lr_factor 8 sets an option
+of an arm, --arms.NAME '{optimizer: lean}' adds an arm, and a list of values makes an arm of each;
+--arms.*.lr is that option of all arms. coupled-adam recipes demo explains all keys.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,12 +28,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError, with the option that is most like an unknown one."""
-        unknown = re.match(r"unrecognized arguments: -*([^ =]+)", message)
-        # By their last words, so that --lr finds --training.lr; the first of two alike counts.
-        options = {o.lstrip("-").split(".")[-1]: o for o in reversed(self._option_string_actions)}
-        name = unknown[1].split(".")[-1] if unknown else ""
-        near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
-        raise UsageError(f"{message}; did you mean {options[near[0]]}?" if near else message)
+        unknown = re.match(r"unrecognized arguments: ([^ =]+)", message)
+        options = [*self._option_string_actions]
+        near = difflib.get_close_matches(unknown[1], options, n=1) if unknown else []
+        raise UsageError(f"{message}; did you mean {near[0]}?" if near else message)
 
 
 def parsed(command: ModuleType, words: Sequence[str]) -> Any:
@@ -40,7 +44,7 @@ def parsed(command: ModuleType, words: Sequence[str]) -> Any:
 
 
 def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
-    """The parser of a command; ``words`` may name arms and their options."""
+    """The parser of a command; ``words`` may name keys of a recipe."""
     parser = Parser(
         f"coupled-adam {command.__name__.rpartition('.')[2]}",
         description=command.__doc__,
@@ -54,8 +58,12 @@ def make_parser(command: ModuleType, words: Sequence[str] = ()) -> Parser:
         for key in inspect.get_annotations(base):
             if key in texts:
                 _add_argument(parser, fields[key], hints[key], texts[key])
+    # The recipe checks its keys itself.
     if "keys" in fields:
-        _add_recipe(parser, words)
+        parser.epilog = _KEYS
+        for word in dict.fromkeys(word.partition("=")[0] for word in words):
+            if re.match(r"--(model|data|training|arms)\.", word):
+                parser.add_argument(word, dest=word[2:], default=argparse.SUPPRESS)
     named = [str(action.metavar) for action in parser._actions if not action.option_strings]
     parser.usage = " ".join([parser.prog, "[options]", *named])
     return parser
@@ -84,32 +92,6 @@ def _add_argument(parser: Parser, field: dataclasses.Field[Any], kind: Any, text
     elif is_required:
         settings["required"] = True
     parser.add_argument(_typed(field.name), **settings)
-
-
-def _add_recipe(parser: Parser, words: Sequence[str]) -> None:
-    """Add the keys of a recipe, as ``--training.lr``; their values are YAML."""
-    from coupled_adam.lab.recipe import Recipe
-
-    texts = meanings(Recipe)
-    for section, kind in sections(Recipe).items():
-        group = parser.add_argument_group(f"the recipe's {section}: {texts[section]}".rstrip("."))
-        fields = {field.name: field for field in dataclasses.fields(kind)}
-        for name, text in meanings(kind).items():
-            group.add_argument(
-                f"--{section}.{name}",
-                default=argparse.SUPPRESS,
-                help=_help(fields[name], text),
-                metavar="VALUE",
-            )
-    group = parser.add_argument_group(
-        "the recipe's arms, by their names",
-        "--arms.lean.lr_factor 8 sets an option of an arm, --arms.NAME '{optimizer: lean}' adds an "
-        "arm, and a list of values makes an arm of each; --arms.*.lr is that option of all arms. "
-        "coupled-adam recipes demo prints all options.",
-    )
-    for word in dict.fromkeys(word.partition("=")[0] for word in words):
-        if re.match(r"--(arms|model\.config)\.", word):
-            group.add_argument(word, dest=word[2:], default=argparse.SUPPRESS)
 
 
 def _help(field: dataclasses.Field[Any], text: str) -> str:

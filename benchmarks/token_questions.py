@@ -26,7 +26,6 @@ CASES = {  # rows, columns
     "undertrained": (64000, 4096),
     "repair": (64000, 4096),
     "compare": (64000, 4096),
-    "hubness": (64000, 4096),
     "callback": (50304, 768),
     "callback tiny": (4096, 64),
 }
@@ -39,7 +38,7 @@ import numpy as np, torch
 from coupled_adam.embeddings import analyze, load_embeddings
 from coupled_adam.embeddings.changes import compare
 from coupled_adam.embeddings.monitor import Monitor
-from coupled_adam.embeddings.neighbours import hubness, nearest
+from coupled_adam.embeddings.neighbours import nearest
 from coupled_adam.embeddings.repair import repair_model
 from coupled_adam.embeddings.undertrained import undertrained
 from coupled_adam.embeddings.vocabulary import Vocabulary
@@ -82,9 +81,6 @@ elif question == "undertrained":
 elif question == "neighbours":
     def ask():
         nearest(first, [4, 5, 6, 7, 8], centered=True)  # 3 is dead
-elif question == "hubness":
-    def ask():
-        hubness(first, centered=True)
 elif question == "compare":
     second = matrix("second")
     def ask():

@@ -7,8 +7,8 @@ them, and models are trained on the rest. The true answer is the set of reachabl
 occur in what was trained on: the fifty, and those that occur only as a part of longer tokens. The
 script takes ten minutes on one core; runs that are in the folder RUNS are not trained again.
 
-The committed results have three more indicators, of which none is clearly better where these two are
-used. They were in the library at the commit that the results name.
+The committed results have three more indicators, of which none is clearly better where these two
+are used. They were in the library at the commit that the results name.
 """
 
 import json

@@ -261,7 +261,6 @@ def test_nothing_that_a_terminal_obeys_is_shown(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("command", "option"),
     [
-        (["analyze", "FOLDER"], "--csv"),
         (["analyze", "FOLDER"], "--html"),
         (["evaluate", "FOLDER"], "--out"),
         (["report", "FOLDER"], "--out"),
@@ -294,15 +293,15 @@ def test_where_results_go_is_checked_before_the_work(
 def test_a_result_replaces_nothing_unasked(tmp_path, capsys):
     """Whatever the file holds; with --overwrite it does."""
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
-    (tmp_path / "x.csv").write_text("mine")
-    command = ["analyze", str(tmp_path / "m.npy"), "--csv", str(tmp_path / "x.csv")]
+    (tmp_path / "x.html").write_text("mine")
+    command = ["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]
     assert main(command) == 2
-    assert "x.csv exists: choose another name, or add --overwrite" in capsys.readouterr().err
-    assert (tmp_path / "x.csv").read_text() == "mine"
+    assert "x.html exists: choose another name, or add --overwrite" in capsys.readouterr().err
+    assert (tmp_path / "x.html").read_text() == "mine"
     assert main([*command, "--overwrite"]) == 0
-    assert "isotropy" in (tmp_path / "x.csv").read_text()
-    assert main([*command, "--overwrite", "--html", str(tmp_path / "x.csv")]) == 2
-    assert f"are both {tmp_path / 'x.csv'}: name two" in capsys.readouterr().err
+    assert "isotropy" in (tmp_path / "x.html").read_text()
+    assert main([*command, "--overwrite", "--explore", str(tmp_path / "x.html")]) == 2
+    assert f"are both {tmp_path / 'x.html'}: name two" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeypatch):
@@ -313,10 +312,10 @@ def test_a_disk_that_fills_up_does_not_take_the_result(tmp_path, capsys, monkeyp
 
     np.save(tmp_path / "m.npy", np.random.default_rng(0).normal(size=(30, 4)))
     monkeypatch.setattr("coupled_adam.cli.options.write_atomically", full)
-    assert main(["analyze", str(tmp_path / "m.npy"), "--csv", str(tmp_path / "x.csv")]) == 1
+    assert main(["analyze", str(tmp_path / "m.npy"), "--html", str(tmp_path / "x.html")]) == 1
     out, err = capsys.readouterr()
     assert "isotropy" in out
-    assert f"--csv {tmp_path / 'x.csv'} cannot be written (No space left on device)" in err
+    assert f"--html {tmp_path / 'x.html'} cannot be written (No space left on device)" in err
     assert "--resume" not in err
 
 

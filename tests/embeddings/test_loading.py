@@ -625,10 +625,10 @@ WORDS = ["the", "1", "\u00e9t\u00e9", ". . .", "a\u2028b"]
 VECTORS = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
 
-def lines(header=False, separator=" ", words=WORDS, end=""):
+def lines(header=False, end=""):
     """As word2vec, GloVe and fastText write vectors."""
     numbers = [[repr(float(number)) for number in row] for row in VECTORS]
-    rows = [separator.join([word, *row]) for word, row in zip(words, numbers)]
+    rows = [" ".join([word, *row]) for word, row in zip(WORDS, numbers)]
     return "".join(f"{line}{end}\n" for line in [*["5 4"] * header, *rows]).encode()
 
 
@@ -641,7 +641,6 @@ FILES = {
     "word2vec.txt": lines(header=True),
     "glove.txt": lines(),
     "fasttext.vec": lines(header=True, end=" "),
-    "tabs.tsv": lines(separator="\t"),
     "word2vec.bin": binary(),
     "gensim.bin": binary(end=b""),
 }
@@ -660,21 +659,6 @@ def test_vectors_with_words(name, tmp_path):
     np.testing.assert_array_equal(entry.matrix.numpy(), VECTORS)
 
 
-def test_vectors_of_numpy_and_without_words(tmp_path):
-    np.savez(tmp_path / "a.npz", vectors=VECTORS, words=np.array(WORDS))
-    (entry,) = load_embeddings(tmp_path / "a.npz")
-    assert (list(entry.words), entry.tensor) == (WORDS, "vectors")
-    np.testing.assert_array_equal(entry.matrix.numpy(), VECTORS)
-    np.savez(tmp_path / "b.npz", x=VECTORS, y=VECTORS)
-    with pytest.raises(ValueError, match=r"name one of x \[5, 4\], y \[5, 4\]"):
-        load_embeddings(tmp_path / "b.npz")
-    assert load_embeddings(tmp_path / "b.npz", tensor="y")[0].words is None
-    np.savetxt(tmp_path / "c.tsv", VECTORS, delimiter="\t")
-    (entry,) = load_embeddings(tmp_path / "c.tsv")
-    assert entry.words is None
-    np.testing.assert_allclose(entry.matrix.numpy(), VECTORS)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -684,7 +668,6 @@ def test_vectors_of_numpy_and_without_words(tmp_path):
         ("a.bin", binary()[:-9], "ends within row 4 of 5"),
         ("a.bin", b"1000000 1000000\n", "too short for the 1000000 x 1000000 vectors"),
         ("a.bin", (793712314).to_bytes(4, "little") + bytes(90), "fastText's own format"),
-        ("a.npz", b"PK\3\4", r"not a whole \.npz file"),
         ("a.txt", b"", "has 0 vectors"),
     ],
 )

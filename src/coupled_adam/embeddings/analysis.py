@@ -23,6 +23,7 @@ from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
 from coupled_adam.embeddings.weights import read_array
 from coupled_adam.errors import UsageError, printable, refused
+from coupled_adam.rendering.tables import Table
 from coupled_adam.runs import COUNTS, MODEL, is_run
 from coupled_adam.text.token_files import Tokens, token_file
 from coupled_adam.text.tokenizers import load_tokenizer, token_pieces
@@ -156,6 +157,15 @@ class Analysis:
             "dead_rows": self.dead,
             **self.report.to_dict(),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was found out about the tokens of a matrix beyond its measures."""
+
+    analysis: Analysis
+    numbers: dict[str, Any]  # for JSON
+    table: Table  # for the terminal
 
 
 def analyze_model(

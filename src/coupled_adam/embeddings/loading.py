@@ -71,9 +71,8 @@ def load_embeddings(
     Args:
         source: a model's folder in Hugging Face format (sharded or not), or its id on the hub; a
             ``.safetensors``, ``.npy``, ``.bin``, ``.pt``, ``.pth`` or ``.ckpt`` file; vectors of
-            word2vec, GloVe or fastText (``.txt``, ``.vec``, ``.bin``), ``.tsv``, ``.npz`` or
-            ``.gguf``; a run or a checkpoint of this package; a folder written by
-            torch.distributed.checkpoint.
+            word2vec, GloVe or fastText (``.txt``, ``.vec``, ``.bin``), or ``.gguf``; a run or a
+            checkpoint of this package; a folder written by torch.distributed.checkpoint.
         tensor: the name of the tensor to read, if the embeddings have an unusual name.
         revision: a branch, tag or commit of a model on the hub.
 

@@ -145,12 +145,18 @@ class UndertrainedReport:
     verification: Verification | None = None
 
     @property
+    def label(self) -> str:
+        """That of the analysis."""
+        return self.analysis.label
+
+    @property
     def rows(self) -> list[int]:
         """The rows to name: the candidates, or those like unused ones if these are more."""
         rows: list[int] = max(self.indicated.candidates, self.indicated.alike, key=len).tolist()
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def numbers(self) -> dict[str, Any]:
         """The counts of each category, and all rows that are named, as plain values."""
         result, vocabulary, asked = self.indicated, self.analysis.vocabulary, self.verification
         alike = {*result.alike.tolist()}
@@ -181,9 +187,9 @@ class UndertrainedReport:
         }
         return {"diagnosis": self.diagnosis, "undertrained": named}
 
-    def tables(self, number: int) -> list[Table]:
-        """The first of the rows that are named, for the terminal."""
-        result, named = self.indicated, self.to_dict()["undertrained"]
+    def table(self, number: int) -> Table:
+        """The first of the rows that are named."""
+        result, named = self.indicated, self.numbers["undertrained"]
         kinds = named["categories"]
         counted = ", ".join(f"{kinds[name]} {name}" for name in CATEGORIES if name in kinds)
         note = (
@@ -216,7 +222,7 @@ class UndertrainedReport:
         shown = [INDICATORS[name] for name in result.indicators]
         title = f"Under-trained tokens: {self.analysis.label}"
         columns = ["id", "token", *asked, *shown, *counts]
-        return [Table(columns, rows, title, [note], left=(1, 3) if asked else (1,))]
+        return Table(columns, rows, title, [note], left=(1, 3) if asked else (1,))
 
     @property
     def diagnosis(self) -> list[str]:

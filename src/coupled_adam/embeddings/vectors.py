@@ -1,4 +1,4 @@
-"""Files of vectors and their vocabulary: word2vec, GloVe, fastText, TSV, .npz and GGUF."""
+"""Files of vectors and their vocabulary: word2vec, GloVe, fastText and GGUF."""
 
 import importlib
 import importlib.util
@@ -21,53 +21,44 @@ def open_vectors(path: Path) -> Weights:
     """Open a file according to its suffix; the vectors of a text are read at once, in float32."""
     if path.suffix == ".gguf":
         return _open_gguf(path)
-    if path.suffix == ".npz":
-        return _open_npz(path)
     words, matrix = _read_binary(path) if path.suffix == ".bin" else _read_text(path)
     tensor = torch.from_numpy(matrix)
     return Weights(str(path), {"": matrix.shape}, lambda _: tensor, words=words)
 
 
-def _read_text(path: Path) -> tuple[list[str] | None, Vectors]:
-    """A line for each row: a word and its numbers; in TSV the word may be left out.
+def _read_text(path: Path) -> tuple[list[str], Vectors]:
+    """A line for each row: a word and its numbers.
 
     word2vec and fastText begin with a line that has V and H, and GloVe does not.
     """
-    separator = "\t" if path.suffix == ".tsv" else " "
     promised = columns = None
-    has_words = True
     words: list[str] = []
     rows: list[Vectors] = []
     # Only \n ends a line: words may contain every other character that could.
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for number, line in enumerate(file, 1):
             line = line.rstrip("\r\n ")
-            fields = line.split(separator)
+            fields = line.split(" ")
             if number == 1 and len(fields) == 2 and all(field.isdecimal() for field in fields):
                 promised, columns = int(fields[0]), int(fields[1])
                 continue
-            if columns is None:
-                has_words = separator == " " or _numbers(fields[:1]) is None
-                columns = len(fields) - has_words
-            if has_words:  # from the right, as words of GloVe contain spaces
-                word, *fields = line.rsplit(separator, columns)
-                words.append(word)
-            row = _numbers(fields)
-            if row is None or len(row) != columns or columns == 0:
-                expected = f"{'a word and ' * has_words}{columns or 'its'} numbers"
-                raise ValueError(f"{path}, line {number}: expected {expected}, not {line[:60]!r}")
+            columns = columns or len(fields) - 1
+            word, *fields = line.rsplit(" ", columns)  # from the right: GloVe's words have spaces
+            try:
+                row = np.array(fields, dtype=np.float32)
+            except ValueError:
+                row = None
+            if row is None or not len(row) == columns > 0:
+                raise ValueError(
+                    f"{path}, line {number}: expected a word and {columns or 'its'} numbers, not "
+                    f"{line[:60]!r}"
+                )
+            words.append(word)
             rows.append(row)
     if not rows or promised not in (None, len(rows)):
         instead = "" if promised is None else f" instead of the {promised} that its first line says"
         raise ValueError(f"{path} has {len(rows)} vectors{instead}")
-    return words if has_words else None, np.stack(rows)
-
-
-def _numbers(fields: list[str]) -> Vectors | None:
-    try:
-        return np.array(fields, dtype=np.float32)
-    except ValueError:
-        return None
+    return words, np.stack(rows)
 
 
 def _read_binary(path: Path) -> tuple[list[str], Vectors]:
@@ -92,18 +83,6 @@ def _read_binary(path: Path) -> tuple[list[str], Vectors]:
             words.append(content[start:end].lstrip(b"\n").decode(errors="replace"))
             start = end + 1 + 4 * columns
     return words, matrix
-
-
-def _open_npz(path: Path) -> Weights:
-    """The matrices of an archive of numpy's, and the first array of texts, if there is one."""
-    damaged = f"{path}: not a whole .npz file of numbers and texts"
-    with readable(damaged), path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-    matrices = {name: a for name, a in arrays.items() if a.dtype.kind == "f" and a.ndim == 2}
-    texts = [a.tolist() for a in arrays.values() if a.dtype.kind == "U" and a.ndim == 1]
-    words = next((t for t in texts if any(len(t) == len(a) for a in matrices.values())), None)
-    shapes = {name: a.shape for name, a in matrices.items()}
-    return Weights(str(path), shapes, lambda n: torch.from_numpy(matrices[n]), words=words)
 
 
 def _open_gguf(path: Path) -> Weights:

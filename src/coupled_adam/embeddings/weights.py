@@ -24,7 +24,7 @@ from coupled_adam.errors import one_line
 from coupled_adam.runs import is_checkpoint
 
 _ARCHIVES = (".bin", ".pt", ".pth", ".ckpt")
-_VECTORS = (".txt", ".vec", ".tsv", ".npz", ".gguf")
+_VECTORS = (".txt", ".vec", ".gguf")
 SUFFIXES = (".safetensors", ".npy", *_ARCHIVES, *_VECTORS)
 """The suffixes of the files that :func:`open_file` opens."""
 _POINTER = b"version https://git-lfs.github.com/spec/"

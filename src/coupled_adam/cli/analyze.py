@@ -41,7 +41,7 @@ class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOpti
     """The options of ``coupled-adam analyze``.
 
     models: a folder in Hugging Face format, a model's id on the hub, a run, a checkpoint, or a
-        file with .safetensors, .npy, .gguf, or vectors of word2vec, GloVe or fastText.
+        file: .safetensors, .npy, or vectors of word2vec, GloVe or fastText as text.
     tensor: the name of the embeddings in the file.
     counts: a .npy file with a unigram count for each token.
     text: count the tokens of this file, or of this folder's files.

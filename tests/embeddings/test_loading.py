@@ -112,17 +112,17 @@ def test_models_of_many_families(name, shards, tmp_path):
         assert torch.equal(found[role], matrix), role
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama untied", "bert", "t5", "mamba"])
 def test_repair_of_many_families(name, tmp_path):
     """The repaired copy loads as the same model, and differs in the broken rows alone."""
-    model = make(name)
+    model = make(name).bfloat16()
     with torch.no_grad():
         for matrix in expected(model).values():
             matrix[7] = 0
     model.save_pretrained(tmp_path / "model")
     reports = repair_model(tmp_path / "model", tmp_path / "out", Vocabulary.of_ids)
     assert [[row.row for row in report.rows] for report in reports] == [[7]] * len(expected(model))
-    again = type(model).from_pretrained(tmp_path / "out")
+    again = type(model).from_pretrained(tmp_path / "out", dtype="auto")
     repaired = {matrix.data_ptr() for matrix in expected(again).values()}
     for old, new in zip(model.parameters(), again.parameters(), strict=True):
         if new.data_ptr() in repaired:
@@ -450,9 +450,6 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
     assert torch.equal(fixed.matrix[4:], model.transformer.wte.weight[4:])
     assert fixed.matrix[3].norm() > 0
 
-    runs = tmp_path / "runs"
-    (runs / "seed-1").mkdir(parents=True)
-    (runs / "seed-1" / "config.yaml").touch()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert cli.main(["repair", "someone/model", "--out", str(tmp_path / "two")]) == 0
     one, two = (tmp_path / name / "model.safetensors" for name in ("one", "two"))
@@ -462,8 +459,7 @@ def test_a_model_on_the_hub_is_repaired(hub, tmp_path, monkeypatch, capsys):
         (["someone/else"], "someone/else: there is no such folder here, nor a model on the hub"),
         (["someone/model", "--revision", "v2"], "this is not in its cache here"),
         ([str(hub.folder), "--revision", "v2"], "--revision is for models on the hub, and"),
-        ([str(hub.folder), "--batches", "2"], "--batches is for the loss: name a text for it"),
-        ([str(runs)], f"is not a model, but holds runs: name one, such as {runs}/seed-1"),
+        ([str(tmp_path)], "is not a model in Hugging Face format: no config.json in it"),
     ):
         assert cli.main(["repair", *arguments, "--out", str(tmp_path / "three")]) == 2
         assert message in capsys.readouterr().err

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from coupled_adam.embeddings import similarity
 from coupled_adam.embeddings.diagnosis import Advice
 from coupled_adam.embeddings.frequency import unigram_counts
-from coupled_adam.embeddings.geometry import Mask, alive_rows, finite_rows
+from coupled_adam.embeddings.geometry import Mask, alive_rows
 from coupled_adam.embeddings.loading import EmbeddingMatrix, load_embeddings
 from coupled_adam.embeddings.report import EmbeddingReport, analyze
 from coupled_adam.embeddings.vocabulary import Vocabulary, read_vocabulary
@@ -81,56 +81,31 @@ class Analysis:
     def diagnosis(self) -> list[str]:
         """Whether the embeddings are healthy, and what to do next, in sentences."""
         names = [self.vocabulary.name(row) for row in self.dead]
-        return [*self.report.sentences(names, self._advice()), *self._unused()]
+        return self.report.sentences(names, self._advice())
 
     def _advice(self) -> Advice:
         """The commands that this input allows."""
-        from coupled_adam.embeddings.repair import padding_row, why_not
+        from coupled_adam.embeddings.repair import can_recenter, can_repair, padding_row
 
-        model, config, role = self.model, self.embeddings.config, self.embeddings.role
-        name, asked = shlex.quote(model), self.inputs.options("revision")
-        out = "NEW.npy" if Path(model).suffix == ".npy" else "NEW"
-        # A run is repaired once it has a model, and a model's embeddings, not any tensor.
-        is_there = not is_run(Path(model)) or (Path(model) / MODEL).exists()
-        is_there = is_there and self.inputs.tensor is None
-        alive = len(self.embeddings.matrix) - len(self.dead)
+        entry, path = self.embeddings, Path(self.model)
+        name, revision = shlex.quote(self.model), self.inputs.options("revision")
         repair = recenter = ""
-        # A padding row may be zero; and two rows at least must be there to take others from.
-        is_needed = {*self.dead} - {padding_row(self.embeddings)} and alive > 1
-        if is_there and is_needed and not why_not(model, config, role):
-            repair = f"coupled-adam repair {name}{asked} --out {out}"
-        if is_there and alive > 1 and not why_not(model, config, role, recenter=True):
-            recenter = f"coupled-adam repair {name}{asked} --recenter --out {out}"
+        alive = len(entry.matrix) - len(self.dead)
+        # A model's embeddings are repaired, and not any tensor, nor those of an unfinished run; and
+        # two rows at least must be there to take others from.
+        is_model = self.inputs.tensor is None and (not is_run(path) or (path / MODEL).exists())
+        if is_model and alive > 1 and can_repair(path, entry.config):
+            command = f"coupled-adam repair {name}{revision}"
+            out = "NEW.npy" if path.suffix == ".npy" else "NEW"
+            if {*self.dead} - {padding_row(entry)}:  # which may be zero
+                repair = f"{command} --out {out}"
+            if can_recenter(entry.config, entry.role):
+                recenter = f"{command} --recenter --out {out}"
         asked = self.inputs.options("tensor", "revision", "tokenizer")
         undertrained = f"coupled-adam analyze {name}{asked} --undertrained"
         # Without a tokenizer a text has no tokens.
         counts = "--tokens or --counts" if self.tokenizer is None else Advice.counts
         return Advice(undertrained, repair, recenter, counts)
-
-    def _unused(self) -> list[str]:
-        """That rows which no training has seen are measured with the others, if they lie together.
-
-        Only a tokenizer tells which these are.
-        """
-        if self.tokenizer is None:
-            return []
-        measured = np.ones(len(self.vocabulary), np.bool_) if self.keep is None else self.keep
-        unused, others = measured & self.vocabulary.unused, measured & ~self.vocabulary.unused
-        if unused.sum() < 3 or not others.any():
-            return []
-        norms = finite_rows(self.embeddings.matrix)[1]
-        # Quartiles, since a few of them may be elsewhere.
-        (low, high), (low_of_others, high_of_others) = (
-            np.quantile(norms[rows], (0.25, 0.75)) for rows in (unused, others)
-        )
-        if high - low > (high_of_others - low_of_others) / 2:
-            return []
-        first = self.vocabulary.name(int(np.flatnonzero(unused)[0]))
-        return [
-            f"{unused.sum()} rows that no training has seen, such as {first}, are measured with "
-            f"the others: half of their norms lie between {low:.3g} and {high:.3g}, and half of "
-            f"the others' between {low_of_others:.3g} and {high_of_others:.3g}."
-        ]
 
     @property
     def matrix(self) -> dict[str, str]:

@@ -66,7 +66,7 @@ def test_architectures(architecture, trained, tmp_path):
         near = find_neighbours(analysis, ["#310"]).numbers["neighbours"][0]
         assert all(other["id"] in unused for other in near["raw"])
     (same, *_) = compare_analyses(analyses, analyses)
-    assert min(mover["cosine"] for mover in same.to_dict()["movers"]) == pytest.approx(1)
+    assert min(mover["cosine"] for mover in same.numbers["movers"]) == pytest.approx(1)
 
 
 def run(capsys, *arguments):
@@ -85,7 +85,7 @@ def test_json_and_tables(gpt2, trained, text_file, tmp_path, capsys):
     arguments = [gpt2, later, "--text", text_file, "--compare", "--undertrained"]
     found = json.loads(run(capsys, *arguments, "--json", "--neighbours"))
     (changes,) = found["changes"]
-    assert (changes["matched_by"], changes["matched"], changes["new_rows"]) == ("id", 448, 0)
+    assert changes["matched"] == 448
     mover = changes["movers"][0]
     assert (mover["id"], mover["norm_ratio"]) == (350, pytest.approx(2))
     assert mover["cosine"] == pytest.approx(-1)

@@ -145,11 +145,9 @@ def run(options: Options) -> None:
                 sentences = f"{entry.label}: {' '.join(entry.diagnosis)}"
                 console().print(Text(printable(sentences), "bold"))
             print_table(analysis_tables.analyses_table(analyses, options.all))
-            for answer in answers:
-                print_table(answer.table)
-            for comparison in comparisons:
-                for table in comparison.tables(options.show):
-                    print_table(table)
+            changed = [comparison.table(options.show) for comparison in comparisons]
+            for table in (*(answer.table for answer in answers), *changed):
+                print_table(table)
 
 
 def _undertrained(

@@ -123,5 +123,5 @@ def analyses_json(
                 entry |= answer.numbers
     content: Any = entries[0] if len(entries) == 1 else entries
     if comparisons:
-        content = {"models": entries, "changes": [changes.to_dict() for changes in comparisons]}
+        content = {"models": entries, "changes": [entry.numbers for entry in comparisons]}
     return json.dumps(content, indent=2, allow_nan=False)

@@ -164,7 +164,7 @@ def _columns(
         columns["count"] = analysis.counts[rows]
     if entry.verification is not None:
         columns["repeated"] = spread(entry.verification.rows, entry.verification.probabilities)
-    for changes in (c.changes for c in comparisons if c.after is analysis):
-        if changes.cosines is not None:
-            columns["change"] = spread(changes.pairs.second, changes.cosines)
+    for comparison in comparisons:
+        if comparison.after is analysis and comparison.changes.cosines is not None:
+            columns["change"] = spread(comparison.rows, comparison.changes.cosines)
     return columns

@@ -88,19 +88,16 @@ def _facts(analyses: Sequence[Analysis]) -> list[Row]:
 
 
 def _word_similarity_rows(variants: Sequence[Measures]) -> list[Row]:
-    """Two rows for each set: r with its interval and the usable pairs, and Spearman's."""
+    """Two rows for each set: r with the usable pairs, and Spearman's."""
     reports = [variant.word_similarity for variant in variants]
     rows: list[Row] = []
     for name in dict.fromkeys(name for report in reports if report for name in report.sets):
-        scores = [report.sets.get(name) if report else None for report in reports]
         texts, ranks = [], []
-        for score in scores:
-            text = "–" if score is None or score.r is None else f"{score.r:.1f}"
-            if score is not None:
-                text += " [{:.0f}, {:.0f}]".format(*score.interval) if score.interval else ""
-                text += f" {score.pairs}/{score.total}"
-            texts.append(text)
-            spearman = None if score is None else score.spearman
+        for report in reports:
+            score = report.sets.get(name) if report else None
+            r, spearman = (None, None) if score is None else (score.r, score.spearman)
+            pairs = "" if score is None else f" {score.pairs}/{score.total}"
+            texts.append(("–" if r is None else f"{r:.1f}") + pairs)
             ranks.append("–" if spearman is None else f"{spearman:.1f}")
         rows.append([f"word similarity, {name}", "r", *texts, ""])
         rows.append([f"word similarity, {name}, by ranks", "rₛ", *ranks, ""])

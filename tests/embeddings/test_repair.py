@@ -192,7 +192,7 @@ def test_a_bare_matrix(tmp_path, capsys):
 
 def advised(sentences):
     """The commands that a diagnosis recommends, as arguments."""
-    commands = re.findall(r"coupled-adam (.*?)(?: gives| names|\.?$)", "\n".join(sentences), re.M)
+    commands = re.findall(r"coupled-adam (.*?)(?: gives|\.?$)", "\n".join(sentences), re.M)
     return [shlex.split(command) for command in commands]
 
 
@@ -231,13 +231,13 @@ def advisees(gpt2, llama, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     {
-        "tied positions": {"repair", "recenter", "undertrained"},
-        "untied": {"repair", "recenter", "undertrained"},
-        "tied rotary": {"repair", "undertrained"},
-        "pickled": {"undertrained"},
-        "weights.safetensors": {"undertrained"},
-        "matrix.npy": {"repair", "undertrained"},
-        "untied --tensor lm_head.weight": {"undertrained"},
+        "tied positions": {"repair", "recenter"},
+        "untied": {"repair", "recenter"},
+        "tied rotary": {"repair"},
+        "pickled": set(),
+        "weights.safetensors": set(),
+        "matrix.npy": {"repair"},
+        "untied --tensor lm_head.weight": set(),
     }.items(),
 )
 def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, capsys, monkeypatch):
@@ -254,7 +254,7 @@ def test_every_advice_is_one_that_can_be_followed(name, expected, advisees, caps
     for number, command in enumerate(commands):
         given = [part.replace("NEW", f"new{number}") for part in command]
         assert main([*given, "--device", "cpu"]) == 0, capsys.readouterr().err
-        kinds |= {part.lstrip("-") for part in command} & {"repair", "recenter", "undertrained"}
+        kinds |= {part.lstrip("-") for part in command} & {"repair", "recenter"}
         if command[0] == "repair" and "--recenter" not in command:
             capsys.readouterr()
             assert main(["analyze", given[-1], "--device", "cpu", "--json"]) == 0

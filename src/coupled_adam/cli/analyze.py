@@ -9,9 +9,9 @@ example: coupled-adam analyze gpt2 --undertrained --html page.html
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from coupled_adam.embeddings.undertrained import UndertrainedReport
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(TokenizerOption, WordSimilarityOption, ModelOptions, OverwriteOption):
     """The options of ``coupled-adam analyze``.
 
@@ -94,15 +94,8 @@ def run(options: Options) -> None:
     device = options.usable_device()
     name = options.word_similarity
     sets = None if name is None else analysis.word_similarity_sets(name)
-    inputs = analysis.AnalysisInputs(
-        tensor=options.tensor,
-        revision=options.revision,
-        tokenizer=options.tokenizer,
-        counts=options.counts,
-        text=options.text,
-        tokens=options.tokens or [],
-        token_dtype=options.token_dtype,
-    )
+    fields = (field.name for field in dataclasses.fields(analysis.AnalysisInputs))
+    inputs = analysis.AnalysisInputs(**{name: getattr(options, name) for name in fields})
     # A model that cannot be asked is refused before the matrices are measured.
     folders = _verifiable(options.models, inputs) if options.verify else {}
     by_model = [
@@ -217,7 +210,7 @@ def _files(
 
 def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path]:
     """The folder of each model; what cannot be prompted is refused before it is measured."""
-    from coupled_adam.embeddings.analysis import own_tokenizer
+    from coupled_adam.embeddings.analysis import find_tokenizer
     from coupled_adam.embeddings.repair import model_folder
 
     folders = {}
@@ -229,7 +222,7 @@ def _verifiable(models: Sequence[str], inputs: AnalysisInputs) -> dict[str, Path
             )
         folders[model] = model_folder(model, inputs.revision)
         if inputs.tokenizer is None:
-            own_tokenizer(model, inputs.revision, needed=True)
+            find_tokenizer(model, None, inputs.revision, needed=True)
     return folders
 
 

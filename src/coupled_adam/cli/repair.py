@@ -48,7 +48,7 @@ def run(options: Options) -> None:
     """Repair, and say what was changed."""
     from rich.text import Text
 
-    from coupled_adam.embeddings.analysis import named_tokenizer, own_tokenizer
+    from coupled_adam.embeddings.analysis import find_tokenizer
     from coupled_adam.embeddings.repair import model_folder, repair_model
     from coupled_adam.embeddings.vocabulary import read_vocabulary
     from coupled_adam.lab.evaluation.evaluate import loss_on_text
@@ -60,8 +60,7 @@ def run(options: Options) -> None:
     folder = model_folder(options.model, options.revision)
     # Dead rows are found without a tokenizer; which tokens are unused, only it can tell.
     needed = options.undertrained or text is not None
-    named = None if options.tokenizer is None else named_tokenizer(options.tokenizer)
-    tokenizer = named or own_tokenizer(str(folder), None, needed)
+    tokenizer = find_tokenizer(str(folder), options.tokenizer, None, needed)
     vocabulary = functools.partial(read_vocabulary, tokenizer)
     # The first loss comes before the repair: a model that cannot be loaded needs no copy.
     losses: dict[str, float | None] = {}

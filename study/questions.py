@@ -598,7 +598,10 @@ QUESTIONS: dict[str, dict[str, Entry]] = {
         )
     },
     "table_rules": _rules(
-        dict.fromkeys(("adafactor free", "balanced free", "balanced 0 free"), (3, 5, 7)),
+        {
+            "adafactor free": (5, 7, 9),
+            **dict.fromkeys(("balanced free", "balanced 0 free"), (3, 5, 7)),
+        },
         **_steps(2400),
     ),
     "settings": _settings(),

@@ -128,7 +128,7 @@ def test_nothing_in_the_source_executes_data():
     """No unpickling, evaluating, or loading of code, but by the classes that are named here."""
     forbidden = {"pickle.load", "pickle.loads", "yaml.unsafe_load", "yaml.full_load"}
     forbidden |= {"eval", "exec", "os.system", "torch.jit.load"}
-    allowed_bases = {"pickle.Unpickler", "yaml.SafeLoader"}
+    allowed_bases = {"yaml.SafeLoader"}
     source = Path(coupled_adam.__file__).parent
     calls = 0
     for path in source.rglob("*.py"):

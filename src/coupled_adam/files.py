@@ -69,14 +69,11 @@ def sole_writer(folder: Path) -> Iterator[None]:
         UsageError: if another process writes to it.
         OSError: if the folder is not writable.
     """
-    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=0)
+        lock = FileLock(folder / LOCK).acquire(timeout=0)
     except Timeout:
         raise UsageError(
             f"{folder} is in use by another process: wait for it, or choose another --out"
         ) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()

@@ -15,14 +15,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-try:
-    import jax
-    import jax.numpy as jnp
-    import optax
-except ImportError as error:
-    raise ImportError(
-        f"coupled_adam.optax needs jax and optax ({error}): pip install 'coupled-adam[jax]'"
-    ) from error
+import jax
+import jax.numpy as jnp
+import optax
 
 _VOCAB_AXES = {"coupled": 0, "coupled_columns": 1}
 

@@ -19,7 +19,7 @@ from coupled_adam.cli.options import (
     arm_name,
     check_outputs,
 )
-from coupled_adam.cli.terminal import console, print_path, print_table
+from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed
 
@@ -70,20 +70,14 @@ def run(options: Options) -> None:
         recipe = recipe.joined(stored)
     recipe = options.selected(recipe)
     how = options.execution(recipe)
-    console().print(
-        f"[bold]{recipe.name}[/]: {' against '.join(recipe.arms)}; {recipe.steps} steps, "
-        f"{recipe.tokens:,} tokens each; seeds {', '.join(map(str, recipe.seeds))}",
-        highlight=False,
+    show(
+        f"{recipe.name}: {' against '.join(recipe.arms)}; {recipe.steps} steps, {recipe.tokens:,} "
+        f"tokens each; seeds {', '.join(map(str, recipe.seeds))}"
     )
 
-    def on_start() -> None:
-        print_path("results in", out)
-        if "tensorboard" in options.logger:
-            print_path("to watch the runs: tensorboard --logdir", out)
-
     def on_report(report: Report) -> None:
-        print_table(report)
-        print_path("the whole report:", report.page)
+        show(report)
+        show(f"the whole report: {report.page}")
 
     comparison.compare(
         recipe,
@@ -91,6 +85,6 @@ def run(options: Options) -> None:
         execution=how,
         cache=default_cache(),
         resume=options.resume,
-        on_start=on_start,
+        on_start=lambda: show(f"results in {out}"),
         on_report=on_report,
     )

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coupled_adam.cli.options import MeasuringOptions, check_outputs, write_file
-from coupled_adam.cli.terminal import console, print_path, print_table
-from coupled_adam.errors import UsageError, printable
+from coupled_adam.cli.terminal import show
+from coupled_adam.errors import UsageError
 from coupled_adam.fields import Count, NotNegative, WholeNumber
 
 if TYPE_CHECKING:
@@ -100,11 +100,11 @@ def run(options: Options) -> None:
     if options.json:
         print(json.dumps(result, indent=2))
     else:
-        print_table(evaluation_table(result, folder.name or model))
+        show(evaluation_table(result, folder.name or model))
     if options.out is not None:  # after they are shown, as the disk may be full
         write_file(options.out, json.dumps(result, indent=2))
     if written is not None and not options.json:
-        print_path("all numbers:", written)
+        show(f"all numbers: {written}")
 
 
 def _downstream(options: Options) -> Downstream | None:
@@ -120,8 +120,6 @@ def _downstream(options: Options) -> Downstream | None:
 
 def _sample(options: Options) -> None:
     """Let the models write texts, and print them."""
-    from rich.text import Text
-
     from coupled_adam.lab.evaluation import loading
     from coupled_adam.lab.evaluation.sample import sample
     from coupled_adam.runs import MODEL, is_run
@@ -148,9 +146,7 @@ def _sample(options: Options) -> None:
         print(json.dumps(samples, indent=2))
         return
     for name, text in texts.items():
-        console().print(Text(printable(name), "bold"))
-        for line in f"{options.prompt}{text}\n".split("\n"):
-            console().print(Text(printable(line)))
+        show(f"{name}:\n{options.prompt}{text}\n")
 
 
 def _finished_runs(name: str) -> list[str]:

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from coupled_adam.cli.terminal import print_table
+from coupled_adam.cli.terminal import show
 from coupled_adam.fields import meanings
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run(options: Options) -> None:
         arms, seeds = len(recipe.arms), len(recipe.seeds)
         rows.append([recipe.name, size, tokens, text, str(arms), str(seeds)])
     columns = ("recipe", "blocks x width", "tokens", "text", "arms", "seeds")
-    print_table(Table(columns, rows, left=(0, 1, 3)))
+    show(Table(columns, rows, left=(0, 1, 3)))
 
 
 def explained(recipe: Recipe) -> str:

@@ -8,35 +8,30 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coupled_adam.errors import one_line, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
 
-def console() -> Console:
-    """Create a console for the terminal, which is quiet on all ranks except 0."""
+def show(content: RenderableType) -> None:
+    """Print a table, a report or a text; what is wider than the terminal is not cut off.
+
+    Brackets in a text are not markup, and a terminal obeys none of its characters.
+    """
     from rich.console import Console
-
-    return Console(quiet=other_rank() is not None)
-
-
-def print_path(label: str, path: Path) -> None:
-    """Print a path: brackets in it are not markup, and a terminal obeys none of its characters."""
     from rich.text import Text
 
-    console().print(Text(printable(f"{label} {path}")), soft_wrap=True)
-
-
-def print_table(table: RenderableType) -> None:
-    """Print a complete table, or a report: lines too long for the terminal are not cut off."""
-    terminal = console()
-    needed = terminal.measure(table, options=terminal.options.update(width=1000)).minimum
+    terminal = Console(quiet=other_rank() is not None)
+    if isinstance(content, str):
+        lines = map(printable, content.split("\n"))
+        terminal.print(Text("\n".join(lines)), soft_wrap=True)
+        return
+    needed = terminal.measure(content, options=terminal.options.update(width=1000)).minimum
     terminal.width = max(terminal.width, needed)
-    terminal.print(table)
+    terminal.print(content)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from coupled_adam.cli.options import (
     arm_name,
     check_outputs,
 )
-from coupled_adam.cli.terminal import print_path
+from coupled_adam.cli.terminal import show
 from coupled_adam.errors import UsageError
 from coupled_adam.fields import Seed
 
@@ -60,4 +60,4 @@ def run(options: Options) -> None:
         cache=default_cache(),
         resume=options.resume,
     )
-    print_path("the run:", folder)
+    show(f"the run: {folder}")

@@ -61,10 +61,8 @@ class Table:
     def cells(self) -> Iterator[list[Cell] | str]:
         """The rows, in which each text is a cell; titles stay texts."""
         for row in self.rows:
-            if isinstance(row, str):
-                yield row
-            else:
-                yield [cell if isinstance(cell, Cell) else Cell(cell) for cell in row]
+            cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
+            yield row if isinstance(row, str) else [*cells]
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -75,14 +73,10 @@ class Table:
         return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.constrain import Constrain
         from rich.text import Text
 
-        yield ""
-        yield self._for_terminal()
-        # Long lines of small print are hard to read.
-        for note in self.notes:
-            yield Constrain(Text(printable(note), "dim"), 100)
+        yield from ("", self._for_terminal())
+        yield from (Text(printable(note), "dim") for note in self.notes)
         yield ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:

@@ -39,8 +39,7 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
         column: the column, or the key in JSON, that holds the text of a table.
 
     Raises:
-        UsageError: a file cannot be read, or there is no text at all; the message begins with a
-            path.
+        UsageError: a file cannot be read, or there is no text; the message begins with a path.
     """
     empty = True
     for file in text_files(path):
@@ -54,11 +53,7 @@ def documents(path: Path, separator: str | None = None, column: str = "text") ->
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the files of one kind (plain text or tables) in a folder, in order.
-
-    Raises:
-        UsageError: there is no such file or folder, or it does not hold files of one kind.
-    """
+    """The file itself, or the files of one kind (plain text or tables) in a folder, in order."""
     with _readable(path):
         path.stat()
     if not path.is_dir():

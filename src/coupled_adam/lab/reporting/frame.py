@@ -22,9 +22,10 @@ TEST_LOSS = Measure(
     "L",
     3,
     "lower",
-    ("test_loss",),
+    None,
     "test loss in nats per token",
     column=True,
+    path=("test_loss",),
 )
 ACCURACY = Measure(
     "accuracy",
@@ -32,9 +33,10 @@ ACCURACY = Measure(
     "Acc",
     3,
     "higher",
-    ("lm_eval", "accuracy"),
+    None,
     "mean accuracy of the downstream tasks",
     column=True,
+    path=("lm_eval", "accuracy"),
 )
 
 _OF_EMBEDDINGS = [measure for measure in MEASURES.values() if measure.column]

@@ -205,8 +205,7 @@ class RunOptions(CacheOption, DeviceOption):
         Raises:
             UsageError: they are not valid, or would execute code that the user has not named.
         """
-        from coupled_adam.lab.recipe import recipe_from, with_values
-        from coupled_adam.lab.safe_yaml import read_yaml
+        from coupled_adam.lab.recipe import read_yaml, recipe_from, with_values
 
         values: dict[str, Any] = {}
         # Each of these options is a key of the recipe, and takes the place of others.

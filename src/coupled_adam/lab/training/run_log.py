@@ -25,13 +25,13 @@ from coupled_adam.runs import SECOND_MOMENTS, step_name
 class RunLog(pl.Callback):
     """Logs the training every ten steps, and the held-out loss and embeddings at each evaluation.
 
-    It also moves the bar, which shows the last value of each metric.
+    It also moves the bar.
     """
 
     def __init__(self, run: Run, progress: Progress) -> None:
         self.run = run
         self.progress = progress
-        self._last: dict[str, float] = {}  # the last logged value of each metric, by name
+        self._loss = float("nan")  # the last that was logged
         self._logged = (0, 0.0)  # the step and the time of the last log
         self._evaluated_since: float | None = None
 
@@ -65,7 +65,7 @@ class RunLog(pl.Callback):
                 "tokens_per_second": tokens / (self._logged[1] - since),
             }
             self._log(trainer, metrics)
-        self.progress.step(self.run, step, self._last)
+        self.progress.step(self._loss)
 
     def on_validation_start(self, *_: Any) -> None:
         """Note when the evaluation begins, which does not count as training."""
@@ -84,7 +84,7 @@ class RunLog(pl.Callback):
         self._save_second_moment(trainer, module)
 
     def _log(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-        self._last.update(metrics)
+        self._loss = metrics.get("train_loss", self._loss)
         with _ctrl_c_waits():
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, trainer.global_step)

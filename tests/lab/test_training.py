@@ -31,7 +31,6 @@ from coupled_adam.lab.run import Run
 from coupled_adam.lab.training import run as training
 from coupled_adam.lab.training.config import Execution
 from coupled_adam.lab.training.loggers import MetricsFile, cut_log
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.schedules import lr_scheduler
 from coupled_adam.lab.training.variant import Variant
 from laboratory import EXACT, LONG, Laboratory, close
@@ -461,22 +460,3 @@ def test_what_is_no_variant(name, said, lab):
     stderr = lab.run("new", *arguments, f"variant={name}", code=2)
     assert f"variant={name}" in stderr
     assert said in stderr
-
-
-def test_one_bar_for_all_runs(recipe, tmp_path, capsys):
-    """Steps of all runs, of which finished ones count as done."""
-    runs = [Run(recipe, arm, 1, tmp_path / f"{arm}-seed-1") for arm in recipe.arms]
-    steps = recipe.steps
-    with Progress(runs) as progress:
-        bar = progress._bar
-        bar.ncols, bar.dynamic_ncols = 60, None  # as for a terminal of 60 columns
-        progress.start(runs[0], steps)  # it had finished
-        progress.start(runs[1], 0)
-        for step in range(1, steps + 1):
-            progress.step(5.0)
-            assert bar.n == steps + step
-        shown = str(bar)
-    assert bar.total == bar.n == 2 * steps
-    assert bar.initial == steps  # what took no time says nothing about the speed
-    assert shown.startswith("coupled_adam-seed-1: 80/80 |")
-    assert shown.endswith("left, loss 5.000")

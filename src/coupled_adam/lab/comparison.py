@@ -27,7 +27,6 @@ from coupled_adam.lab.training.distributed import (
     rank,
     world_size,
 )
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run import train
 from coupled_adam.runs import COMPARISON, REPORT, run_name
 
@@ -83,19 +82,16 @@ def compare(
                 for arm in recipe.arms
             ]
             on_start()
-            with Progress(runs) as progress:
-                for run in runs:
-                    try:
-                        train(run, corpus, execution, progress)
-                    except DivergedError as error:  # on all processes alike
-                        diverged.append(error)
-                        continue
-                    finished.append(run)
-                    # At once if no other process has to wait for it; otherwise after the group.
-                    if world_size() == 1:
-                        progress.say("testing")
-                        evaluate_trained(run, corpus, execution)
-                progress.say("done")
+            for run in runs:
+                try:
+                    train(run, corpus, execution)
+                except DivergedError as error:  # on all processes alike
+                    diverged.append(error)
+                    continue
+                finished.append(run)
+                # At once if no other process has to wait for it; otherwise after the group.
+                if world_size() == 1:
+                    evaluate_trained(run, corpus, execution)
             is_first = rank() == 0
         if not is_first:
             return None

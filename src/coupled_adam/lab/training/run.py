@@ -27,7 +27,6 @@ from coupled_adam.lab.training.folder import claim, record_resumption, save_mode
 from coupled_adam.lab.training.loggers import cut_log, run_loggers
 from coupled_adam.lab.training.loss import sequence_losses
 from coupled_adam.lab.training.module import LanguageModel
-from coupled_adam.lab.training.progress import Progress
 from coupled_adam.lab.training.run_log import RunLog
 from coupled_adam.lab.training.variant import load_variant
 from coupled_adam.runs import METRICS, MODEL, step_of
@@ -60,14 +59,11 @@ def try_out(recipe: Recipe, device: str) -> None:
         ) from None
 
 
-def train(run: Run, corpus: Corpus, execution: Execution, progress: Progress | None = None) -> None:
+def train(run: Run, corpus: Corpus, execution: Execution) -> None:
     """Train one model into the run's folder, or resume from the last checkpoint in it.
 
     On a single CPU, a resumed run gives bit-identical results to an uninterrupted one. A finished
     run is left as it is. Whatever ends a run, the last checkpoint is kept.
-
-    Args:
-        progress: the bar of all runs, of which this is one; None for a bar of its own.
 
     Raises:
         UsageError: if the folder holds another run or a run on another text, or is in use by
@@ -91,23 +87,13 @@ def train(run: Run, corpus: Corpus, execution: Execution, progress: Progress | N
         keep_freed_memory()
     with contextlib.ExitStack() as locks:
         on_rank_zero(lambda: claim(run, corpus, locks))
-        if progress is None:
-            progress = locks.enter_context(Progress([run]))
-        if on_rank_zero((run.folder / MODEL).exists):
-            progress.start(run, run.recipe.steps)
-        else:
+        if not on_rank_zero((run.folder / MODEL).exists):
             checkpoints = Checkpoints(run.folder, run.recipe.training.evaluate_every)
             locks.enter_context(checkpoints.deferring_sigterm())
-            _train(run, corpus, execution, checkpoints, progress)
+            _train(run, corpus, execution, checkpoints)
 
 
-def _train(
-    run: Run,
-    corpus: Corpus,
-    execution: Execution,
-    checkpoints: Checkpoints,
-    progress: Progress,
-) -> None:
+def _train(run: Run, corpus: Corpus, execution: Execution, checkpoints: Checkpoints) -> None:
     recipe, variant = run.recipe, load_variant(run.recipe.variant)
 
     def begin() -> Path | None:
@@ -136,7 +122,7 @@ def _train(
             recipe,
             execution,
             # The log comes first, so that a checkpoint never contains a step that was not logged.
-            callbacks=[RunLog(run, progress), checkpoints],
+            callbacks=[RunLog(run), checkpoints],
             logger=run_loggers(run.folder, execution, last),
         )
         module = LanguageModel(model, run, execution, variant)
@@ -178,7 +164,7 @@ def _trainer(recipe: Recipe, execution: Execution, **options: Any) -> pl.Trainer
         num_sanity_val_steps=0,
         enable_model_summary=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,  # Progress is the bar of all runs
+        enable_progress_bar=False,  # RunLog has its own
         use_distributed_sampler=False,
         plugins=[CheckpointIO(), *filter(None, [launcher()])],
         **options,
